@@ -1,0 +1,1 @@
+"""The coordinator: one small process per job that owns membership and order."""

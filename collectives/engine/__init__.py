@@ -1,0 +1,1 @@
+"""The rank engine: what a rank runs beside the user's thread."""

@@ -1,0 +1,202 @@
+"""Errors of the collective core.
+
+::
+
+    HvdlabError
+    ├── NotInitializedError         a collective or a query before hvd.init()
+    ├── InvalidRequestError         (also ValueError) wrong argument on this rank alone; nothing was sent
+    │   ├── UnsupportedError        this dtype, operator or plane can't do it
+    │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
+    ├── StartError                  coordinator, rank or plane could not start
+    ├── ProtocolError               a peer sent what the protocol does not allow
+    └── CollectiveError             (also HorovodInternalError's base) a collective that was submitted failed
+        ├── MismatchError           ranks disagree on dtype, shape, operator, root, …; the group stays usable
+        └── AbortedError            the collective can't complete; the group was rebuilt and stays usable
+
+Every error says what happened, what was probably meant and what to do. Data that the text is made of stays
+available as attributes. After ``CollectiveError`` the contents of output (and in-place) buffers are undefined;
+inputs that are not also outputs are untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class HvdlabError(Exception):
+    """Base of all errors raised by hvdlab itself."""
+
+
+class NotInitializedError(HvdlabError, ValueError):
+    """A collective or a rank query was made before ``hvd.init()``. (Horovod raises ``ValueError`` here.)"""
+
+    def __init__(self, what: str = "hvdlab") -> None:
+        self.what = what
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.what} was used before hvd.init(); call hvd.init() first, on every rank."
+
+
+class InvalidRequestError(HvdlabError, ValueError):
+    """An argument is wrong on this rank. Nothing was sent, other ranks are not affected."""
+
+
+class UnsupportedError(InvalidRequestError):
+    """The combination of collective, element type, operator and plane does not exist."""
+
+
+class DuplicateNameError(InvalidRequestError):
+    """A tensor of this name is already in flight on this rank."""
+
+    def __init__(self, name: str, first_site: str, second_site: str) -> None:
+        self.name, self.first_site, self.second_site = name, first_site, second_site
+        super().__init__(name, first_site, second_site)
+
+    def __str__(self) -> str:
+        return (
+            f"`{self.name}` was submitted at {self.second_site} while the one submitted at {self.first_site} "
+            "is still in flight; give each tensor a name of its own, or synchronize() the first one before."
+        )
+
+
+class StartError(HvdlabError, RuntimeError):
+    """The coordinator, a rank or a plane could not start."""
+
+
+class ProtocolError(HvdlabError):
+    """A peer sent bytes that the protocol does not allow; its connection is closed."""
+
+
+class CollectiveError(HvdlabError, RuntimeError):
+    """A submitted collective failed. Output buffers are undefined, the group remains usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """What some ranks asked for under one name.
+
+    Attributes:
+        ranks: The ranks that agree with each other.
+        request: Their request in words, such as ``allreduce float32[10, 4] sum``.
+        site: Where one of them made it, such as ``cell [7] line 4``.
+    """
+
+    ranks: tuple[int, ...]
+    request: str
+    site: str
+
+
+class MismatchError(CollectiveError):
+    """Ranks disagree about a collective. Raised on every rank of the process set, with the same text."""
+
+    def __init__(self, name: str, process_set: int, groups: Sequence[Disagreement]) -> None:
+        self.name, self.process_set, self.groups = name, process_set, tuple(groups)
+        super().__init__(name, process_set, self.groups)
+
+    def __str__(self) -> str:
+        parts = [f"{format_ranks(g.ranks)} ({g.site}): {g.request}" for g in self.groups]
+        return (
+            f"`{self.name}`: the ranks disagree. " + "; ".join(parts) + ". "
+            "Every rank must give the same operation, dtype, shape, operator and root for one name; "
+            "the group is intact and can go on."
+        )
+
+
+class CauseKind(str, Enum):
+    """Why an epoch was ended."""
+
+    RANK_DIED = "rank_died"
+    RANK_LEFT = "rank_left"
+    CELL_FAILED = "cell_failed"
+    CELL_ENDED = "cell_ended"
+    INTERRUPTED = "interrupted"
+    WITHDRAWN = "withdrawn"
+    MISMATCH = "mismatch"
+    DEADLOCK = "deadlock"
+    PLANE_FAILED = "plane_failed"
+    MEMBERSHIP = "membership"
+    TIMEOUT = "timeout"
+    COORDINATOR_LOST = "coordinator_lost"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The one reason that ended an epoch of a process set.
+
+    Attributes:
+        kind: What happened.
+        ranks: The ranks it happened on, or that are missing; empty if it is nobody's.
+        text: One sentence for the user.
+        site: Where the culprit is, if known (``cell [7] line 4``).
+    """
+
+    kind: CauseKind
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective that was pending when its epoch ended.
+
+    Attributes:
+        collective: Kind in words, such as ``allreduce``.
+        name: Tensor name.
+        waited: Ranks that had submitted it.
+        missing: Ranks that had not.
+        sites: Rank to call site of those that waited.
+    """
+
+    collective: str
+    name: str
+    waited: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    sites: dict[int, str] = field(default_factory=dict)
+
+
+class AbortedError(CollectiveError):
+    """The collective can't complete; raised on every rank that had submitted it.
+
+    The process set was given a new epoch: the next collective works, with the same ranks if nobody died.
+    """
+
+    def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, epoch: int = 0) -> None:
+        self.pending, self.cause, self.process_set, self.epoch = pending, cause, process_set, epoch
+        super().__init__(pending, cause, process_set, epoch)
+
+    @property
+    def rank(self) -> int | None:
+        """The first rank of the cause, if it has one."""
+        return self.cause.ranks[0] if self.cause.ranks else None
+
+    def __str__(self) -> str:
+        p = self.pending
+        site = next(iter(p.sites.values()), "")
+        head = f"{p.collective} `{p.name}`" + (f" ({site})" if site else "")
+        waited = f"{format_ranks(p.waited)} waited; " if p.waited and p.missing else ""
+        tail = f" (at {self.cause.site})" if self.cause.site else ""
+        return f"{head}: {waited}{self.cause.text}{tail}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` to ``ranks 0-2,5``; one rank to ``rank 3``."""
+    ordered = sorted(set(ranks))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    return "ranks " + compact_ranks(ordered)
+
+
+def compact_ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` to ``0-2,5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)

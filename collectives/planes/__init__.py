@@ -1,0 +1,1 @@
+"""Data planes: how bytes move between the ranks of a process set."""

@@ -1,0 +1,176 @@
+"""The interface of a data plane.
+
+A plane moves bytes between the members of one process set during one epoch. It is built, driven and closed by the
+rank's executor thread; only :meth:`Plane.abort` may be called from another thread. After an abort the plane is
+spent: it is closed and a new one is built for the next epoch.
+
+Buffers are one-dimensional, C-contiguous numpy arrays in *storage* type (``uint16`` for bfloat16, ``bool`` for
+bool), so that a plane needs no framework. ``index`` is a member's position in the process set, not its rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+
+Buffer = npt.NDArray[Any]
+
+
+class PlaneAborted(Exception):
+    """Raised on the executor thread by a plane operation that :meth:`Plane.abort` ended."""
+
+
+class PlaneBroken(Exception):
+    """Raised on the executor thread when the plane itself failed (a lost connection, no memory)."""
+
+
+class KeyValue(ABC):
+    """The rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None: ...
+
+    @abstractmethod
+    def get(self, key: str, timeout: float) -> bytes:
+        """Wait until the key exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneContext:
+    """What a plane may know about its group.
+
+    Attributes:
+        process_set: Id of the process set.
+        epoch: Epoch of the process set; a plane lives for one epoch.
+        index: This member's position.
+        size: Number of members.
+        ranks: Rank of each member, by position.
+        hosts: Host key of each member, by position; equal keys share memory.
+        store: Rendezvous store, scoped to this process set and epoch.
+        memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
+        address: Address that this rank's data-plane sockets bind to; never a wildcard.
+        options: Free settings, such as ``chunk_bytes``.
+    """
+
+    process_set: int
+    epoch: int
+    index: int
+    size: int
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    store: KeyValue | None = None
+    memory_fd: int = -1
+    address: str = "127.0.0.1"
+    options: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Phases:
+    """Nanoseconds (``time.monotonic_ns``) that one plane operation spent, measured by the plane.
+
+    Pipelined planes add up the pieces of each phase; ``wait`` is time spent blocked on other members.
+    """
+
+    pack: int = 0
+    transfer: int = 0
+    unpack: int = 0
+    wait: int = 0
+
+
+class Plane(ABC):
+    """A data plane. Every operation is collective: all members call it in the same order.
+
+    All operations raise :class:`PlaneAborted` once :meth:`abort` was called (outputs are then undefined) and
+    :class:`PlaneBroken` if the plane itself failed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, context: PlaneContext) -> None:
+        self.context = context
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls) -> str | None:
+        """Why this plane can't be used in this process, in one sentence with the remedy; ``None`` if it can."""
+
+    @abstractmethod
+    def connect(self, timeout: float) -> None:
+        """Join the other members. Collective; raises ``PlaneBroken`` after ``timeout`` seconds."""
+
+    @abstractmethod
+    def allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        """Reduce element by element over all members.
+
+        The buffers of a call are fused: ``ins[i]`` and ``outs[i]`` have equal length and may be the same memory
+        (in place); no other overlap. ``op`` is SUM, MIN, MAX or PRODUCT (an average is SUM with ``postscale``).
+        ``prescale`` multiplies inputs, ``postscale`` the result; 1.0 means none. Integers are scaled in float64 and
+        truncated. f16 and bf16 accumulate in float32 and are rounded once. Every member gets the same bits.
+        """
+
+    @abstractmethod
+    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+        """Concatenate the members' ``send`` (``counts[i]`` elements each) in member order into ``out``."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        """Copy the buffer of member ``root`` (a position) to all; read there, written elsewhere."""
+
+    @abstractmethod
+    def reducescatter(
+        self,
+        send: Buffer,
+        counts: Sequence[int],
+        out: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``."""
+
+    @abstractmethod
+    def alltoall(
+        self, send: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], out: Buffer, phases: Phases
+    ) -> None:
+        """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order."""
+
+    @abstractmethod
+    def barrier(self, phases: Phases) -> None:
+        """Return once all members have called it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the running and all later operations with ``PlaneAborted``. Any thread; never blocks; idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything this member holds. Executor thread; idempotent; never waits for other members."""
+
+
+# A reducer folds ``source`` into ``accumulator`` in place: accumulator = accumulator (op) source.
+Reducer = Callable[[Buffer, Buffer], None]
+
+
+def empty_like_storage(count: int, dtype: DType) -> Buffer:
+    """An uninitialised buffer of ``count`` elements in the storage type of ``dtype``."""
+    from hvdlab.collectives.arrays import storage_type
+
+    return np.empty(count, storage_type(dtype))

@@ -1,0 +1,1 @@
+"""The span recorder and its exports."""

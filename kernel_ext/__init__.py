@@ -1,0 +1,1 @@
+"""The notebook side of a pool: ranks, their cells, output, interrupts."""

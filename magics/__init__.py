@@ -1,0 +1,1 @@
+"""IPython magics: parse, call ``hvdlab.kernel_ext``, display."""

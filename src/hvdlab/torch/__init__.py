@@ -1,0 +1,1 @@
+"""Horovod's torch API on hvdlab's collective core."""

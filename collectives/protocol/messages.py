@@ -1,0 +1,463 @@
+"""Messages of the control plane, as msgspec structs encoded to MessagePack arrays.
+
+Three directions: rank to coordinator (:data:`FromRank`), client to coordinator (:data:`FromClient`) and coordinator
+to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
+of sending; the receiver drops what belongs to an older one.
+
+Fields are only ever appended: structs are arrays on the wire, and a missing trailing field takes its default.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """Base of every message."""
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of what messages are made of."""
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+class Signature(Record):
+    """What ranks must agree on for one name.
+
+    For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
+    with each announcement.
+    """
+
+    kind: int
+    name: str
+    dtype: int
+    op: int
+    shape: tuple[int, ...]
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    group: str = ""
+    group_size: int = 0
+    ranks: tuple[int, ...] = ()
+    splits: bool = False
+
+
+class Definition(Record):
+    """``local`` stands for this signature and call site from now on, on the connection that sends it."""
+
+    local: int
+    signature: Signature
+    site: str
+
+
+class Member(Record):
+    """One living rank."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str = "127.0.0.1"
+    planes: tuple[str, ...] = ()
+    plane: str = "auto"
+    started: float = 0.0
+
+
+class Death(Record):
+    """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970."""
+
+    rank: int
+    pid: int
+    when: float
+    reason: str
+
+
+class Submission(Record):
+    """A collective as others see it, for error texts."""
+
+    kind: int
+    name: str
+    rank: int
+    site: str
+
+
+# -- both ways --------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a peer; ``role`` is ``rank`` or ``client``."""
+
+    version: int
+    token: str
+    role: str
+    rank: int = -1
+    host: str = ""
+    pid: int = 0
+    address: str = "127.0.0.1"
+    planes: tuple[str, ...] = ()
+    plane: str = "auto"
+    cells_tracked: bool = False
+    events: bool = False
+
+
+class Ping(Message):
+    """Liveness probe; answered by :class:`Pong` with the same number."""
+
+    number: int
+
+
+class Pong(Message):
+    """``clock`` is the answering side's ``time.monotonic_ns()``."""
+
+    number: int
+    clock: int = 0
+
+
+class Bye(Message):
+    """Orderly leave; what follows on this connection is end of file."""
+
+    reason: str = ""
+
+
+class Post(Message):
+    """Mail to relay. From a rank, ``to`` empty means every client; from a client, ``to`` lists ranks."""
+
+    topic: str
+    body: bytes
+    to: tuple[int, ...] = ()
+
+
+class Mail(Message):
+    """Relayed mail; ``sender`` is a rank, or -1 for a client."""
+
+    topic: str
+    sender: int
+    body: bytes
+
+
+# -- rank to coordinator ----------------------------------------------------------------------------------------------
+
+
+class Announce(Message):
+    """This rank is ready for the collectives ``locals``, in this order.
+
+    ``extra[i]`` (when not empty, as long as ``locals``) holds the numbers that differ between ranks: the first
+    dimension for allgather, the splits for alltoall.
+    """
+
+    process_set: int
+    epoch: int
+    locals: tuple[int, ...]
+    definitions: tuple[Definition, ...] = ()
+    extra: tuple[tuple[int, ...], ...] = ()
+
+
+class Duplicate(Message):
+    """This rank submitted a name that is already in flight here; everybody's pending one fails."""
+
+    process_set: int
+    epoch: int
+    name: str
+    first_site: str
+    second_site: str
+
+
+class Blocked(Message):
+    """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over."""
+
+    process_set: int
+    epoch: int
+    local: int
+    seconds: float
+
+
+class Withdraw(Message):
+    """This rank gives up waiting (interrupt, timeout): end the epoch with this cause."""
+
+    process_set: int
+    epoch: int
+    kind: str
+    text: str
+    site: str = ""
+
+
+class PlaneFailed(Message):
+    """The data plane failed on this rank."""
+
+    process_set: int
+    epoch: int
+    text: str
+
+
+class CellBegin(Message):
+    """A cell began to run here."""
+
+    cell: str
+
+
+class CellEnd(Message):
+    """A cell ended here; ``error`` is empty or one line that says how it failed."""
+
+    cell: str
+    error: str = ""
+
+
+class StoreSet(Message):
+    """Put a rendezvous value for a process set and epoch."""
+
+    process_set: int
+    epoch: int
+    key: str
+    value: bytes
+
+
+class StoreGet(Message):
+    """Ask for a rendezvous value; answered by :class:`StoreValue` once it exists."""
+
+    process_set: int
+    epoch: int
+    key: str
+    ticket: int
+
+
+class Events(Message):
+    """A batch of the recorder, opaque to the coordinator."""
+
+    batch: bytes
+
+
+class Subscribe(Message):
+    """Ask for every rank's :class:`Events` (history first) on this connection, or stop."""
+
+    events: bool
+
+
+# -- client to coordinator --------------------------------------------------------------------------------------------
+
+
+class Expect(Message):
+    """The world is made of these ranks from now on; living ranks not among them are told to leave."""
+
+    ranks: tuple[int, ...]
+
+
+class CellStarted(Message):
+    """A cell is about to be sent to these ranks."""
+
+    cell: str
+    ranks: tuple[int, ...]
+
+
+class InterruptRanks(Message):
+    """Deliver an interrupt to these ranks' control threads."""
+
+    ranks: tuple[int, ...]
+
+
+class RankLost(Message):
+    """The launcher knows that a rank's process ended, and how."""
+
+    rank: int
+    pid: int
+    reason: str
+
+
+# -- coordinator to rank or client ------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Hello was accepted."""
+
+    rank: int
+    clock: int
+
+
+class Refused(Message):
+    """Hello was not accepted; the connection is closed after this."""
+
+    reason: str
+
+
+class Configure(Message):
+    """A process set has a new epoch with these members (in order of rank).
+
+    With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
+    """
+
+    process_set: int
+    epoch: int
+    members: tuple[Member, ...]
+    plane: str
+    options: dict[str, str]
+    has_memory: bool = False
+
+
+class Dissolve(Message):
+    """A process set is gone."""
+
+    process_set: int
+
+
+class Batch(Record):
+    """Collectives to execute as one operation of the plane (fused when several).
+
+    ``tables[i]`` (when not empty, as long as ``locals``) has each member's ``extra`` numbers, by position.
+    """
+
+    locals: tuple[int, ...]
+    tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+
+class Execute(Message):
+    """Execute these batches in this order."""
+
+    process_set: int
+    epoch: int
+    sequence: int
+    batches: tuple[Batch, ...]
+
+
+class Party(Record):
+    """Ranks that asked for the same thing, in words."""
+
+    ranks: tuple[int, ...]
+    request: str
+    site: str
+
+
+class Reject(Message):
+    """The head submission of ``locals`` (this rank's) fails with a mismatch; the epoch goes on."""
+
+    process_set: int
+    epoch: int
+    locals: tuple[int, ...]
+    name: str
+    parties: tuple[Party, ...]
+
+
+class RejectDuplicate(Message):
+    """The pending submissions ``locals`` (this rank's) fail, because a rank submitted the name twice."""
+
+    process_set: int
+    epoch: int
+    locals: tuple[int, ...]
+    name: str
+    rank: int
+    first_site: str
+    second_site: str
+
+
+class AbortedCollective(Record):
+    """One pending collective of an ended epoch: who had submitted it (with sites), who had not."""
+
+    kind: int
+    name: str
+    waited: tuple[int, ...]
+    missing: tuple[int, ...]
+    sites: tuple[str, ...] = ()
+
+
+class Abort(Message):
+    """``epoch`` (an old one) of a process set has ended; all its pending collectives fail with this cause."""
+
+    process_set: int
+    epoch: int
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    site: str
+    pending: tuple[AbortedCollective, ...] = ()
+
+
+class ProcessSetAdded(Message):
+    """The negotiated ADD_PROCESS_SET ``local`` made this id; members get :class:`Configure` before it."""
+
+    local: int
+    process_set: int
+    ranks: tuple[int, ...]
+
+
+class StoreValue(Message):
+    """Answer to :class:`StoreGet`."""
+
+    ticket: int
+    value: bytes
+
+
+class Interrupt(Message):
+    """Interrupt the user's code."""
+
+
+class Leave(Message):
+    """Leave the world and end."""
+
+    reason: str
+
+
+class World(Message):
+    """Membership as it is now; sent to clients and ranks on each change."""
+
+    expected: tuple[int, ...]
+    members: tuple[Member, ...]
+    deaths: tuple[Death, ...]
+    epoch: int
+
+
+class RankEvents(Message):
+    """Events of one rank, to a subscriber."""
+
+    rank: int
+    batch: bytes
+
+
+class Stalled(Message):
+    """A collective has been waiting for ``seconds``: who has submitted it, who has not."""
+
+    process_set: int
+    seconds: float
+    collective: AbortedCollective
+
+
+FromRank = (
+    Hello
+    | Ping
+    | Pong
+    | Bye
+    | Post
+    | Announce
+    | Duplicate
+    | Blocked
+    | Withdraw
+    | PlaneFailed
+    | CellBegin
+    | CellEnd
+    | StoreSet
+    | StoreGet
+    | Events
+    | Subscribe
+)
+FromClient = Hello | Ping | Pong | Bye | Post | Expect | CellStarted | InterruptRanks | RankLost | Subscribe
+ToPeer = (
+    Welcome
+    | Refused
+    | Ping
+    | Pong
+    | Mail
+    | Configure
+    | Dissolve
+    | Execute
+    | Reject
+    | RejectDuplicate
+    | Abort
+    | ProcessSetAdded
+    | StoreValue
+    | Interrupt
+    | Leave
+    | World
+    | RankEvents
+    | Stalled
+)

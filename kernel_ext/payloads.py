@@ -1,0 +1,237 @@
+"""What the pool and its ranks say to each other, as msgspec structs in the body of mail.
+
+Every struct travels under the topic of its direction: :data:`TO_RANK` from the pool, :data:`TO_POOL` from a rank.
+The coordinator relays the bytes without looking at them. No pickle here: :class:`Value` carries a pickle that the
+user asked for by pulling, and that is only read by the pool that started the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+TO_RANK = "hvdlab.pool.to_rank"
+TO_POOL = "hvdlab.pool.to_pool"
+
+
+class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Base of every payload."""
+
+
+# -- pool to rank -----------------------------------------------------------------------------------------------------
+
+
+class RunCell(Payload):
+    """Run a cell.
+
+    Attributes:
+        cell: Unique id of this run.
+        label: How users know it, such as ``[7]``.
+        source: Python source without the magic line; ``line_offset`` blank lines are to be thought before it, so that
+            line numbers are those that the notebook shows.
+        line_offset: Number of lines of the notebook's cell above the source (the magic line).
+        want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
+    """
+
+    cell: str
+    label: str
+    source: str
+    line_offset: int = 1
+    want_value: bool = True
+    value_limit: int = 1 << 20
+    store_history: bool = True
+
+
+class Credit(Payload):
+    """The pool has taken ``taken`` bytes of output of this cell so far; the rank may have a window more in flight."""
+
+    cell: str
+    taken: int
+
+
+class PushValue(Payload):
+    """Bind ``names[i]`` to the value pickled in ``pickles[i]``."""
+
+    ticket: int
+    names: tuple[str, ...]
+    pickles: tuple[bytes, ...]
+
+
+class PullValue(Payload):
+    """Evaluate each expression and send the values back."""
+
+    ticket: int
+    names: tuple[str, ...]
+
+
+class AskStatus(Payload):
+    """Ask for a :class:`Status`."""
+
+    ticket: int
+
+
+class Complete(Payload):
+    """Ask for completions of ``code`` at ``cursor`` from the rank's variables."""
+
+    ticket: int
+    code: str
+    cursor: int
+
+
+class Inspect(Payload):
+    """Ask for the documentation of what stands at ``cursor``."""
+
+    ticket: int
+    code: str
+    cursor: int
+    detail: int = 0
+
+
+# -- rank to pool -----------------------------------------------------------------------------------------------------
+
+
+class Stream(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Text of one stream (``stdout`` or ``stderr``), in the order in which it was written on this rank."""
+
+    name: str
+    text: str
+
+
+class Display(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """A display_data (or, with ``update``, update_display_data) message; ``result`` marks the cell's value."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    update: bool = False
+    result: bool = False
+
+
+class Clear(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """clear_output."""
+
+    wait: bool = False
+
+
+Chunk = Stream | Display | Clear
+
+
+class Output(Payload):
+    """What a rank wrote since its last Output; ``total`` counts all bytes of this cell, this one's included."""
+
+    cell: str
+    chunks: tuple[Chunk, ...]
+    total: int = 0
+
+
+class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How a cell failed on a rank.
+
+    Attributes:
+        ename: Class name, such as ``ValueError``.
+        evalue: Its text.
+        traceback: Coloured lines, as IPython renders them, with the cell's own line numbers.
+        when: ``time.monotonic_ns()`` of the raise (same host: comparable between ranks), to find the first.
+        aborted: True if it only fails because a collective was ended by somebody else (AbortedError).
+        collective: The collective it was stopped in, such as ``allreduce `loss```, if aborted.
+        culprits: Ranks that the abort names as its cause.
+        interrupted: True for KeyboardInterrupt.
+        mismatch: True for MismatchError (the same text on all ranks).
+        syntax: True if the source did not compile (the same on all ranks).
+    """
+
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...]
+    when: int
+    aborted: bool = False
+    collective: str = ""
+    culprits: tuple[int, ...] = ()
+    interrupted: bool = False
+    mismatch: bool = False
+    syntax: bool = False
+
+
+class CellDone(Payload):
+    """The cell ended here; sent after its last Output.
+
+    ``value`` is the pickled last expression if it was asked for and small enough; ``value_note`` says why it is
+    missing. ``has_value`` is False when the last statement was no expression or gave None.
+    """
+
+    cell: str
+    error: CellError | None
+    seconds: float
+    has_value: bool = False
+    value: bytes | None = None
+    value_repr: str = ""
+    value_note: str = ""
+
+
+class Done(Payload):
+    """Answer to PushValue; ``error`` is empty if all is well."""
+
+    ticket: int
+    error: str = ""
+
+
+class Value(Payload):
+    """Answer to PullValue: pickles by name, or an error line for the names that could not be sent."""
+
+    ticket: int
+    pickles: tuple[bytes | None, ...]
+    errors: tuple[str, ...]
+
+
+class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A collective the rank is in."""
+
+    collective: str
+    name: str
+    site: str
+    seconds: float
+
+
+class Status(Payload):
+    """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
+
+    Memory in bytes; ``cpu`` in seconds of CPU time used so far.
+    """
+
+    ticket: int
+    state: str
+    cell: str
+    rss: int
+    pss: int
+    cpu: float
+    threads: int
+    device: str
+    plane: str
+    pending: tuple[PendingNow, ...] = ()
+
+
+class Completions(Payload):
+    """Answer to Complete."""
+
+    ticket: int
+    matches: tuple[str, ...]
+    start: int
+    end: int
+    types: tuple[str, ...] = ()
+
+
+class Inspection(Payload):
+    """Answer to Inspect; ``data`` is a mime bundle."""
+
+    ticket: int
+    found: bool
+    data: dict[str, Any]
+
+
+ToRank = RunCell | Credit | PushValue | PullValue | AskStatus | Complete | Inspect
+ToPool = Output | CellDone | Done | Value | Status | Completions | Inspection
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_to_pool = msgspec.msgpack.Decoder(ToPool).decode

@@ -1,0 +1,94 @@
+"""What a user asks of the engine, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.planes.base import Buffer
+
+Allocate = Callable[[tuple[int, ...]], Buffer]
+
+
+@dataclass(slots=True)
+class Request:
+    """One collective on one tensor.
+
+    Attributes:
+        kind: Which collective.
+        name: Tensor name, equal on all ranks; ``None`` for an anonymous one, which is matched in order.
+        input: C-contiguous array in storage type, of any shape; ``None`` for a barrier. It must not change until
+            the handle is done.
+        output: Where the result goes, C-contiguous in storage type; may be ``input`` (in place). ``None``: the
+            engine asks ``allocate``, or makes a new array.
+        dtype: Element type.
+        op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
+        prescale: Multiplies the input.
+        postscale: Multiplies the result.
+        root: *Rank* that a broadcast comes from.
+        splits: Rows (of dimension 0) for each member of an alltoall; ``None`` for even ones.
+        process_set: Id of the process set.
+        group: Name and number of tensors of a group that is to be executed together.
+        allocate: Makes the output once its shape is known (allgather, alltoall, reducescatter).
+        site: Call site; found by walking the stack if ``None``.
+        device: Where the tensor lives, ``cpu`` here.
+        anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
+        ranks: Ranks of a process set to be added.
+    """
+
+    kind: OpKind
+    name: str | None = None
+    input: Buffer | None = None
+    output: Buffer | None = None
+    dtype: DType = DType.U8
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: tuple[int, ...] | None = None
+    process_set: int = 0
+    group: tuple[str, int] | None = None
+    allocate: Allocate | None = None
+    site: str | None = None
+    device: str = "cpu"
+    anonymous: bool = False
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Result:
+    """Outcome of a collective.
+
+    Attributes:
+        output: The result; ``None`` for a barrier.
+        received_splits: Rows received from each member (alltoall), else ``None``.
+        tables: The numbers each member announced, by position (allgather: first dimensions; alltoall: splits).
+        process_set: Id of the set that was added, else -1.
+    """
+
+    output: Buffer | None = None
+    received_splits: tuple[int, ...] | None = None
+    tables: tuple[tuple[int, ...], ...] = ()
+    process_set: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCollective:
+    """A collective in flight on this rank, as :meth:`Engine.pending` lists it.
+
+    Attributes:
+        name: Tensor name.
+        kind: Collective in words, such as ``allreduce``.
+        site: Call site.
+        seconds: Time since it was submitted.
+        executing: Whether it has left negotiation.
+        process_set: Id of its process set.
+    """
+
+    name: str
+    kind: str
+    site: str
+    seconds: float
+    executing: bool = False
+    process_set: int = field(default=0)

@@ -1,0 +1,114 @@
+"""What a rank is told by its environment before it joins a world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlab.collectives.errors import InvalidRequestError
+
+PLANES = ("auto", "shm", "gloo", "mpi", "nccl", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to reach the coordinator, and which rank to be.
+
+    Attributes:
+        coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of one of its own.
+        token: Secret that the coordinator asks for.
+        rank: Rank to be, or -1 to be given one.
+        size: Ranks of the world at its start, or ``None`` if the coordinator knows.
+        local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
+            them from the hosts of all ranks.
+        plane: Data plane to use, or ``auto``.
+        certificate: PEM text of the coordinator's certificate (``tls`` only).
+        address: Address that this rank's data-plane sockets bind to.
+        cells_tracked: Whether collectives are to be made within cells (ranks of a pool).
+        timeline: File that rank 0 writes the timeline to, or ``None``.
+        mark_cycles: Whether that file marks the coordinator's decisions.
+        start_timeout: Seconds that ``init()`` waits for the world.
+        record: Whether spans are recorded.
+    """
+
+    coordinator: str | None = None
+    token: str = ""
+    rank: int = -1
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    cross_rank: int | None = None
+    cross_size: int | None = None
+    plane: str = "auto"
+    certificate: str | None = None
+    address: str = "127.0.0.1"
+    cells_tracked: bool = False
+    timeline: str | None = None
+    mark_cycles: bool = False
+    start_timeout: float = 60.0
+    record: bool = True
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read the ``HVDLAB_*`` variables (and the ``HOROVOD_*`` ones of the timeline).
+
+        Raises:
+            InvalidRequestError: A variable does not hold what it should; the text names it.
+        """
+        env = os.environ if environ is None else environ
+        plane = env.get("HVDLAB_PLANE", "auto") or "auto"
+        if plane not in PLANES:
+            raise InvalidRequestError(f"HVDLAB_PLANE={plane!r} is no data plane; choose one of {', '.join(PLANES)}.")
+        rank = _integer(env, "HVDLAB_RANK")
+        return cls(
+            coordinator=env.get("HVDLAB_COORDINATOR") or None,
+            token=env.get("HVDLAB_TOKEN", ""),
+            rank=-1 if rank is None else rank,
+            size=_integer(env, "HVDLAB_SIZE"),
+            local_rank=_integer(env, "HVDLAB_LOCAL_RANK"),
+            local_size=_integer(env, "HVDLAB_LOCAL_SIZE"),
+            cross_rank=_integer(env, "HVDLAB_CROSS_RANK"),
+            cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
+            plane=plane,
+            certificate=_certificate(env.get("HVDLAB_CERT")),
+            address=env.get("HVDLAB_ADDRESS") or "127.0.0.1",
+            timeline=env.get("HOROVOD_TIMELINE") or None,
+            mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES", False),
+            start_timeout=_seconds(env, "HVDLAB_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS", default=60.0),
+            record=_flag(env, "HVDLAB_RECORD", True),
+        )
+
+
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidRequestError(f"{name}={text!r} is no whole number.") from None
+
+
+def _seconds(env: Mapping[str, str], *names: str, default: float) -> float:
+    for name in names:
+        text = env.get(name, "").strip()
+        if text:
+            try:
+                return float(text)
+            except ValueError:
+                raise InvalidRequestError(f"{name}={text!r} is no number of seconds.") from None
+    return default
+
+
+def _flag(env: Mapping[str, str], name: str, default: bool) -> bool:
+    text = env.get(name, "").strip().lower()
+    return default if not text else text not in ("0", "false", "no", "off")
+
+
+def _certificate(value: str | None) -> str | None:
+    """PEM text itself, or a path to a file that holds it."""
+    if not value or "BEGIN CERTIFICATE" in value:
+        return value or None
+    return Path(value).read_text()

@@ -1,0 +1,379 @@
+"""The recorder's batch format: what a rank measured, as fixed 64-byte records.
+
+A batch stands alone: it carries the text of every name that its records use, so that a history may forget old
+batches and a subscriber may come late. All numbers are little-endian::
+
+    header       4s  magic "HVDS"            definition   I  id (never 0)
+                 H   version                 (repeated)   H  length in bytes
+                 H   0                                    …  UTF-8 text
+                 I   rank
+                 I   number of definitions   record       64 bytes, see SPAN and SMALL
+                 I   number of records       (repeated)
+                 Q   clock domain
+                 Q   records lost because the ring was full, since the start
+                 Q   records refused because their times were impossible, since the start
+
+Times are nanoseconds of the rank's ``CLOCK_MONOTONIC``. Ranks with an equal clock domain share that clock.
+
+A span's later times are stored as distances from ``submitted``, in units of ``2**shift`` ns. The shift is 0, so
+exact, up to 4.29 s, and otherwise the smallest that fits (a 10-minute wait has a resolution of 256 ns).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import ProtocolError
+
+MAGIC = b"HVDS"
+VERSION = 1
+RECORD_BYTES = 64
+MAX_TEXT_BYTES = 1024
+
+HEADER = struct.Struct("<4sHHIIIQQQ")
+DEFINITION = struct.Struct("<IH")
+
+# type, kind, dtype, flags, name, process set, sequence, batch, bytes, submitted,
+# then as distances: ready, started, finished; then durations: pack, transfer, wait, unpack.
+SPAN = struct.Struct("<BBBBIIIIQQ7I")
+# type, 0, 0, flags, name, process set, number, time, two values, padding.
+SMALL = struct.Struct("<BBBBIIIQqq24x")
+SMALL_FLOAT = struct.Struct("<BBBBIIIQdq24x")
+
+FLAG_FAILED = 0x80
+FLAG_NOT_STARTED = 0x40
+FLAG_NOT_READY = 0x20
+SHIFT_MASK = 0x1F
+FLAG_HAS_STEP = 0x01
+
+
+class RecordType(IntEnum):
+    """First byte of a record."""
+
+    SPAN = 1
+    CELL_BEGIN = 2
+    CELL_END = 3
+    ABORT = 4
+    METRIC = 5
+    CLOCK = 6
+    MEMBERS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One tensor in one collective, as this rank saw it.
+
+    ``(process_set, sequence, batch)`` names the plane operation and is equal on all members; tensors fused into one
+    operation share it, as well as ``ready_ns``, ``started_ns``, ``finished_ns`` and the four durations, which were
+    measured for the operation as a whole.
+
+    Attributes:
+        nbytes: Size of this tensor on this rank.
+        submitted_ns: When this rank asked for it: its arrival.
+        ready_ns: When the order to execute reached this rank; ``None`` if it failed before.
+        started_ns: When the executor began with it; ``None`` if it failed before.
+        finished_ns: When it was done, or when it failed.
+        pack_ns: Sum of the time spent copying in. Pieces may interleave with those of the other phases.
+        transfer_ns: Sum of the time spent moving and reducing.
+        wait_ns: Sum of the time spent blocked on other members.
+        unpack_ns: Sum of the time spent copying out.
+        resolution_ns: Unit of everything but ``submitted_ns``; 1 up to 4.29 s.
+    """
+
+    name: str
+    kind: OpKind
+    dtype: DType
+    process_set: int
+    sequence: int
+    batch: int
+    nbytes: int
+    submitted_ns: int
+    ready_ns: int | None
+    started_ns: int | None
+    finished_ns: int
+    pack_ns: int = 0
+    transfer_ns: int = 0
+    wait_ns: int = 0
+    unpack_ns: int = 0
+    ok: bool = True
+    resolution_ns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CellBegin:
+    """A cell began to run on this rank."""
+
+    cell: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellEnd:
+    """A cell ended on this rank."""
+
+    cell: str
+    time_ns: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """An epoch of a process set ended; ``text`` says why."""
+
+    process_set: int
+    epoch: int
+    time_ns: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that the user reported; ``value`` may be infinite or NaN."""
+
+    name: str
+    value: float
+    step: int | None
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSample:
+    """This rank's clock against the coordinator's at ``time_ns`` (here): coordinator - here = offset ± uncertainty."""
+
+    time_ns: int
+    offset_ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """A process set has this many members from this epoch on."""
+
+    process_set: int
+    epoch: int
+    size: int
+    time_ns: int
+
+
+Event = Span | CellBegin | CellEnd | Abort | Metric | ClockSample | Members
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What :func:`decode` returns; see the module's text for the fields."""
+
+    rank: int
+    clock: int
+    dropped: int
+    refused: int
+    events: tuple[Event, ...]
+
+
+def clean_text(text: str) -> bytes:
+    """UTF-8 of a name, cut to ``MAX_TEXT_BYTES`` at a character; lone surrogates are escaped."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) > MAX_TEXT_BYTES:
+        data = data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
+    return data
+
+
+def span_scale(longest_ns: int) -> int:
+    """The smallest shift with which a duration fits 32 bits."""
+    return max(0, longest_ns.bit_length() - 32)
+
+
+def frame(
+    rank: int, clock: int, dropped: int, refused: int, names: Iterable[tuple[int, bytes]], records: bytes
+) -> bytes:
+    """Put definitions and packed records together into one batch."""
+    definitions = [DEFINITION.pack(ident, len(text)) + text for ident, text in names]
+    count = len(records) // RECORD_BYTES
+    head = HEADER.pack(MAGIC, VERSION, 0, rank, len(definitions), count, clock, dropped, refused)
+    return b"".join((head, *definitions, records))
+
+
+def pack_span(name_id: int, span: Span) -> bytes:
+    """One record of a span, whatever its length. Raises ``ValueError`` when its times are out of order."""
+    base, end = span.submitted_ns, span.finished_ns
+    ready = base if span.ready_ns is None else span.ready_ns
+    started = ready if span.started_ns is None else span.started_ns
+    phases = (span.pack_ns, span.transfer_ns, span.wait_ns, span.unpack_ns)
+    if not 0 <= base <= ready <= started <= end or min(phases) < 0:
+        raise ValueError("a span's times must be in order and its phases not negative")
+    distances = (ready - base, started - base, end - base, *phases)
+    shift = span_scale(max(distances))
+    if shift > SHIFT_MASK:
+        raise ValueError("a span may not be longer than 292 years")
+    flags = (
+        shift
+        | (0 if span.ok else FLAG_FAILED)
+        | (FLAG_NOT_READY if span.ready_ns is None else 0)
+        | (FLAG_NOT_STARTED if span.started_ns is None else 0)
+    )
+    return SPAN.pack(
+        RecordType.SPAN,
+        span.kind,
+        span.dtype,
+        flags,
+        name_id,
+        span.process_set,
+        span.sequence,
+        span.batch,
+        span.nbytes,
+        base,
+        *(d >> shift for d in distances),
+    )
+
+
+def encode(
+    rank: int, events: Sequence[Event], *, clock: int = 0, dropped: int = 0, refused: int = 0
+) -> bytes:
+    """Events as one batch. Meant for tools and tests; a rank records with ``Recorder`` instead.
+
+    Raises ``ValueError`` or ``struct.error`` for values that the format cannot hold.
+    """
+    ids: dict[bytes, int] = {}
+
+    def ident(text: str) -> int:
+        data = clean_text(text)
+        return ids.setdefault(data, len(ids) + 1) if data else 0
+
+    records = b"".join(_pack(event, ident(_text_of(event))) for event in events)
+    return frame(rank, clock, dropped, refused, ((number, text) for text, number in ids.items()), records)
+
+
+def _text_of(event: Event) -> str:
+    match event:
+        case (
+            Span(name=text) | Metric(name=text) | Abort(text=text) | CellBegin(cell=text) | CellEnd(cell=text)
+        ):
+            return text
+        case ClockSample() | Members():
+            return ""
+
+
+def _pack(event: Event, name: int) -> bytes:
+    match event:
+        case Span():
+            return pack_span(name, event)
+        case CellBegin():
+            return SMALL.pack(RecordType.CELL_BEGIN, 0, 0, 0, name, 0, 0, event.time_ns, 0, 0)
+        case CellEnd():
+            flags = 0 if event.ok else FLAG_FAILED
+            return SMALL.pack(RecordType.CELL_END, 0, 0, flags, name, 0, 0, event.time_ns, 0, 0)
+        case Abort():
+            return SMALL.pack(
+                RecordType.ABORT, 0, 0, 0, name, event.process_set, event.epoch, event.time_ns, 0, 0
+            )
+        case Metric():
+            flags, step = (0, 0) if event.step is None else (FLAG_HAS_STEP, event.step)
+            return SMALL_FLOAT.pack(
+                RecordType.METRIC, 0, 0, flags, name, 0, 0, event.time_ns, event.value, step
+            )
+        case ClockSample():
+            values = (event.time_ns, event.offset_ns, event.uncertainty_ns)
+            return SMALL.pack(RecordType.CLOCK, 0, 0, 0, name, 0, 0, *values)
+        case Members():
+            group = (event.process_set, event.epoch)
+            return SMALL.pack(RecordType.MEMBERS, 0, 0, 0, name, *group, event.time_ns, event.size, 0)
+
+
+def decode(data: bytes) -> Batch:
+    """Read one batch. Raises :class:`ProtocolError` for anything that is not exactly one valid batch."""
+    try:
+        magic, version, _, rank, definitions, count, clock, dropped, refused = HEADER.unpack_from(data)
+    except struct.error:
+        raise ProtocolError(f"event batch: {len(data)} bytes are shorter than a header") from None
+    if magic != MAGIC:
+        raise ProtocolError("event batch: it does not begin with HVDS")
+    if version != VERSION:
+        raise ProtocolError(
+            f"event batch: version {version}, this hvdlab reads {VERSION}; use one version everywhere"
+        )
+    names, start = _read_names(data, definitions)
+    if len(data) != start + count * RECORD_BYTES:
+        raise ProtocolError(f"event batch: {len(data)} bytes do not fit {count} records")
+    events = tuple(_read(data, offset, names) for offset in range(start, len(data), RECORD_BYTES))
+    return Batch(rank, clock, dropped, refused, events)
+
+
+def _read_names(data: bytes, count: int) -> tuple[dict[int, str], int]:
+    names = {0: ""}
+    offset = HEADER.size
+    try:
+        for _ in range(count):
+            ident, length = DEFINITION.unpack_from(data, offset)
+            offset += DEFINITION.size + length
+            if ident in names or offset > len(data):
+                raise ProtocolError("event batch: a name is defined twice or cut off")
+            names[ident] = data[offset - length : offset].decode()
+    except (struct.error, UnicodeDecodeError):
+        raise ProtocolError("event batch: a name is cut off or not UTF-8") from None
+    return names, offset
+
+
+def _read(data: bytes, offset: int, names: dict[int, str]) -> Event:
+    try:
+        if data[offset] == RecordType.SPAN:
+            return _read_span(data, offset, names)
+        return _read_small(data, offset, names)
+    except KeyError as error:
+        raise ProtocolError(f"event batch: name {error.args[0]} is not defined") from None
+    except ValueError as error:
+        raise ProtocolError(f"event batch: {error}") from None
+
+
+def _read_span(data: bytes, offset: int, names: dict[int, str]) -> Span:
+    _, kind, dtype, flags, name, process_set, sequence, batch, nbytes, base, *distances = SPAN.unpack_from(
+        data, offset
+    )
+    shift = flags & SHIFT_MASK
+    ready, started, finished, pack, transfer, wait, unpack = (d << shift for d in distances)
+    if not ready <= started <= finished:
+        raise ValueError("the times of a span are out of order")
+    return Span(
+        names[name],
+        OpKind(kind),
+        DType(dtype),
+        process_set,
+        sequence,
+        batch,
+        nbytes,
+        base,
+        None if flags & FLAG_NOT_READY else base + ready,
+        None if flags & FLAG_NOT_STARTED else base + started,
+        base + finished,
+        pack,
+        transfer,
+        wait,
+        unpack,
+        not flags & FLAG_FAILED,
+        1 << shift,
+    )
+
+
+def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
+    kind, _, _, flags, name, process_set, number, time_ns, first, second = SMALL.unpack_from(data, offset)
+    match kind:
+        case RecordType.CELL_BEGIN:
+            return CellBegin(names[name], time_ns)
+        case RecordType.CELL_END:
+            return CellEnd(names[name], time_ns, not flags & FLAG_FAILED)
+        case RecordType.ABORT:
+            return Abort(process_set, number, time_ns, names[name])
+        case RecordType.METRIC:
+            value = SMALL_FLOAT.unpack_from(data, offset)[8]
+            return Metric(names[name], value, second if flags & FLAG_HAS_STEP else None, time_ns)
+        case RecordType.CLOCK:
+            if second < 0:
+                raise ValueError("a clock sample has a negative uncertainty")
+            return ClockSample(time_ns, first, second)
+        case RecordType.MEMBERS:
+            if first < 0:
+                raise ValueError("a process set has a negative size")
+            return Members(process_set, number, first, time_ns)
+    raise ValueError(f"unknown record type {kind}")

@@ -1,0 +1,326 @@
+"""The ``gloo`` plane: CPU tensors between hosts, through ``torch.distributed``'s Gloo process group.
+
+Rendezvous goes through the coordinator's store, so that no extra port is opened; Gloo's own sockets bind to
+``PlaneContext.address``. Gloo can't be told to give up, so an abort shuts its sockets down: the call that waits on
+them returns with an error at once, here and on the peers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.staging import Staging, narrow, widen
+
+if TYPE_CHECKING:
+    import torch
+
+# Longest time in which Gloo may see nothing from a peer; the coordinator ends a collective long before.
+_GLOO_TIMEOUT = timedelta(hours=24)
+
+
+class GlooPlane(Plane):
+    """Collectives of one process set and epoch over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
+
+    name = "gloo"
+
+    def __init__(self, context: PlaneContext) -> None:
+        super().__init__(context)
+        # Gloo has no int16 kernels; int32 holds every sum that int16 would, and wraps alike when narrowed.
+        self._staging = Staging({DType.I16: np.dtype(np.int32)})
+        self._group: Any = None
+        self._ports: set[tuple[str, int]] = set()
+        self._aborted = threading.Event()
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            return "the gloo plane needs PyTorch; install it with `pip install hvdlab[torch]`"
+        if not dist.is_available() or not dist.is_gloo_available():
+            return (
+                "this PyTorch was built without Gloo; install an official build, or choose plane shm or mpi"
+            )
+        return None
+
+    def connect(self, timeout: float) -> None:
+        import torch.distributed as dist
+
+        store = self.context.store
+        if store is None:
+            raise PlaneBroken("the gloo plane needs a rendezvous store")
+        me = self.context
+        with self._failures():
+            before = _listeners(me.address)
+            device = dist.ProcessGroupGloo.create_device(hostname=me.address)
+            ports = _listeners(me.address) - before
+            store.set(f"port/{me.index}", ",".join(f"{h}:{p}" for h, p in ports).encode())
+            for index in range(me.size):
+                self._ports |= _parse_ports(store.get(f"port/{index}", timeout))
+            gloo: Any = dist.ProcessGroupGloo  # its Options class is missing from torch's stubs
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=timeout)
+            options._devices = [device]
+            self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
+            self._group.barrier().wait()
+            self._group._set_default_timeout(_GLOO_TIMEOUT)
+
+    def allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        import torch.distributed as dist
+
+        start = time.monotonic_ns()
+        packed = self._staging.pack(ins, outs, dtype, prescale)
+        packed_at = time.monotonic_ns()
+        if packed.size:
+            options = dist.AllreduceOptions()
+            options.reduceOp = _reduce_op(op)
+            self._wait(lambda: self._group.allreduce([_tensor(packed)], options))
+        moved_at = time.monotonic_ns()
+        self._staging.unpack(packed, outs, dtype, postscale)
+        phases.pack += packed_at - start
+        phases.transfer += moved_at - packed_at
+        phases.unpack += time.monotonic_ns() - moved_at
+
+    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+        start = time.monotonic_ns()
+        raw_send, raw_out = _raw(send), _raw(out)
+        if len(set(counts)) == 1:
+            if raw_out.size:
+                self._wait(lambda: self._group._allgather_base(_tensor(raw_out), _tensor(raw_send)))
+        else:
+            self._gather_ragged(raw_send, [c * send.itemsize for c in counts], raw_out)
+        phases.transfer += time.monotonic_ns() - start
+
+    def _gather_ragged(self, send: Buffer, sizes: Sequence[int], out: Buffer) -> None:
+        """One broadcast per member, straight into its place: no padding to the longest, no copy back."""
+        import torch.distributed as dist
+
+        offset = 0
+        for root, size in enumerate(sizes):
+            piece = out[offset : offset + size]
+            offset += size
+            if not size:
+                continue
+            if root == self.context.index:
+                np.copyto(piece, send)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            tensor = _tensor(piece)
+            self._wait(lambda tensor=tensor, options=options: self._group.broadcast([tensor], options))
+
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        import torch.distributed as dist
+
+        start = time.monotonic_ns()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        if buffer.size:
+            self._wait(lambda: self._group.broadcast([_tensor(_raw(buffer))], options))
+        phases.transfer += time.monotonic_ns() - start
+
+    def reducescatter(
+        self,
+        send: Buffer,
+        counts: Sequence[int],
+        out: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        """Send each slice to its owner, who reduces in member order: every byte crosses the network once."""
+        start = time.monotonic_ns()
+        mine, size = counts[self.context.index], self.context.size
+        compute = self._staging.compute_type(dtype)
+        widened = np.empty(send.size, compute)
+        widen(send, widened, dtype)
+        _scale(widened, prescale)
+        packed_at = time.monotonic_ns()
+        pieces = np.empty(mine * size, compute)
+        self._exchange(widened, list(counts), [mine] * size, pieces)
+        moved_at = time.monotonic_ns()
+        rows = pieces.reshape(size, mine)
+        reduced = np.ascontiguousarray(rows[0])
+        for row in rows[1:]:
+            _FOLD[op](reduced, row, out=reduced)
+        _scale(reduced, postscale)
+        narrow(reduced, out, dtype)
+        phases.pack += packed_at - start
+        phases.transfer += moved_at - packed_at
+        phases.unpack += time.monotonic_ns() - moved_at
+
+    def alltoall(
+        self,
+        send: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Buffer,
+        phases: Phases,
+    ) -> None:
+        start = time.monotonic_ns()
+        self._exchange(send, send_counts, recv_counts, out)
+        phases.transfer += time.monotonic_ns() - start
+
+    def _exchange(
+        self, send: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], out: Buffer
+    ) -> None:
+        import torch.distributed as dist
+
+        item = send.itemsize
+        splits_in, splits_out = [c * item for c in send_counts], [c * item for c in recv_counts]
+        tensors = _tensor(_raw(out)), _tensor(_raw(send))
+        options = dist.AllToAllOptions()
+        self._wait(lambda: self._group.alltoall_base(*tensors, splits_out, splits_in, options))
+
+    def barrier(self, phases: Phases) -> None:
+        start = time.monotonic_ns()
+        self._wait(lambda: self._group.barrier())
+        phases.wait += time.monotonic_ns() - start
+
+    def abort(self) -> None:
+        self._aborted.set()
+        for fd, local, peer in _connections():
+            if local in self._ports or peer in self._ports:
+                _shut_down(fd)
+
+    def close(self) -> None:
+        # The destructor joins Gloo's threads; on a group that is still connected they end by themselves.
+        self._group = None
+
+    def _wait(self, start: Any) -> None:
+        with self._failures():
+            start().wait()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn whatever Gloo raises into the plane's two exceptions."""
+        if self._aborted.is_set():
+            raise PlaneAborted
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+            if self._aborted.is_set():
+                raise PlaneAborted from error
+            raise PlaneBroken(f"Gloo failed: {error}") from error
+        if self._aborted.is_set():
+            raise PlaneAborted
+
+
+_FOLD: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def _scale(buffer: Buffer, factor: float) -> None:
+    from hvdlab.collectives.planes.staging import scale
+
+    scale(buffer, factor)
+
+
+def _raw(buffer: Buffer) -> Buffer:
+    return buffer.view(np.uint8)
+
+
+def _tensor(buffer: Buffer) -> torch.Tensor:
+    """Torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
+    import torch
+
+    if not buffer.flags.writeable:
+        buffer = buffer.copy()
+    return torch.from_numpy(buffer)
+
+
+def _reduce_op(op: ReduceOp) -> Any:
+    import torch.distributed as dist
+
+    return {
+        ReduceOp.SUM: dist.ReduceOp.SUM,
+        ReduceOp.MIN: dist.ReduceOp.MIN,
+        ReduceOp.MAX: dist.ReduceOp.MAX,
+        ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    }[op]
+
+
+def _make_store(kv: Any, timeout: float) -> Any:
+    """A ``torch.distributed.Store`` whose values live in the coordinator."""
+    from torch._C import _distributed_c10d as c10d
+
+    base: Any = c10d.Store
+
+    class CoordinatorStore(base):  # type: ignore[misc]  # torch's stubs leave Store untyped
+        def set(self, key: str, value: bytes | str) -> None:
+            kv.set(f"gloo/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return bytes(kv.get(f"gloo/{key}", timeout))
+
+        def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=timeout)) -> None:
+            for key in keys:
+                kv.get(f"gloo/{key}", timeout.total_seconds())
+
+    return CoordinatorStore()
+
+
+def _parse_ports(text: bytes) -> set[tuple[str, int]]:
+    pairs = (item.rpartition(":") for item in text.decode().split(",") if item)
+    return {(host, int(port)) for host, _, port in pairs}
+
+
+def _inet_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's IP sockets: descriptor and a duplicate, closed after use."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:
+            continue  # closed meanwhile, or no socket
+        with duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                yield int(entry), duplicate
+
+
+def _listeners(address: str) -> set[tuple[str, int]]:
+    return {
+        sock.getsockname()[:2]
+        for _, sock in _inet_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[0] == address
+    }
+
+
+def _connections() -> Iterator[tuple[int, tuple[str, int], tuple[str, int]]]:
+    for fd, sock in _inet_sockets():
+        try:
+            yield fd, sock.getsockname()[:2], sock.getpeername()[:2]
+        except OSError:
+            continue  # not connected
+
+
+def _shut_down(fd: int) -> None:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # closed or disconnected meanwhile, which is what was wanted

@@ -25,7 +25,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-class Signature(Record):
+class Signature(Record, frozen=True):
     """What ranks must agree on for one name.
 
     For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
@@ -47,7 +47,7 @@ class Signature(Record):
     splits: bool = False
 
 
-class Definition(Record):
+class Definition(Record, frozen=True):
     """``local`` stands for this signature and call site from now on, on the connection that sends it."""
 
     local: int
@@ -55,7 +55,7 @@ class Definition(Record):
     site: str
 
 
-class Member(Record):
+class Member(Record, frozen=True):
     """One living rank."""
 
     rank: int
@@ -67,7 +67,7 @@ class Member(Record):
     started: float = 0.0
 
 
-class Death(Record):
+class Death(Record, frozen=True):
     """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970."""
 
     rank: int
@@ -76,7 +76,7 @@ class Death(Record):
     reason: str
 
 
-class Submission(Record):
+class Submission(Record, frozen=True):
     """A collective as others see it, for error texts."""
 
     kind: int
@@ -88,7 +88,7 @@ class Submission(Record):
 # -- both ways --------------------------------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a peer; ``role`` is ``rank`` or ``client``."""
 
     version: int
@@ -104,26 +104,26 @@ class Hello(Message):
     events: bool = False
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Liveness probe; answered by :class:`Pong` with the same number."""
 
     number: int
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """``clock`` is the answering side's ``time.monotonic_ns()``."""
 
     number: int
     clock: int = 0
 
 
-class Bye(Message):
+class Bye(Message, frozen=True):
     """Orderly leave; what follows on this connection is end of file."""
 
     reason: str = ""
 
 
-class Post(Message):
+class Post(Message, frozen=True):
     """Mail to relay. From a rank, ``to`` empty means every client; from a client, ``to`` lists ranks."""
 
     topic: str
@@ -131,7 +131,7 @@ class Post(Message):
     to: tuple[int, ...] = ()
 
 
-class Mail(Message):
+class Mail(Message, frozen=True):
     """Relayed mail; ``sender`` is a rank, or -1 for a client."""
 
     topic: str
@@ -142,7 +142,7 @@ class Mail(Message):
 # -- rank to coordinator ----------------------------------------------------------------------------------------------
 
 
-class Announce(Message):
+class Announce(Message, frozen=True):
     """This rank is ready for the collectives ``locals``, in this order.
 
     ``extra[i]`` (when not empty, as long as ``locals``) holds the numbers that differ between ranks: the first
@@ -156,7 +156,7 @@ class Announce(Message):
     extra: tuple[tuple[int, ...], ...] = ()
 
 
-class Duplicate(Message):
+class Duplicate(Message, frozen=True):
     """This rank submitted a name that is already in flight here; everybody's pending one fails."""
 
     process_set: int
@@ -166,7 +166,7 @@ class Duplicate(Message):
     second_site: str
 
 
-class Blocked(Message):
+class Blocked(Message, frozen=True):
     """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over."""
 
     process_set: int
@@ -175,7 +175,7 @@ class Blocked(Message):
     seconds: float
 
 
-class Withdraw(Message):
+class Withdraw(Message, frozen=True):
     """This rank gives up waiting (interrupt, timeout): end the epoch with this cause."""
 
     process_set: int
@@ -185,7 +185,7 @@ class Withdraw(Message):
     site: str = ""
 
 
-class PlaneFailed(Message):
+class PlaneFailed(Message, frozen=True):
     """The data plane failed on this rank."""
 
     process_set: int
@@ -193,20 +193,20 @@ class PlaneFailed(Message):
     text: str
 
 
-class CellBegin(Message):
+class CellBegin(Message, frozen=True):
     """A cell began to run here."""
 
     cell: str
 
 
-class CellEnd(Message):
+class CellEnd(Message, frozen=True):
     """A cell ended here; ``error`` is empty or one line that says how it failed."""
 
     cell: str
     error: str = ""
 
 
-class StoreSet(Message):
+class StoreSet(Message, frozen=True):
     """Put a rendezvous value for a process set and epoch."""
 
     process_set: int
@@ -215,7 +215,7 @@ class StoreSet(Message):
     value: bytes
 
 
-class StoreGet(Message):
+class StoreGet(Message, frozen=True):
     """Ask for a rendezvous value; answered by :class:`StoreValue` once it exists."""
 
     process_set: int
@@ -224,13 +224,13 @@ class StoreGet(Message):
     ticket: int
 
 
-class Events(Message):
+class Events(Message, frozen=True):
     """A batch of the recorder, opaque to the coordinator."""
 
     batch: bytes
 
 
-class Subscribe(Message):
+class Subscribe(Message, frozen=True):
     """Ask for every rank's :class:`Events` (history first) on this connection, or stop."""
 
     events: bool
@@ -239,26 +239,26 @@ class Subscribe(Message):
 # -- client to coordinator --------------------------------------------------------------------------------------------
 
 
-class Expect(Message):
+class Expect(Message, frozen=True):
     """The world is made of these ranks from now on; living ranks not among them are told to leave."""
 
     ranks: tuple[int, ...]
 
 
-class CellStarted(Message):
+class CellStarted(Message, frozen=True):
     """A cell is about to be sent to these ranks."""
 
     cell: str
     ranks: tuple[int, ...]
 
 
-class InterruptRanks(Message):
+class InterruptRanks(Message, frozen=True):
     """Deliver an interrupt to these ranks' control threads."""
 
     ranks: tuple[int, ...]
 
 
-class RankLost(Message):
+class RankLost(Message, frozen=True):
     """The launcher knows that a rank's process ended, and how."""
 
     rank: int
@@ -269,20 +269,20 @@ class RankLost(Message):
 # -- coordinator to rank or client ------------------------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Hello was accepted."""
 
     rank: int
     clock: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Hello was not accepted; the connection is closed after this."""
 
     reason: str
 
 
-class Configure(Message):
+class Configure(Message, frozen=True):
     """A process set has a new epoch with these members (in order of rank).
 
     With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
@@ -296,13 +296,13 @@ class Configure(Message):
     has_memory: bool = False
 
 
-class Dissolve(Message):
+class Dissolve(Message, frozen=True):
     """A process set is gone."""
 
     process_set: int
 
 
-class Batch(Record):
+class Batch(Record, frozen=True):
     """Collectives to execute as one operation of the plane (fused when several).
 
     ``tables[i]`` (when not empty, as long as ``locals``) has each member's ``extra`` numbers, by position.
@@ -312,7 +312,7 @@ class Batch(Record):
     tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
-class Execute(Message):
+class Execute(Message, frozen=True):
     """Execute these batches in this order."""
 
     process_set: int
@@ -321,7 +321,7 @@ class Execute(Message):
     batches: tuple[Batch, ...]
 
 
-class Party(Record):
+class Party(Record, frozen=True):
     """Ranks that asked for the same thing, in words."""
 
     ranks: tuple[int, ...]
@@ -329,7 +329,7 @@ class Party(Record):
     site: str
 
 
-class Reject(Message):
+class Reject(Message, frozen=True):
     """The head submission of ``locals`` (this rank's) fails with a mismatch; the epoch goes on."""
 
     process_set: int
@@ -339,7 +339,7 @@ class Reject(Message):
     parties: tuple[Party, ...]
 
 
-class RejectDuplicate(Message):
+class RejectDuplicate(Message, frozen=True):
     """The pending submissions ``locals`` (this rank's) fail, because a rank submitted the name twice."""
 
     process_set: int
@@ -351,7 +351,7 @@ class RejectDuplicate(Message):
     second_site: str
 
 
-class AbortedCollective(Record):
+class AbortedCollective(Record, frozen=True):
     """One pending collective of an ended epoch: who had submitted it (with sites), who had not."""
 
     kind: int
@@ -361,7 +361,7 @@ class AbortedCollective(Record):
     sites: tuple[str, ...] = ()
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """``epoch`` (an old one) of a process set has ended; all its pending collectives fail with this cause."""
 
     process_set: int
@@ -373,7 +373,7 @@ class Abort(Message):
     pending: tuple[AbortedCollective, ...] = ()
 
 
-class ProcessSetAdded(Message):
+class ProcessSetAdded(Message, frozen=True):
     """The negotiated ADD_PROCESS_SET ``local`` made this id; members get :class:`Configure` before it."""
 
     local: int
@@ -381,24 +381,24 @@ class ProcessSetAdded(Message):
     ranks: tuple[int, ...]
 
 
-class StoreValue(Message):
+class StoreValue(Message, frozen=True):
     """Answer to :class:`StoreGet`."""
 
     ticket: int
     value: bytes
 
 
-class Interrupt(Message):
+class Interrupt(Message, frozen=True):
     """Interrupt the user's code."""
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Leave the world and end."""
 
     reason: str
 
 
-class World(Message):
+class World(Message, frozen=True):
     """Membership as it is now; sent to clients and ranks on each change."""
 
     expected: tuple[int, ...]
@@ -407,14 +407,14 @@ class World(Message):
     epoch: int
 
 
-class RankEvents(Message):
+class RankEvents(Message, frozen=True):
     """Events of one rank, to a subscriber."""
 
     rank: int
     batch: bytes
 
 
-class Stalled(Message):
+class Stalled(Message, frozen=True):
     """A collective has been waiting for ``seconds``: who has submitted it, who has not."""
 
     process_set: int

@@ -1,0 +1,118 @@
+"""Connecting to the coordinator."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.protocol.address import Address, UnixAddress, parse_address
+from hvdlab.collectives.protocol.codec import decode_to_peer, encode
+from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
+from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+
+
+def connect(
+    address: str, hello: Hello, *, certificate: str | None = None, deadline: Deadline
+) -> tuple[Endpoint, Welcome]:
+    """Connect and introduce oneself.
+
+    Args:
+        address: ``unix:/path`` or ``tls:host:port``.
+        hello: Introduction, with the token.
+        certificate: PEM text; over TLS the coordinator must show exactly this certificate.
+        deadline: Limit of all steps together.
+
+    Returns:
+        The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
+
+    Raises:
+        StartError: Nobody listens there, the certificate is another one, Hello was refused, or time is over.
+        InvalidRequestError: The address can't be read.
+    """
+    where = parse_address(address)
+    sock = _open(where, certificate, deadline)
+    try:
+        welcome = _introduce(sock, hello, str(where), deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return Endpoint(sock, descriptors=hello.role == "rank"), welcome
+
+
+def _open(where: Address, certificate: str | None, deadline: Deadline) -> socket.socket:
+    try:
+        if isinstance(where, UnixAddress):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(deadline.remaining())
+                sock.connect(where.path)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        plain = socket.create_connection((where.host, where.port), deadline.remaining())
+    except OSError as error:
+        raise StartError(
+            f"No coordinator answers at {where} ({error.strerror or error}); it has ended or the address is old."
+        ) from error
+    return _secure(plain, str(where), certificate, deadline)
+
+
+def _secure(plain: socket.socket, where: str, certificate: str | None, deadline: Deadline) -> ssl.SSLSocket:
+    try:
+        if certificate is None:
+            raise StartError(f"{where} needs the coordinator's certificate; set HVDLAB_CERT.")
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.settimeout(deadline.remaining())
+        secure = client_context(certificate).wrap_socket(plain)
+    except OSError as error:
+        plain.close()
+        raise StartError(f"No secure connection to {where}: {error}") from error
+    except BaseException:
+        plain.close()
+        raise
+    try:
+        require_same_certificate(secure, certificate)
+    except BaseException:
+        secure.close()
+        raise
+    return secure
+
+
+def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline) -> Welcome:
+    try:
+        sock.settimeout(deadline.remaining())
+        sock.sendall(encode(hello))
+        # Exactly one frame is read, so that a descriptor that comes with a later one is not lost.
+        (length,) = struct.unpack("<I", _read_exactly(sock, 4, deadline))
+        if not 0 < length <= HELLO_LIMIT:
+            raise ProtocolError(f"an answer of {length} bytes to Hello")
+        answer = decode_to_peer(_read_exactly(sock, length, deadline))
+    except TimeoutError as error:
+        raise StartError(
+            f"The coordinator at {where} did not answer within {deadline.seconds:g} s."
+        ) from error
+    except (OSError, ProtocolError) as error:
+        raise StartError(f"{where} did not answer like a coordinator: {error}") from error
+    if isinstance(answer, Refused):
+        raise StartError(f"The coordinator at {where} refused: {answer.reason}")
+    if not isinstance(answer, Welcome):
+        raise StartError(f"The coordinator at {where} answered Hello with {type(answer).__name__}.")
+    return answer
+
+
+def _read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < count:
+        deadline.check("the answer to Hello")
+        sock.settimeout(deadline.remaining())
+        piece = sock.recv(count - len(pieces))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        pieces += piece
+    return bytes(pieces)

@@ -1,0 +1,239 @@
+"""One end of a control connection: frames over a Unix or TLS socket, with file descriptors over the former.
+
+The coordinator, the ranks' engines and clients use the same class. After set-up the socket is non-blocking; the
+owner's selector says when to :meth:`Endpoint.receive` and :meth:`Endpoint.flush`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections import deque
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import encode
+from hvdlab.collectives.protocol.frames import FRAME_LIMIT, FrameDecoder
+from hvdlab.collectives.protocol.messages import Message
+
+RECEIVE_SIZE = 64 * 1024
+DESCRIPTOR_LIMIT = 8
+_ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
+_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_TLS_WANTS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class ConnectionLost(ConnectionError):
+    """The other side closed the connection, or the network did."""
+
+
+class Endpoint:
+    """A connection that carries frames both ways.
+
+    ``send``, ``send_frame`` and ``flush`` may be called from any thread. ``receive``, ``take_descriptor`` and
+    ``close`` belong to the thread that owns the connection.
+
+    Args:
+        sock: A connected socket (for TLS after the handshake); taken over and made non-blocking.
+        descriptors: Whether file descriptors that come along are kept; if not, the kernel drops them.
+        limit: Largest payload that is accepted, in bytes.
+    """
+
+    def __init__(self, sock: socket.socket, *, descriptors: bool = False, limit: int = FRAME_LIMIT) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._descriptors: deque[int] | None = deque() if descriptors and not self._tls else None
+        self._decoder = FrameDecoder(limit)
+        self._lock = threading.Lock()
+        self._backlog: deque[tuple[memoryview, int]] = deque()
+        self._backlog_bytes = 0
+        self._closed = False
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the socket did not take yet. While there are some, watch for writability and ``flush``."""
+        return self._backlog_bytes
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes received of a frame that is not complete yet."""
+        return self._decoder.unfinished
+
+    @property
+    def limit(self) -> int:
+        return self._decoder.limit
+
+    @limit.setter
+    def limit(self, value: int) -> None:
+        self._decoder.limit = value
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message, descriptor: int = -1) -> bool:
+        """Send a message; ``False`` if a part of it waits in the backlog.
+
+        Raises:
+            ConnectionLost: The connection is closed, here or there.
+            ProtocolError: The message is too large.
+        """
+        return self.send_frame(encode(message), descriptor)
+
+    def send_frame(self, frame: bytes, descriptor: int = -1) -> bool:
+        """Like :meth:`send`, for a frame that is encoded already. The descriptor is duplicated if it has to wait."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost("the connection is closed")
+            if self._backlog:
+                self._defer(memoryview(frame), descriptor)
+                return False
+            sent = self._write(frame, descriptor)
+            if sent == len(frame):
+                return True
+            self._defer(memoryview(frame)[sent:], descriptor if sent == 0 else -1)
+            return False
+
+    def flush(self) -> bool:
+        """Send what waits in the backlog as far as the socket takes it; ``True`` if nothing is left."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionLost("the connection is closed")
+            while self._backlog:
+                view, descriptor = self._backlog[0]
+                sent = self._write(view, descriptor)
+                if sent == 0:
+                    return False
+                if descriptor >= 0:
+                    os.close(descriptor)
+                self._backlog_bytes -= sent
+                if sent == len(view):
+                    self._backlog.popleft()
+                else:
+                    self._backlog[0] = (view[sent:], -1)
+            return True
+
+    def _defer(self, view: memoryview, descriptor: int) -> None:
+        self._backlog.append((view, os.dup(descriptor) if descriptor >= 0 else -1))
+        self._backlog_bytes += len(view)
+
+    def _write(self, data: bytes | memoryview, descriptor: int) -> int:
+        """Bytes that the socket took; the descriptor went with them if there are any."""
+        try:
+            if descriptor < 0:
+                return self._sock.send(data)
+            rights = array.array("i", [descriptor])
+            return self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        except (BlockingIOError, *_TLS_WANTS):
+            return 0
+        except OSError as error:
+            raise ConnectionLost(f"sending failed: {error.strerror or error}") from error
+
+    # -- receiving ------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[memoryview]:
+        """The payloads that have arrived; never blocks.
+
+        Call it when the socket is readable, and once before the first wait (a TLS socket may hold data already).
+
+        Raises:
+            ConnectionLost: End of file or a failed connection; everything before it was returned by earlier calls.
+            ProtocolError: What arrived is no frame.
+        """
+        try:
+            if self._tls:
+                return self._decoder.feed(self._read_tls())
+            data = (
+                self._sock.recv(RECEIVE_SIZE) if self._descriptors is None else self._read_with_descriptors()
+            )
+        except (BlockingIOError, *_TLS_WANTS):
+            return []
+        except OSError as error:
+            raise ConnectionLost(f"receiving failed: {error.strerror or error}") from error
+        if not data:
+            raise ConnectionLost(self._end_of_file())
+        return self._decoder.feed(data)
+
+    def take_descriptor(self) -> int:
+        """The oldest file descriptor that came along; the caller owns it.
+
+        Raises:
+            ProtocolError: There is none, though a message said so.
+        """
+        if not self._descriptors:
+            raise ProtocolError("a message announces a file descriptor that did not come")
+        return self._descriptors.popleft()
+
+    def _read_tls(self) -> bytes:
+        """Everything that can be read now: what is inside the TLS layer does not make the socket readable again."""
+        pieces: list[bytes] = []
+        while True:
+            try:
+                # OpenSSL does not allow reading and writing at the same time.
+                with self._lock:
+                    data = self._sock.recv(RECEIVE_SIZE)
+            except _TLS_WANTS:
+                return b"".join(pieces)
+            except OSError:
+                if pieces:  # the next call meets the error again
+                    return b"".join(pieces)
+                raise
+            if not data:
+                if pieces:
+                    return b"".join(pieces)
+                raise ConnectionLost(self._end_of_file())
+            pieces.append(data)
+
+    def _read_with_descriptors(self) -> bytes:
+        data, ancillary, _flags, _address = self._sock.recvmsg(RECEIVE_SIZE, _ANCILLARY, _FLAGS)
+        if ancillary:
+            self._keep_descriptors(ancillary)
+        return data
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        assert self._descriptors is not None
+        for level, kind, content in ancillary:
+            if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
+                continue
+            numbers = array.array("i")
+            numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+            for number in numbers:
+                if len(self._descriptors) < DESCRIPTOR_LIMIT:
+                    self._descriptors.append(number)
+                else:
+                    os.close(number)
+
+    def _end_of_file(self) -> str:
+        if self._decoder.unfinished:
+            return "the other side closed the connection in the middle of a message"
+        return "the other side closed the connection"
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took. Idempotent; what waits in the backlog is lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = [descriptor for _, descriptor in self._backlog if descriptor >= 0]
+            self._backlog.clear()
+            self._backlog_bytes = 0
+        for descriptor in (*waiting, *(self._descriptors or ())):
+            os.close(descriptor)
+        if self._descriptors:
+            self._descriptors.clear()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # a thread that still waits on it notices
+        self._sock.close()

@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine that has Python 3.11 or newer and make:
+#   make demo   trains the quickstart notebook on four ranks
+#   make test   lints, type checks and tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NP ?= 4
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo lab test lint types unit soak bench clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,tls,lab,test,dev]' mpich
+	@touch $@
+
+install: $(INSTALLED) ## create .venv with everything
+
+demo: $(INSTALLED) ## run examples/quickstart.ipynb on 4 ranks, with progress
+	@$(BIN)/python examples/run.py examples/quickstart.ipynb --output out/quickstart.ipynb
+
+lab: $(INSTALLED) ## open JupyterLab on the executed quickstart
+	$(BIN)/jupyter lab $(wildcard out/quickstart.ipynb) $(if $(wildcard out/quickstart.ipynb),,examples/quickstart.ipynb)
+
+test: lint types unit ## everything that CI runs
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+soak: $(INSTALLED) ## the slow tests: long random schedules, large data
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
+
+bench: $(INSTALLED) ## the figures of benchmarks/results, on this machine
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,195 @@
+"""The shell around :class:`~hvdlab.kernel_ext.cells.run.CellRun`: a queue, a clock and the calls to the outside.
+
+Whoever waits for a run drives it, on his own thread, so that a notebook cell's output is written by the thread that
+runs the cell. A run in the background is driven by a thread of its own. There is nothing to poll: the driver sleeps
+in the queue until an event comes or the next time limit is reached.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+from hvdlab.kernel_ext.cells.events import (
+    Deliver,
+    Effect,
+    Event,
+    Finished,
+    InterruptRanks,
+    InterruptRequested,
+    Note,
+    RankEnded,
+    SendCredit,
+    TimePassed,
+)
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.cells.sink import OutputSink, TimedSink
+
+BACKLOG = 4 << 20
+"""Characters a sink may hold back before ranks get no more credit."""
+
+_BATCH = 256
+"""Events taken between two ticks of the sink."""
+
+
+class CellHandle:
+    """A run that was dispatched.
+
+    Args:
+        run: Its state machine.
+        sink: Takes the output; called from the driving thread only.
+        credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
+        interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
+        finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+    """
+
+    def __init__(
+        self,
+        run: CellRun,
+        sink: OutputSink,
+        *,
+        credit: Callable[[int, int], None],
+        interrupt: Callable[[tuple[int, ...]], None],
+        finished: Callable[[CellResults], None] | None = None,
+    ) -> None:
+        self.cell, self.ranks = run.cell, run.ranks
+        self.results: CellResults | None = None
+        self._run, self._sink = run, sink
+        self._timed = sink if isinstance(sink, TimedSink) else None
+        self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._held: list[SendCredit] = []
+        self._sink_at: float | None = None
+        self._driver = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over and all its output was written."""
+        return self._ended.is_set()
+
+    def feed(self, event: Event) -> None:
+        """Report an event. Any thread, also a signal handler; never blocks."""
+        self._events.put(event)
+
+    def interrupt(self) -> None:
+        """Ask the ranks to stop. Any thread; the second call names ranks that don't answer, the third gives them up."""
+        self.feed(InterruptRequested())
+
+    def wait(self, timeout: float | None = None) -> CellResults:
+        """Wait for the end, driving the run if nobody does yet.
+
+        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` tells.
+
+        Raises:
+            TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
+        """
+        if self._thread is None and self._driver.acquire(blocking=False):
+            try:
+                with self._sigint():
+                    self._drive(None if timeout is None else time.monotonic() + timeout)
+            finally:
+                self._driver.release()
+        else:
+            with self._sigint():
+                self._ended.wait(timeout)
+        if self.results is None or not self.done:
+            raise TimeoutError(
+                f"the cell still runs after {timeout:g} s" if timeout is not None else "the cell still runs"
+            )
+        return self.results
+
+    def drive_in_background(self) -> None:
+        """Drive the run on a thread of its own; :meth:`wait` then only waits."""
+        self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
+        self._thread.start()
+
+    # -- the driver ---------------------------------------------------------------------------------------------------
+
+    def _drive(self, until: float | None = None) -> None:
+        while not self._ended.is_set():
+            event = self._next_event(until)
+            now = time.monotonic()
+            if event is not None:
+                self._take(event, now)
+                self._drain(now)
+            elif self._run.deadline is not None and now >= self._run.deadline:
+                self._take(TimePassed(), now)
+            elif until is not None and now >= until:
+                return
+            self._tick(time.monotonic())
+            if self._run.finished and self._sink_at is None:
+                self._finish()
+
+    def _next_event(self, until: float | None) -> Event | None:
+        limits = [t for t in (self._run.deadline, self._sink_at, until) if t is not None]
+        try:
+            return self._events.get(timeout=max(0.0, min(limits) - time.monotonic()) if limits else None)
+        except Empty:
+            return None
+
+    def _drain(self, now: float) -> None:
+        """Take what has queued up meanwhile, so that a burst is written in few pieces."""
+        for _ in range(_BATCH):
+            try:
+                self._take(self._events.get_nowait(), now)
+            except Empty:
+                return
+
+    def _take(self, event: Event, now: float) -> None:
+        for effect in self._run.handle(event, now):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Deliver(rank, chunks):
+                self._sink.output(rank, chunks)
+            case SendCredit():
+                self._held.append(effect)
+            case InterruptRanks(ranks):
+                self._interrupt(ranks)
+            case RankEnded(rank, done):
+                self._sink.done(rank, done)
+            case Note(text):
+                self._sink.note(text)
+            case Finished(results):
+                self.results = results
+
+    def _tick(self, now: float) -> None:
+        if self._timed is not None:
+            self._sink_at = self._timed.tick(now)
+        if self._held and (self._timed is None or self._timed.backlog() <= BACKLOG):
+            held, self._held = self._held, []
+            for credit in held:
+                self._credit(credit.rank, credit.taken)
+
+    def _finish(self) -> None:
+        assert self.results is not None
+        try:
+            if self._on_finished is not None:
+                self._on_finished(self.results)
+        finally:
+            self._ended.set()
+
+    @contextmanager
+    def _sigint(self) -> Iterator[None]:
+        """Turn SIGINT into an event while the main thread waits: an exception could hit anywhere and lose output."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_sigint(signum: int, frame: FrameType | None) -> None:
+            self.interrupt()
+
+        previous = signal.signal(signal.SIGINT, on_sigint)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,108 @@
+"""What happens to a running cell, and what is to be done about it.
+
+:class:`~hvdlab.kernel_ext.cells.run.CellRun` takes events and returns effects; it does no I/O and knows no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hvdlab.kernel_ext.payloads import CellDone, Chunk
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.cells.results import CellResults
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OutputArrived:
+    """A rank wrote; ``total`` counts all bytes of this cell so far."""
+
+    rank: int
+    chunks: tuple[Chunk, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class DoneArrived:
+    """The cell ended on a rank."""
+
+    rank: int
+    done: CellDone
+
+
+@dataclass(frozen=True, slots=True)
+class RankDied:
+    """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
+
+    ``when`` is ``time.monotonic_ns()`` at which the death was seen.
+    """
+
+    rank: int
+    reason: str
+    when: int
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptRequested:
+    """The user wants the cell to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """:attr:`CellRun.deadline` was reached."""
+
+
+Event = OutputArrived | DoneArrived | RankDied | InterruptRequested | TimePassed
+
+# -- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give these chunks to the sink."""
+
+    rank: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCredit:
+    """Tell the rank that ``taken`` bytes of its output were taken, so that it may write on."""
+
+    rank: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptRanks:
+    """Raise KeyboardInterrupt on these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """Tell the sink that nothing more comes from this rank; ``done`` is None if it died or was given up."""
+
+    rank: int
+    done: CellDone | None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Show the user one line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run is over; no effect follows."""
+
+    results: CellResults
+
+
+Effect = Deliver | SendCredit | InterruptRanks | RankEnded | Note | Finished

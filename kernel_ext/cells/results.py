@@ -1,0 +1,239 @@
+"""What a run left behind: a value or an error per rank, and the cause if it failed."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`."""
+
+    rank: int
+    reason: str
+    when: int
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """Why a cell failed.
+
+    Attributes:
+        ranks: The ranks it happened on (several if they failed alike).
+        ename: Class of the error; ``RankDied`` for a death.
+        evalue: Its text.
+        traceback: Coloured lines; empty for a death.
+    """
+
+    ranks: tuple[int, ...]
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...] = ()
+
+
+def same_error(a: CellError, b: CellError) -> bool:
+    """Whether two ranks failed alike; addresses in texts may differ."""
+    if (a.ename, a.aborted, a.collective, a.culprits) != (b.ename, b.aborted, b.collective, b.culprits):
+        return False
+    if _plain(a.evalue) != _plain(b.evalue):
+        return False
+    return (
+        a.mismatch
+        or a.syntax
+        or a.aborted
+        or _plain("\n".join(a.traceback)) == _plain("\n".join(b.traceback))
+    )
+
+
+def _plain(text: str) -> str:
+    return _ADDRESS.sub("0x", text)
+
+
+class CellResults(Sequence[Any]):
+    """Values of a cell's last expression, by rank: ``results[3]`` is rank 3's, whichever ranks the cell ran on.
+
+    Iterating gives the values in order of rank. Values are unpickled when they are first asked for.
+
+    Attributes:
+        ranks: The ranks that the cell ran on.
+        errors: Rank to error, for ranks where the cell failed.
+        deaths: Rank to death, for ranks that ended during the cell.
+        interrupted: Whether the user interrupted the cell.
+        timed_out: The ranks that still ran when the time limit was reached.
+        unanswered: The ranks that were not waited for any longer after repeated interrupts.
+        seconds: Rank to run time.
+        label: The cell's name, such as ``[7]``.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        done: Mapping[int, CellDone],
+        *,
+        shown: Mapping[int, Display] | None = None,
+        deaths: Mapping[int, Death] | None = None,
+        stopped: set[int] | None = None,
+        unanswered: tuple[int, ...] = (),
+        timed_out: tuple[int, ...] = (),
+        timeout: float | None = None,
+        interrupted: bool = False,
+        label: str = "",
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.label = label
+        self.errors: dict[int, CellError] = {
+            r: d.error for r, d in sorted(done.items()) if d.error is not None
+        }
+        self.deaths: dict[int, Death] = dict(sorted((deaths or {}).items()))
+        self.seconds: dict[int, float] = {r: d.seconds for r, d in sorted(done.items())}
+        self.interrupted, self.timed_out, self.unanswered = interrupted, timed_out, unanswered
+        self._timeout = timeout
+        self._done = dict(done)
+        self._shown = dict(shown or {})
+        self._stopped = set(stopped or ())
+        self._values: dict[int, Any] = {}
+
+    # -- success and failure ------------------------------------------------------------------------------------------
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell ended without error on every rank."""
+        return not (self.errors or self.deaths or self.interrupted or self.timed_out or self.unanswered)
+
+    @property
+    def root_cause(self) -> RootCause | None:
+        """What failed first, of its own accord; None if all is well."""
+        own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
+        first = min(own, key=lambda r: (own[r].when, r), default=None)
+        death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
+        if death is not None and (first is None or death.when <= own[first].when):
+            return RootCause((death.rank,), "RankDied", f"rank {death.rank} died: {death.reason}")
+        if first is not None:
+            return self._cause_of(first)
+        if self.timed_out:
+            return self._timeout_cause()
+        if self.interrupted:
+            return self._interrupt_cause()
+        first = min(self.errors, key=lambda r: (self.errors[r].when, r), default=None)
+        return None if first is None else self._cause_of(first)
+
+    def _made_by_us(self, rank: int, error: CellError) -> bool:
+        return error.interrupted and rank in self._stopped
+
+    def _cause_of(self, rank: int) -> RootCause:
+        error = self.errors[rank]
+        alike = tuple(r for r, e in self.errors.items() if same_error(e, error))
+        return RootCause(alike, error.ename, error.evalue, error.traceback)
+
+    def _timeout_cause(self) -> RootCause:
+        said = f"{format_ranks(self.timed_out)} did not end within {self._timeout or 0:g} s and {_were(self.timed_out)} interrupted"
+        lines = next((self.errors[r].traceback for r in self.timed_out if r in self.errors), ())
+        return RootCause(self.timed_out, "TimeoutError", said, lines)
+
+    def _interrupt_cause(self) -> RootCause:
+        hit = tuple(r for r, e in self.errors.items() if e.interrupted)
+        lines = self.errors[hit[0]].traceback if hit else ()
+        said = f"{format_ranks(hit)} {_were(hit)} interrupted" if hit else "the cell was interrupted"
+        return RootCause(hit, "KeyboardInterrupt", said, lines)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the last expression gave something other than None on some rank."""
+        return any(done.has_value for done in self._done.values())
+
+    def value(self, rank: int) -> Any:
+        """The value of one rank; None if the last statement was no expression.
+
+        Raises:
+            LookupError: The cell did not run on this rank or failed there, or the value could not be sent.
+        """
+        if rank in self._values:
+            return self._values[rank]
+        done = self._done.get(rank)
+        if done is None or done.error is not None:
+            raise IndexError(self._why_missing(rank))
+        if done.has_value and done.value is None:
+            raise LookupError(
+                f"rank {rank}'s value was not sent: {done.value_note or 'it can not be pickled'}. "
+                "Give it a name in the cell and use %hvd_pull NAME."
+            )
+        # The bytes come from a rank that this pool itself started: code that the user runs with his own rights.
+        self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
+        return self._values[rank]
+
+    def _why_missing(self, rank: int) -> str:
+        if rank in self.errors:
+            return f"rank {rank} has no value: {self.errors[rank].ename}: {self.errors[rank].evalue}"
+        if rank in self.deaths:
+            return f"rank {rank} has no value: it died, {self.deaths[rank].reason}"
+        return f"the cell did not run on rank {rank}, only on {format_ranks(self.ranks)}"
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            wanted = range(*index.indices(self.ranks[-1] + 1))
+            return [self.value(r) for r in wanted if r in self.ranks]
+        return self.value(self.ranks[index] if index < 0 else index)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.value(rank) for rank in self.ranks)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return (self.value(rank) for rank in reversed(self.ranks))
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """The first rank with this value."""
+        for rank in self.ranks:
+            if rank >= start and (stop is None or rank < stop) and self.value(rank) == value:
+                return rank
+        raise ValueError(f"no rank has {value!r}")
+
+    # -- display ------------------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+        """Ranks with equal values, and the mime bundle of what they show."""
+        found: list[tuple[list[int], dict[str, Any]]] = []
+        for rank in self.ranks:
+            done = self._done.get(rank)
+            if done is None or not done.has_value:
+                continue
+            bundle = self._shown[rank].data if rank in self._shown else {"text/plain": done.value_repr}
+            group = next((ranks for ranks, data in found if data == bundle), None)
+            if group is None:
+                found.append(([rank], bundle))
+            else:
+                group.append(rank)
+        return [(tuple(ranks), data) for ranks, data in found]
+
+    def __repr__(self) -> str:
+        rows = [
+            (f"[{compact_ranks(ranks)}]", str(data.get("text/plain", ""))) for ranks, data in self.groups()
+        ]
+        failed = [r for r in self.ranks if r in self.errors or r in self.deaths]
+        if failed:
+            rows.append((f"[{compact_ranks(failed)}]", "failed"))
+        if not rows:
+            return f"<no values from {format_ranks(self.ranks)}>"
+        width = max(len(label) for label, _ in rows) + 1
+        return "\n".join(label.ljust(width) + text.replace("\n", "\n" + " " * width) for label, text in rows)
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"

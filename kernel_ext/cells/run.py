@@ -1,0 +1,209 @@
+"""The life of one cell on several ranks, as a state machine without I/O.
+
+A rank's part ends with its CellDone or with its death. The run ends when every rank's part has ended, or when the
+user interrupts a third time and no longer wants to wait for those that don't answer.
+
+When one rank fails, the others get :data:`GRACE` seconds to end by themselves (their collectives are aborted by the
+coordinator) and are interrupted then, so that the cell ends everywhere within a second. A death alone interrupts
+nobody: survivors that need the dead rank are told by their collective, and elastic code goes on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatchmethod
+
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.cells.events import (
+    Deliver,
+    DoneArrived,
+    Effect,
+    Event,
+    Finished,
+    InterruptRanks,
+    InterruptRequested,
+    Note,
+    OutputArrived,
+    RankDied,
+    RankEnded,
+    SendCredit,
+    TimePassed,
+)
+from hvdlab.kernel_ext.cells.results import CellResults, Death
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
+
+GRACE = 0.5
+"""Seconds between a failure and the interrupt of the ranks that still run."""
+
+PATIENCE = 5.0
+"""Seconds after an interrupt until the ranks that have not answered are named."""
+
+ACK_BYTES = 1 << 20
+"""Output taken from a rank between two credits."""
+
+
+class CellRun:
+    """State of one run.
+
+    Attributes:
+        cell: Id of the run.
+        running: Ranks whose part has not ended.
+        deadline: When to send the next TimePassed, in the clock of ``now``; None if no time limit is running.
+        finished: True once :class:`Finished` was returned; later events have no effect.
+    """
+
+    def __init__(
+        self,
+        cell: str,
+        ranks: Sequence[int],
+        *,
+        label: str = "",
+        now: float,
+        timeout: float | None = None,
+        ack_bytes: int = ACK_BYTES,
+    ) -> None:
+        if not ranks:
+            raise ValueError("a cell needs at least one rank")
+        self.cell, self.label, self.ranks = cell, label, tuple(sorted(set(ranks)))
+        self.running = set(self.ranks)
+        self.finished = False
+        self.interrupts = 0
+        self._ack_bytes = ack_bytes
+        self._acked = dict.fromkeys(self.ranks, 0)
+        self._timeout = timeout
+        self._timeout_at = None if timeout is None else now + timeout
+        self._grace_at: float | None = None
+        self._patience_at: float | None = None
+        self._stopped: set[int] = set()  # ranks that this run interrupted
+        self._done: dict[int, CellDone] = {}
+        self._deaths: dict[int, Death] = {}
+        self._shown: dict[int, Display] = {}
+        self._timed_out: tuple[int, ...] = ()
+        self._unanswered: tuple[int, ...] = ()
+
+    @property
+    def deadline(self) -> float | None:
+        limits = [t for t in (self._timeout_at, self._grace_at, self._patience_at) if t is not None]
+        return None if self.finished or not limits else min(limits)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; returns what is to be done, in order. Events of ranks whose part has ended are ignored."""
+        if self.finished:
+            return []
+        effects = self._on(event, now)
+        if not self.running:
+            self.finished = True
+            effects.append(Finished(self._results()))
+        return effects
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _on(self, event: Event, now: float) -> list[Effect]:
+        raise TypeError(f"not an event of a cell: {event!r}")
+
+    @_on.register
+    def _output(self, event: OutputArrived, now: float) -> list[Effect]:
+        if event.rank not in self.running:
+            return []
+        effects: list[Effect] = []
+        if chunks := self._keep_result(event.rank, event.chunks):
+            effects.append(Deliver(event.rank, chunks))
+        if event.total - self._acked[event.rank] >= self._ack_bytes:
+            self._acked[event.rank] = event.total
+            effects.append(SendCredit(event.rank, event.total))
+        return effects
+
+    @_on.register
+    def _rank_done(self, event: DoneArrived, now: float) -> list[Effect]:
+        if event.rank not in self.running:
+            return []
+        self.running.discard(event.rank)
+        self._done[event.rank] = event.done
+        if event.done.error is not None and self._grace_at is None and not self._stopped:
+            self._grace_at = now + GRACE
+        return [RankEnded(event.rank, event.done)]
+
+    @_on.register
+    def _rank_died(self, event: RankDied, now: float) -> list[Effect]:
+        if event.rank not in self.running:
+            return []
+        self.running.discard(event.rank)
+        self._deaths[event.rank] = Death(event.rank, event.reason, event.when)
+        return [RankEnded(event.rank, None), Note(f"rank {event.rank} died: {event.reason}")]
+
+    @_on.register
+    def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            return self._stop(now)
+        waiting = format_ranks(sorted(self.running))
+        if self.interrupts == 2:
+            again = Note(
+                f"{waiting} has not answered yet; interrupt again to stop waiting"
+                if len(self.running) == 1
+                else f"{waiting} have not answered yet; interrupt again to stop waiting"
+            )
+            return [*self._stop(now), again]
+        self._unanswered = tuple(sorted(self.running))
+        effects: list[Effect] = [
+            Note(f"no longer waiting for {waiting}; `%hvd_pool restart` replaces ranks that hang")
+        ]
+        effects += [RankEnded(rank, None) for rank in self._unanswered]
+        self.running.clear()
+        return effects
+
+    @_on.register
+    def _time(self, event: TimePassed, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._timeout_at is not None and now >= self._timeout_at:
+            self._timeout_at = None
+            self._timed_out = tuple(sorted(self.running))
+            effects.append(
+                Note(f"timeout of {self._timeout:g} s reached; interrupting {format_ranks(self._timed_out)}")
+            )
+            effects += self._stop(now)
+        if self._grace_at is not None and now >= self._grace_at:
+            self._grace_at = None
+            if not self._stopped:
+                effects += self._stop(now)
+        if self._patience_at is not None and now >= self._patience_at:
+            self._patience_at = None
+            effects.append(
+                Note(f"still waiting for {format_ranks(sorted(self.running))} to answer the interrupt")
+            )
+        return effects
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _keep_result(self, rank: int, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        """Put the last expression's value aside: it is shown once, with those of the other ranks, at the end."""
+        if not any(isinstance(chunk, Display) and chunk.result for chunk in chunks):
+            return chunks
+        rest = []
+        for chunk in chunks:
+            if isinstance(chunk, Display) and chunk.result:
+                self._shown[rank] = chunk
+            else:
+                rest.append(chunk)
+        return tuple(rest)
+
+    def _stop(self, now: float) -> list[Effect]:
+        self._grace_at = None
+        self._patience_at = now + PATIENCE
+        self._stopped |= self.running
+        return [InterruptRanks(tuple(sorted(self.running)))]
+
+    def _results(self) -> CellResults:
+        return CellResults(
+            self.ranks,
+            self._done,
+            shown=self._shown,
+            deaths=self._deaths,
+            stopped=self._stopped,
+            unanswered=self._unanswered,
+            timed_out=self._timed_out,
+            timeout=self._timeout,
+            interrupted=self.interrupts > 0,
+            label=self.label,
+        )

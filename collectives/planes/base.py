@@ -148,7 +148,12 @@ class Plane(ABC):
 
     @abstractmethod
     def alltoall(
-        self, send: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], out: Buffer, phases: Phases
+        self,
+        send: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Buffer,
+        phases: Phases,
     ) -> None:
         """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order."""
 

@@ -1,1 +1,1 @@
-"""Reduction kernels on numpy buffers."""
+"""Which reductions exist (``support``) and how they are computed on numpy buffers (``fold``, ``halves``)."""

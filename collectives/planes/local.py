@@ -1,0 +1,109 @@
+"""The plane of a group of one: nothing travels, every operation is a (scaled) copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import ClassVar
+
+import numpy as np
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.reduce.fold import Fold, make_fold
+
+
+class LocalPlane(Plane):
+    """A data plane without peers; it never waits."""
+
+    name: ClassVar[str] = "local"
+
+    def __init__(self, context: PlaneContext) -> None:
+        if context.size != 1:
+            raise ValueError(f"the local plane is for one member, not {context.size}")
+        super().__init__(context)
+        self._aborted = False
+        self._folds: dict[DType, Fold] = {}
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return None
+
+    def connect(self, timeout: float) -> None:
+        self._check()
+
+    @np.errstate(all="ignore")
+    def allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        # With one member every operator gives the (scaled) input.
+        fold = self._folds.get(dtype) or self._folds.setdefault(dtype, make_fold(dtype, ReduceOp.MAX))
+
+        def run() -> None:
+            for source, out in zip(ins, outs, strict=True):
+                if prescale == 1.0 and postscale == 1.0:
+                    _copy(source, out)
+                else:
+                    fold([source], out, prescale, postscale)
+
+        self._timed(run, phases)
+
+    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+        self._timed(lambda: _copy(send, out), phases)
+
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        self._check()
+
+    def reducescatter(
+        self,
+        send: Buffer,
+        counts: Sequence[int],
+        out: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        self.allreduce([send], [out], dtype, op, prescale, postscale, phases)
+
+    def alltoall(
+        self,
+        send: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Buffer,
+        phases: Phases,
+    ) -> None:
+        self._timed(lambda: _copy(send, out), phases)
+
+    def barrier(self, phases: Phases) -> None:
+        self._check()
+
+    def abort(self) -> None:
+        self._aborted = True
+
+    def close(self) -> None:
+        self._aborted = True
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise PlaneAborted
+
+    def _timed(self, step: Callable[[], None], phases: Phases) -> None:
+        self._check()
+        start = monotonic_ns()
+        step()
+        phases.transfer += monotonic_ns() - start
+
+
+def _copy(source: Buffer, out: Buffer) -> None:
+    if source is not out:
+        out[...] = source

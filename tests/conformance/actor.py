@@ -1,0 +1,129 @@
+"""What the cases drive: a plane directly, or (elsewhere) the whole negotiated engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import Phases, Plane
+
+Array = npt.NDArray[Any]
+
+
+class CollectiveActor(ABC):
+    """One member. All buffers are one-dimensional arrays in storage type; ``index`` is the member's position."""
+
+    index: int
+    size: int
+    planned: bool
+    """Whether the actor takes arbitrary ``counts`` in reducescatter; a negotiated one splits by Horovod's rule."""
+
+    @abstractmethod
+    def allreduce(
+        self,
+        ins: Sequence[Array],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        in_place: bool,
+    ) -> list[Array]:
+        """Reduce a fused list; in place the returned arrays are the given ones."""
+
+    @abstractmethod
+    def allgather(self, send: Array, counts: Sequence[int], dtype: DType) -> Array: ...
+
+    @abstractmethod
+    def broadcast(self, buffer: Array, root: int, dtype: DType) -> None: ...
+
+    @abstractmethod
+    def reducescatter(
+        self,
+        send: Array,
+        counts: Sequence[int],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> Array: ...
+
+    @abstractmethod
+    def alltoall(
+        self, send: Array, send_counts: Sequence[int], recv_counts: Sequence[int], dtype: DType
+    ) -> Array: ...
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End what this member waits in. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class PlaneActor(CollectiveActor):
+    """Drives a connected plane."""
+
+    planned = True
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self.index, self.size = plane.context.index, plane.context.size
+
+    def allreduce(
+        self,
+        ins: Sequence[Array],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        in_place: bool,
+    ) -> list[Array]:
+        outs = list(ins) if in_place else [np.empty_like(a) for a in ins]
+        self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, Phases())
+        return outs
+
+    def allgather(self, send: Array, counts: Sequence[int], dtype: DType) -> Array:
+        out = np.empty(sum(counts), storage_type(dtype))
+        self.plane.allgather(send, counts, out, Phases())
+        return out
+
+    def broadcast(self, buffer: Array, root: int, dtype: DType) -> None:
+        self.plane.broadcast(buffer, root, Phases())
+
+    def reducescatter(
+        self,
+        send: Array,
+        counts: Sequence[int],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> Array:
+        out = np.empty(counts[self.index], storage_type(dtype))
+        self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, Phases())
+        return out
+
+    def alltoall(
+        self, send: Array, send_counts: Sequence[int], recv_counts: Sequence[int], dtype: DType
+    ) -> Array:
+        out = np.empty(sum(recv_counts), storage_type(dtype))
+        self.plane.alltoall(send, send_counts, recv_counts, out, Phases())
+        return out
+
+    def barrier(self) -> None:
+        self.plane.barrier(Phases())
+
+    def abort(self) -> None:
+        self.plane.abort()
+
+    def close(self) -> None:
+        self.plane.close()

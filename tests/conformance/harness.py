@@ -1,0 +1,327 @@
+"""Runs one suite of collective cases over every data plane, in processes that stay alive between cases.
+
+How to add a plane
+------------------
+1. Add a :class:`PlaneUnderTest` to ``PLANES`` in ``conformance/planes_under_test.py``: the plane's class as
+   ``module:Class``, the group sizes to test, and, if the processes can't simply be spawned (MPI), a launcher.
+2. Nothing else: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
+   a reason is skipped with it. What a plane can't do by its nature is listed in ``lacks``.
+
+How it works
+------------
+:class:`WorkerGroup` starts ``conformance/worker.py`` once per member; each connects to the group's Unix socket and
+says its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
+plane wants one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
+**params)`` calls ``function(actor, **params)`` in all workers at once and returns the results by index; an exception
+in any worker is raised in the test, with the worker's traceback. ``group.outcomes(...)`` returns results and
+exceptions side by side instead. A call that takes longer than its timeout kills the group and raises
+:class:`WorkersHung` with the Python stacks of all workers.
+
+A launcher is ``launcher(size, socket_path, environment) -> list[subprocess.Popen]``. The worker finds its index in
+``--index``, or in the variables that MPI launchers set (``PMI_RANK``, ``OMPI_COMM_WORLD_RANK``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from conformance.store import StoreServer
+
+TESTS = Path(__file__).resolve().parent.parent
+WORKER = TESTS / "conformance" / "worker.py"
+CALL_TIMEOUT = 20.0
+START_TIMEOUT = 60.0
+
+Launcher = Callable[[int, str, Mapping[str, str]], "list[subprocess.Popen[bytes]]"]
+
+
+def spawn(size: int, path: str, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
+    """The plain launcher: one Python process per member."""
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), "--socket", path, "--index", str(i), "--size", str(size)],
+            env=dict(environment),
+        )
+        for i in range(size)
+    ]
+
+
+@dataclass(frozen=True)
+class PlaneUnderTest:
+    """A plane and how to test it.
+
+    Attributes:
+        name: Shown in test ids.
+        target: ``module:Class`` of the plane.
+        sizes: Group sizes.
+        launcher: Starts the workers.
+        memory: Bytes of the memfd for a context of ``size`` members, or ``None`` if the plane needs none.
+        options: ``PlaneContext.options``.
+        lacks: What the plane can't do: ``abort`` (end a waiting operation), ``survive`` (go on after a member's
+            death with the processes that are left).
+        environment: Extra variables of the workers.
+    """
+
+    name: str
+    target: str
+    sizes: tuple[int, ...] = (1, 2, 3, 4)
+    launcher: Launcher = spawn
+    memory: Callable[[int, Mapping[str, str]], int] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    lacks: frozenset[str] = frozenset()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def unavailable(self) -> str | None:
+        """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
+        module, _, cls = self.target.partition(":")
+        code = f"import {module} as m; print(m.{cls}.unavailable() or '', end='')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, **self.environment},
+        )  # fmt: skip
+        return done.stdout or None if done.returncode == 0 else done.stderr[-2000:]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a worker. ``error`` is the exception itself if it could be sent, else ``None``."""
+
+    kind: str
+    text: str
+    traceback: str
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker's connection ended during a call."""
+
+    returncode: int | None
+
+
+class WorkerFailed(AssertionError):
+    """At least one worker raised or died; the text has the first traceback and one line for each other."""
+
+    def __init__(self, function: str, outcomes: list[Any]) -> None:
+        self.outcomes = outcomes
+        bad = [(i, o) for i, o in enumerate(outcomes) if isinstance(o, Failure | Died)]
+        lines = [
+            f"worker {i}: {o.kind}: {o.text}" if isinstance(o, Failure) else f"worker {i}: {o}"
+            for i, o in bad
+        ]
+        trace = next((o.traceback for _, o in bad if isinstance(o, Failure)), "")
+        super().__init__(f"{function}\n" + "\n".join(lines) + "\n" + trace)
+
+
+class WorkersHung(AssertionError):
+    """A call did not end in time; the group was killed. The text has every worker's stacks."""
+
+
+class WorkerGroup:
+    """Resident workers of one plane and size. Not thread-safe."""
+
+    def __init__(self, plane: PlaneUnderTest, size: int) -> None:
+        self.plane, self.size, self.epoch = plane, size, 0
+        self.clean = False
+        self.closed = False
+        self._directory = Path(tempfile.mkdtemp(prefix="conf-"))
+        self._store = StoreServer(str(self._directory / "store"))
+        self._connections: list[Connection | None] = [None] * size
+        self._pids = [0] * size
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        path = str(self._directory / "control")
+        environment = {
+            **os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            "HVDLAB_CONFORMANCE_STORE": str(self._directory / "store"),
+            "HVDLAB_CONFORMANCE_DUMPS": str(self._directory), **self.plane.environment,
+        }  # fmt: skip
+        with Listener(path, family="AF_UNIX", backlog=self.size) as listener:
+            self._processes = self.plane.launcher(self.size, path, environment)
+            deadline = time.monotonic() + START_TIMEOUT
+            for _ in range(self.size):
+                self._await_newcomer(listener, deadline)
+                connection = listener.accept()
+                index, pid = connection.recv()
+                self._connections[index], self._pids[index] = connection, pid
+
+    def _await_newcomer(self, listener: Listener, deadline: float) -> None:
+        """Return when a worker is connecting; raise if a process ended instead, or none came in time."""
+        listening = listener._listener._socket  # type: ignore[attr-defined]  # not offered publicly
+        endings = {os.pidfd_open(p.pid): p for p in self._processes}
+        try:
+            ready = wait([listening, *endings], max(0.0, deadline - time.monotonic()))
+        finally:
+            for fd in endings:
+                os.close(fd)
+        if listening not in ready:
+            codes = [p.poll() for p in self._processes]
+            raise AssertionError(f"{self.plane.name}: workers did not start; exit codes {codes}")
+
+    def pid(self, index: int) -> int:
+        return self._pids[index]
+
+    @property
+    def living(self) -> list[int]:
+        return [i for i, c in enumerate(self._connections) if c is not None]
+
+    def configure(self, members: list[int] | None = None, timeout: float = CALL_TIMEOUT) -> None:
+        """Begin an epoch: a new plane on all living workers, or on ``members`` (worker indices, in that order)."""
+        members = self.living if members is None else members
+        self.epoch += 1
+        size = self.plane.memory and self.plane.memory(len(members), self.plane.options)
+        fd = os.memfd_create("hvdlab-conformance") if size is not None else -1
+        try:
+            if fd >= 0:
+                os.ftruncate(fd, size or 0)
+            for position, worker in enumerate(members):
+                spec = {
+                    "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
+                    "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0,
+                }  # fmt: skip
+                connection = self._connections[worker]
+                assert connection is not None, f"worker {worker} is dead"
+                connection.send(("configure", spec))
+                if fd >= 0:
+                    _send_fd(connection, fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        outcomes = self._collect(members, timeout, "configure")
+        if any(isinstance(o, Failure | Died) for o in outcomes):
+            raise WorkerFailed("configure", outcomes)
+        self.clean = True
+
+    def outcomes(
+        self, function: str, *, timeout: float = CALL_TIMEOUT, only: list[int] | None = None, **params: Any
+    ) -> list[Any]:
+        """Call ``function(actor, **params)`` in all living workers (or ``only`` these); result, Failure or Died each."""
+        workers = self.living if only is None else only
+        for worker in workers:
+            connection = self._connections[worker]
+            assert connection is not None, f"worker {worker} is dead"
+            connection.send(("call", function, params))
+        outcomes = self._collect(workers, timeout, function)
+        if any(isinstance(o, Failure | Died) for o in outcomes):
+            self.clean = False
+        return outcomes
+
+    def run(self, function: str, *, timeout: float = CALL_TIMEOUT, **params: Any) -> list[Any]:
+        """Like :meth:`outcomes`, but raise :class:`WorkerFailed` if any worker failed."""
+        outcomes = self.outcomes(function, timeout=timeout, **params)
+        if any(isinstance(o, Failure | Died) for o in outcomes):
+            raise WorkerFailed(f"{function}({params})", outcomes)
+        return outcomes
+
+    def _collect(self, workers: list[int], timeout: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, Any] = {}
+        while len(outcomes) < len(workers):
+            waiting = {self._connections[w]: w for w in workers if w not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]  # no None here
+            if not ready:
+                stacks = self._dump(workers)
+                self.kill()
+                stuck = sorted(waiting.values())
+                raise WorkersHung(f"{what}: workers {stuck} did not answer within {timeout} s\n{stacks}")
+            for connection in ready:
+                worker = waiting[connection]  # type: ignore[index]  # only our own connections are waited for
+                outcomes[worker] = self._receive(worker)
+        return [outcomes[w] for w in workers]
+
+    def _receive(self, worker: int) -> Any:
+        connection = self._connections[worker]
+        assert connection is not None
+        try:
+            kind, payload = connection.recv()
+        except (EOFError, ConnectionResetError):
+            connection.close()
+            self._connections[worker] = None
+            return Died(self._returncode(worker))
+        return payload if kind == "result" else Failure(**payload)
+
+    def _returncode(self, worker: int) -> int | None:
+        process = next((p for p in self._processes if p.pid == self._pids[worker]), None)
+        return process.wait(5) if process else None
+
+    def _dump(self, workers: list[int]) -> str:
+        """Ask each worker for the Python stacks of its threads (SIGUSR1, faulthandler)."""
+        texts = []
+        for worker in workers:
+            if self._connections[worker] is None:
+                continue
+            os.kill(self._pids[worker], signal.SIGUSR1)
+            dump = self._directory / f"dump-{worker}"
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline and not dump.read_text().rstrip().endswith("<module>"):
+                time.sleep(0.01)
+            texts.append(f"--- worker {worker}\n{dump.read_text()}")
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        """End the workers in the ordinary way and wait for them; raises if one left a thread or a descriptor."""
+        if self.closed:
+            return
+        reports = []
+        for worker in self.living:
+            connection = self._connections[worker]
+            assert connection is not None
+            connection.send(("close", None))
+        for worker, outcome in zip(
+            self.living, self._collect(self.living, CALL_TIMEOUT, "close"), strict=True
+        ):
+            if outcome:
+                reports.append(f"worker {worker} left behind: {outcome}")
+        for process in self._processes:
+            process.wait(10)
+        self._release()
+        if reports:
+            raise AssertionError("\n".join(reports))
+
+    def kill(self) -> None:
+        """SIGKILL all workers. Idempotent."""
+        for process in getattr(self, "_processes", []):
+            process.kill()
+            process.wait(10)
+        for pid, connection in zip(self._pids, self._connections, strict=True):
+            if connection is not None and pid not in {p.pid for p in self._processes}:
+                _kill_quietly(pid)
+        self._release()
+
+    def _release(self) -> None:
+        self.closed = True
+        for connection in self._connections:
+            if connection is not None:
+                connection.close()
+        self._connections = [None] * self.size
+        self._store.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _kill_quietly(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _send_fd(connection: Connection, fd: int) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        socket.send_fds(channel, [b"F"], [fd])

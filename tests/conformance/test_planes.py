@@ -1,0 +1,156 @@
+"""Every operation, element type and awkward size on every plane, against numpy; every member gets the same bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.harness import WorkerGroup
+from conformance.planes_under_test import CHUNK
+from hvdlab.collectives.dtypes import DType, ReduceOp
+
+REDUCIBLE = [d for d in DType if d is not DType.BOOL]
+OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
+COUNTS = sorted({
+    0, 1, 2, 3, 7, 64, 1001,
+    *(CHUNK // 4 + d for d in (-1, 0, 1)),      # one chunk of float32
+    *(CHUNK // 2 + d for d in (-1, 0, 1)),      # two of them; one of 16-bit types
+    3 * CHUNK // 4 + 5, 5 * CHUNK, 13 * CHUNK + 1,  # several chunks; more than all slots
+})  # fmt: skip
+FUSED = ([5, 3], [0, 4, 0], [1] * 40, [CHUNK // 4 - 1, 2, CHUNK], [CHUNK * 3, 1, 1, CHUNK // 8, 0, 17])
+
+
+def same(checksums: list[int]) -> None:
+    assert len(set(checksums)) == 1, f"members differ: {checksums}"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F64, DType.I32, DType.BF16], ids=lambda d: d.label)
+def test_allreduce_sums_any_size(group: WorkerGroup, dtype: DType, count: int) -> None:
+    for in_place in (False, True):
+        same(
+            group.run(
+                "conformance.cases:allreduce", counts=[count], dtype=dtype, in_place=in_place, seed=count
+            )
+        )
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
+def test_allreduce_reduces_every_type(group: WorkerGroup, dtype: DType, op: ReduceOp) -> None:
+    for count in (1, 1001, CHUNK, 3 * CHUNK + 1):
+        for in_place in (False, True):
+            same(
+                group.run(
+                    "conformance.cases:allreduce", counts=[count], dtype=dtype, op=op, in_place=in_place
+                )
+            )
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda o: o.name)
+def test_allreduce_of_bool_is_and_or(group: WorkerGroup, op: ReduceOp) -> None:
+    for count in (1, 1001, 3 * CHUNK + 1):
+        same(group.run("conformance.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)], ids=str)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN], ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
+def test_allreduce_scales_before_and_after(
+    group: WorkerGroup, dtype: DType, op: ReduceOp, scales: tuple[float, float]
+) -> None:
+    pre, post = scales
+    for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
+        for in_place in (False, True):
+            same(group.run(
+                "conformance.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=pre, postscale=post,
+                in_place=in_place,
+            ))  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", FUSED, ids=lambda c: f"{len(c)}-tensors")
+@pytest.mark.parametrize("dtype", [DType.F32, DType.U8, DType.F16, DType.I64], ids=lambda d: d.label)
+def test_allreduce_takes_fused_lists(group: WorkerGroup, dtype: DType, counts: list[int]) -> None:
+    for in_place in (False, True):
+        same(group.run("conformance.cases:allreduce", counts=counts, dtype=dtype, in_place=in_place))
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16], ids=lambda d: d.label)
+def test_halves_accumulate_wide_and_keep_special_values(group: WorkerGroup, dtype: DType) -> None:
+    same(group.run("conformance.cases:halves", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
+def test_allgather_concatenates(group: WorkerGroup, dtype: DType) -> None:
+    n = group.size
+    for counts in (
+        [7] * n,
+        list(range(n)),
+        [0] * n,
+        [2 * CHUNK + i for i in range(n)],
+        [0] * (n - 1) + [5 * CHUNK],
+    ):
+        same(group.run("conformance.cases:allgather", counts=counts, dtype=dtype))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_broadcast_from_every_root(group: WorkerGroup, count: int) -> None:
+    for root in range(group.size):
+        same(group.run("conformance.cases:broadcast", count=count, dtype=DType.F32, root=root))
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
+def test_broadcast_moves_every_type(group: WorkerGroup, dtype: DType) -> None:
+    for count in (1, 3 * CHUNK + 1):
+        same(group.run("conformance.cases:broadcast", count=count, dtype=dtype, root=group.size - 1))
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
+def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, dtype: DType, op: ReduceOp) -> None:
+    n = group.size
+    for counts in (
+        [4] * n,
+        list(range(n)),
+        [0] * n,
+        [CHUNK + i for i in range(n)],
+        [3 * CHUNK] + [1] * (n - 1),
+    ):
+        group.run("conformance.cases:reducescatter", counts=counts, dtype=dtype, op=op)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)], ids=str)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.I32, DType.BF16], ids=lambda d: d.label)
+def test_reducescatter_scales(group: WorkerGroup, dtype: DType, scales: tuple[float, float]) -> None:
+    counts = [CHUNK // 2 + i for i in range(group.size)]
+    group.run(
+        "conformance.cases:reducescatter", counts=counts, dtype=dtype, prescale=scales[0], postscale=scales[1]
+    )
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
+def test_alltoall_transposes(group: WorkerGroup, dtype: DType) -> None:
+    n = group.size
+    for table in (
+        [[3] * n] * n,
+        [[(i * 7 + j * 3) % 5 for j in range(n)] for i in range(n)],
+        [[0] * n] * n,
+        [[CHUNK * (i == 0) + j for j in range(n)] for i in range(n)],
+        [[5 * CHUNK * (i == n - 1 and j == 0) for j in range(n)] for i in range(n)],
+    ):
+        group.run("conformance.cases:alltoall", table=table, dtype=dtype)
+
+
+def test_barrier_returns(group: WorkerGroup) -> None:
+    for _ in range(3):
+        group.run("conformance.cases:barrier")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, seed: int) -> None:
+    same(group.run("conformance.cases:mixture", seed=seed, rounds=60))
+
+
+def test_an_epoch_follows_an_epoch(group: WorkerGroup) -> None:
+    for _ in range(3):
+        group.configure()
+        same(group.run("conformance.cases:allreduce", counts=[100], dtype=DType.F32))

@@ -1,0 +1,142 @@
+"""A resident member of a conformance group; any launcher may start it. See ``conformance/harness.py``."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import threading
+import traceback
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+from conformance.actor import CollectiveActor, PlaneActor
+from conformance.store import StoreClient
+from hvdlab.collectives.planes.base import Plane, PlaneContext
+
+INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+CONNECT_TIMEOUT = 15.0
+
+
+class Worker:
+    def __init__(self, connection: Connection, store: StoreClient) -> None:
+        self.connection = connection
+        self.store = store
+        self.actor: CollectiveActor | None = None
+        self.threads = set(threading.enumerate())
+        self.fds: dict[str, str] | None = None
+
+    def serve(self) -> None:
+        while True:
+            try:
+                verb, *arguments = self.connection.recv()
+            except EOFError:
+                return
+            if verb == "close":
+                self.reset()
+                self.connection.send(("result", self.leftovers()))
+                return
+            try:
+                result = self.handle(verb, arguments)
+            except BaseException as error:  # noqa: BLE001  # everything a case raises is its result
+                self.connection.send(("failure", describe(error)))
+            else:
+                self.connection.send(("result", result))
+
+    def handle(self, verb: str, arguments: list[Any]) -> Any:
+        if verb == "configure":
+            self.configure(*arguments)
+            return None
+        return self.call(*arguments)
+
+    def configure(self, spec: dict[str, Any]) -> None:
+        """Close the old plane and connect one for the new epoch."""
+        memory_fd = receive_fd(self.connection) if spec["memory"] else -1
+        self.reset()
+        if self.fds is None:
+            self.fds = (
+                open_fds() if memory_fd < 0 else {k: v for k, v in open_fds().items() if k != str(memory_fd)}
+            )
+        module, _, cls = spec["target"].partition(":")
+        plane_class: type[Plane] = getattr(importlib.import_module(module), cls)
+        self.store.scope(f"{spec['epoch']}/")
+        context = PlaneContext(
+            process_set=0, epoch=spec["epoch"], index=spec["index"], size=spec["size"], ranks=spec["ranks"],
+            hosts=("here",) * spec["size"], store=self.store, memory_fd=memory_fd, options=spec["options"],
+        )  # fmt: skip
+        plane = plane_class(context)
+        self.actor = PlaneActor(plane)
+        plane.connect(CONNECT_TIMEOUT)
+
+    def call(self, function: str, params: dict[str, Any]) -> Any:
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(self.actor, **params)
+
+    def reset(self) -> None:
+        if self.actor is not None:
+            self.actor.close()
+            self.actor = None
+
+    def leftovers(self) -> str:
+        """Threads and descriptors that outlived all planes, as text; empty if none."""
+        threads = [t.name for t in set(threading.enumerate()) - self.threads]
+        fds = {k: v for k, v in open_fds().items() if self.fds is not None and self.fds.get(k) != v}
+        return " ".join([f"threads {threads}"] * bool(threads) + [f"descriptors {fds}"] * bool(fds))
+
+
+def open_fds() -> dict[str, str]:
+    """Sockets, pipes and memfds of this process, by number."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if target.startswith(("socket:", "pipe:", "/memfd:")):
+            found[name] = target
+    return found
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """The fields of a ``Failure``; the exception travels too if it can be pickled."""
+    sendable: BaseException | None = error
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001  # pickling may raise anything; the text is sent in any case
+        sendable = None
+    text = "".join(traceback.format_exception(error))
+    return {"kind": type(error).__name__, "text": str(error), "traceback": text, "error": sendable}
+
+
+def receive_fd(connection: Connection) -> int:
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        _, fds, _, _ = socket.recv_fds(channel, 1, 1)
+    return fds[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--index", type=int)
+    parser.add_argument("--size", type=int)
+    arguments = parser.parse_args()
+    index = arguments.index
+    if index is None:
+        index = next(int(os.environ[name]) for name in INDEX_VARIABLES if name in os.environ)
+    dump = Path(os.environ["HVDLAB_CONFORMANCE_DUMPS"]) / f"dump-{index}"
+    with dump.open("w") as file, Client(arguments.socket, family="AF_UNIX") as connection:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        store = StoreClient(os.environ["HVDLAB_CONFORMANCE_STORE"])
+        connection.send((index, os.getpid()))
+        Worker(connection, store).serve()
+        store.close()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+if __name__ == "__main__":
+    main()

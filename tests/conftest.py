@@ -1,0 +1,110 @@
+"""Leak checks for every test: threads, child processes, shared memory, sockets, pipes and memfds.
+
+A test that leaves something behind fails at teardown, with the stack of each leaked thread and the command line of
+each leaked process. What a session-, package- or module-scoped fixture started before the test is not a leak.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+GRACE = 3.0
+"""Seconds that threads and processes get to finish what the test has already asked them to."""
+
+_COUNTED_FDS = (
+    "socket:",
+    "pipe:",
+    "/memfd:",
+    "anon_inode:[eventpoll]",
+    "anon_inode:[eventfd]",
+    "anon_inode:[pidfd]",
+)
+
+
+def _threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def _children() -> set[psutil.Process]:
+    # The resource tracker of multiprocessing belongs to the interpreter, not to the test that needed it first.
+    return {p for p in psutil.Process().children(recursive=True) if not _is_tracker(p)}
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return True
+
+
+def _shared_memory() -> set[str]:
+    try:
+        return set(os.listdir("/dev/shm"))
+    except OSError:
+        return set()
+
+
+def _fds() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(_COUNTED_FDS):
+            found[int(name)] = target
+    return found
+
+
+def _used_by_others(entry: str) -> bool:
+    """Whether a living process maps this entry of /dev/shm: another job on the machine, not a leftover."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"/dev/shm/{entry}" in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _settled(remaining: Callable[[], object], deadline: float) -> None:
+    while remaining() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or -1)
+    lines = "".join(traceback.format_stack(frame)) if frame else "  (no frame)\n"
+    return f"thread {thread.name!r} (daemon={thread.daemon}):\n{lines}"
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return f"process {process.pid} [{process.status()}]: {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"process {process.pid}: gone"
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> Iterator[None]:
+    """Fail the test that leaves threads, processes, shared memory, sockets, pipes or memfds behind."""
+    threads, children, memory, fds = _threads(), _children(), _shared_memory(), _fds()
+    yield
+    deadline = time.monotonic() + GRACE
+    _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
+    _settled(lambda: _children() - children, deadline)
+    leaks = [_stack(t) for t in _threads() - threads if t.is_alive()]
+    leaks += [_command(p) for p in _children() - children]
+    leaks += [f"/dev/shm/{e}" for e in _shared_memory() - memory if not _used_by_others(e)]
+    leaks += [f"fd {fd} -> {target}" for fd, target in _fds().items() if fds.get(fd) != target]
+    if leaks:
+        pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

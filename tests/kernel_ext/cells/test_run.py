@@ -5,6 +5,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hvdlab.kernel_ext.cells.events import (
     Deliver,
     DoneArrived,
@@ -22,8 +25,6 @@ from hvdlab.kernel_ext.cells.events import (
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import GRACE, PATIENCE, CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, Stream
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def run(ranks: int = 4, **kwargs: object) -> CellRun:

@@ -1,0 +1,205 @@
+"""Lines that all ranks print alike are shown once; what differs is labelled.
+
+Each rank has a queue of lines. While every running rank has one, the heads are compared: equal heads become one line;
+a head that another rank has further down waits until that rank's earlier lines are out; what nobody else has is shown
+under its own rank at once. A line waits at most ``hold`` seconds for ranks whose queue is empty. The order of a rank's
+lines, over both of its streams and its displays, is never changed, and nothing is dropped.
+
+Pure: time comes in as an argument, the next time limit goes out as :attr:`LineMerger.deadline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import msgspec
+
+from hvdlab.kernel_ext.output.lines import LineSplitter
+from hvdlab.kernel_ext.output.live import LiveView
+from hvdlab.kernel_ext.output.pieces import Cleared, Piece, Shown, Text, label
+from hvdlab.kernel_ext.output.queue import Key, RankQueue
+from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
+
+HOLD = 0.25
+"""Seconds that a line waits for the same line of other ranks."""
+
+REFRESH = 0.1
+"""Seconds between two states of the live lines."""
+
+_ERR = "\0"  # before the key of a line of stderr, so that it never equals one of stdout
+_content = msgspec.msgpack.Encoder().encode
+
+
+class _Rich:
+    """A display or a clear in a queue; equal if it shows the same."""
+
+    __slots__ = ("chunk", "content")
+
+    def __init__(self, chunk: Display | Clear) -> None:
+        # What may be updated later belongs to its rank alone, else one rank's update would show as everybody's.
+        own = isinstance(chunk, Display) and bool(chunk.display_id)
+        self.chunk, self.content = chunk, b"%d" % id(self) if own else _content(chunk)
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rich) and self.content == other.content
+
+
+class LineMerger:
+    """Merges what several ranks write.
+
+    Args:
+        ranks: All ranks that take part.
+        hold: Seconds that a line waits for others.
+        refresh: Seconds between two states of the live lines.
+        merge: False to label each line as it comes, without waiting.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], *, hold: float = HOLD, refresh: float = REFRESH, merge: bool = True
+    ) -> None:
+        self.ranks = tuple(sorted(ranks))
+        self.running = set(self.ranks)
+        self._hold, self._merge = hold, merge
+        self._plain = len(self.ranks) == 1
+        self._queues = {rank: RankQueue(rank) for rank in self.ranks}
+        self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in ("stdout", "stderr")}
+        self._pieces: list[Piece] = []
+        self._text: list[str] = []
+        self._name = "stdout"
+        self._live = LiveView(self._splitters, hold=hold, refresh=refresh)
+
+    # -- input --------------------------------------------------------------------------------------------------------
+
+    def feed(self, rank: int, chunks: Iterable[Chunk], now: float) -> None:
+        """Take what a rank wrote."""
+        for chunk in chunks:
+            if self._plain:
+                self._pass_on(rank, chunk)
+            elif isinstance(chunk, Stream):
+                mark = _ERR if chunk.name == "stderr" else ""
+                lines = self._splitters[rank, chunk.name].feed(chunk.text, now)
+                self._add(rank, [mark + line for line in lines] if mark else lines, now)
+            else:
+                self._add(rank, [_Rich(chunk)], now)
+
+    def end(self, rank: int, now: float) -> None:
+        """Nothing more comes from this rank; its unfinished lines are complete now."""
+        self.running.discard(rank)
+        for name, mark in (("stdout", ""), ("stderr", _ERR)):
+            self._add(rank, [mark + line for line in self._splitters[rank, name].flush()], now)
+
+    def _add(self, rank: int, keys: Sequence[Key], now: float) -> None:
+        if self._merge:
+            self._queues[rank].extend(keys, now)
+        else:
+            self._emit((rank,), keys)
+
+    def _pass_on(self, rank: int, chunk: Chunk) -> None:
+        if isinstance(chunk, Stream):
+            self._switch(chunk.name)
+            self._text.append(chunk.text)
+        else:
+            self._emit((rank,), [_Rich(chunk)])
+
+    # -- output -------------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call :meth:`take` although nothing new came; None if nothing waits."""
+        limits = [q.oldest + self._hold for q in self._queues.values() if q]
+        if (live := self._live.deadline) is not None:
+            limits.append(live)
+        return min(limits, default=None)
+
+    def take(self, now: float) -> list[Piece]:
+        """What can be shown now."""
+        if self._merge:
+            self._release(now)
+        self._switch("")
+        pieces, self._pieces = self._pieces, []
+        if (live := self._live.take(now)) is not None:
+            # An ended bar comes again as text: it goes first, so that it is never seen twice.
+            pieces.insert(0 if not live.lines else len(pieces), live)
+        return pieces
+
+    def _release(self, now: float) -> None:
+        limit = now - self._hold
+        while filled := [q for q in self._queues.values() if q]:
+            missing = any(not self._queues[rank] for rank in self.running)
+            if not missing:
+                self._round(filled, min((len(self._queues[r]) for r in self.running), default=None))
+            elif any(q.oldest <= limit for q in filled):
+                self._round(filled, max(q.older_than(limit) for q in filled))
+            else:
+                return
+
+    def _round(self, queues: list[RankQueue], most: int | None) -> None:
+        """Show at least one line, and at most ``most`` of each rank."""
+        heads: dict[Key, list[RankQueue]] = {}
+        for queue in queues:
+            heads.setdefault(queue.head, []).append(queue)
+        groups = list(heads.values())
+        free = [g for g in groups if not any(g[0].head in q.counts for q in queues if q.head != g[0].head)]
+        if not free:  # the ranks have the same lines in different order: one of them must come first
+            self._show(groups[0], 1)
+            return
+        for group in free:
+            others = [q.counts for q in queues if q not in group]
+            self._show(group, _common_run(group, others, most))
+
+    def _show(self, group: list[RankQueue], count: int) -> None:
+        keys = group[0].pop(count)
+        for queue in group[1:]:
+            queue.pop(count)
+        self._emit(tuple(q.rank for q in group), keys)
+
+    def _emit(self, ranks: tuple[int, ...], keys: Sequence[Key]) -> None:
+        prefix = label(ranks)
+        for key in keys:
+            if isinstance(key, str):
+                if key[:1] == _ERR:
+                    self._switch("stderr")
+                    self._text.append(f"{prefix}{key[1:]}\n")
+                else:
+                    if self._name != "stdout":
+                        self._switch("stdout")
+                    self._text.append(f"{prefix}{key}\n")
+            elif isinstance(key, _Rich):
+                self._switch("")
+                self._pieces.append(_piece(ranks, key.chunk))
+
+    def _switch(self, name: str) -> None:
+        """Make one piece of the text so far if another stream or something else follows."""
+        if name == self._name:
+            return
+        if self._text:
+            self._pieces.append(Text(self._name, "".join(self._text)))
+            self._text = []
+        self._name = name
+
+
+def _common_run(group: list[RankQueue], others: list[dict[Key, int]], most: int | None) -> int:
+    """How many lines from the head on all queues of the group share, and nobody else has (at least one)."""
+    length = min(len(q) for q in group)
+    most = length if most is None else max(1, min(most, length))
+    count = 0
+    if len(group) == 1:
+        for key in islice(group[0].keys, most):
+            if count and any(key in counts for counts in others):
+                break
+            count += 1
+        return count
+    size = len(group)
+    for keys in islice(zip(*(q.keys for q in group), strict=False), most):
+        if keys.count(keys[0]) != size or (count and any(keys[0] in counts for counts in others)):
+            break
+        count += 1
+    return count
+
+
+def _piece(ranks: tuple[int, ...], chunk: Display | Clear) -> Piece:
+    return Shown(ranks, chunk) if isinstance(chunk, Display) else Cleared(ranks, chunk.wait)

@@ -1,0 +1,313 @@
+"""Merging the output of ranks: per-rank order is kept, nothing is lost, equal lines are shown once."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger
+from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
+from hvdlab.kernel_ext.payloads import Clear, Display, Stream
+
+LABEL = re.compile(r"^\[([0-9,\-]+)\] (.*)$", re.DOTALL)
+
+
+def out(text: str) -> tuple[Stream, ...]:
+    return (Stream("stdout", text),)
+
+
+def err(text: str) -> tuple[Stream, ...]:
+    return (Stream("stderr", text),)
+
+
+def lines_of(pieces: list[Piece]) -> list[str]:
+    return "".join(p.text for p in pieces if isinstance(p, Text)).splitlines()
+
+
+def live_of(pieces: list[Piece]) -> list[str]:
+    return [p.text() for p in pieces if isinstance(p, LiveLines)]
+
+
+def ranks_in(spec: str) -> set[int]:
+    found: set[int] = set()
+    for part in spec.split(","):
+        low, _, high = part.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found
+
+
+def test_what_all_ranks_print_is_shown_once() -> None:
+    merger = LineMerger(range(8))
+    for rank in range(8):
+        merger.feed(rank, out("epoch 3\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0-7] epoch 3"]
+    assert merger.deadline is None
+
+
+def test_what_differs_is_labelled_by_rank() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("start\nloss 1\nend\n"), 0.0)
+    merger.feed(1, out("start\nloss 2\nend\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] start", "[0] loss 1", "[1] loss 2", "[0,1] end"]
+
+
+def test_a_line_more_on_one_rank_does_not_split_the_following_ones() -> None:
+    merger = LineMerger(range(3))
+    merger.feed(0, out("saving\nepoch 1\nepoch 2\n"), 0.0)
+    for rank in (1, 2):
+        merger.feed(rank, out("epoch 1\nepoch 2\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0] saving", "[0-2] epoch 1", "[0-2] epoch 2"]
+
+
+def test_lines_that_span_several_rows_stay_together() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("tensor([1,\n        2])\n"), 0.0)
+    merger.feed(1, out("tensor([3,\n        4])\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == [
+        "[0] tensor([1,",
+        "[0]         2])",
+        "[1] tensor([3,",
+        "[1]         4])",
+    ]
+
+
+def test_a_line_waits_for_the_others_and_not_longer() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("a\n"), 1.0)
+    assert merger.take(1.0) == []
+    assert merger.deadline == 1.0 + HOLD
+    assert lines_of(merger.take(1.0 + HOLD)) == ["[0] a"]
+    merger.feed(1, out("a\n"), 2.0)
+    assert lines_of(merger.take(2.0 + HOLD)) == ["[1] a"]
+
+
+def test_a_rank_whose_cell_ended_is_not_waited_for() -> None:
+    merger = LineMerger(range(3))
+    merger.end(2, 0.0)
+    merger.feed(0, out("a\n"), 0.0)
+    merger.feed(1, out("a\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] a"]
+
+
+def test_lines_in_different_order_are_kept_per_rank() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("a\nb\n"), 0.0)
+    merger.feed(1, out("b\na\n"), 0.0)
+    merger.end(0, 0.0)
+    merger.end(1, 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0] a", "[0,1] b", "[1] a"]
+
+
+def test_stderr_stays_stderr_and_in_order() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, out("1\n") + err("2\n") + out("3\n"), 0.0)
+    assert merger.take(0.0) == [
+        Text("stdout", "[0,1] 1\n"),
+        Text("stderr", "[0,1] 2\n"),
+        Text("stdout", "[0,1] 3\n"),
+    ]
+
+
+def test_the_same_text_on_different_streams_is_not_merged() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("a\n"), 0.0)
+    merger.feed(1, err("a\n"), 0.0)
+    assert merger.take(0.0) == [Text("stdout", "[0] a\n"), Text("stderr", "[1] a\n")]
+
+
+def test_one_rank_alone_is_passed_on_without_label() -> None:
+    merger = LineMerger([3])
+    merger.feed(3, out("10%\r20%\r"), 0.0)
+    merger.feed(3, out("ready"), 0.0)
+    assert merger.take(0.0) == [Text("stdout", "10%\r20%\rready")]
+
+
+def test_an_unfinished_line_is_shown_at_the_end() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, out("no newline"), 0.0)
+        merger.end(rank, 0.1)
+    assert lines_of(merger.take(0.1)) == ["[0,1] no newline"]
+
+
+def test_streaming_labels_each_line_at_once() -> None:
+    merger = LineMerger(range(2), merge=False)
+    merger.feed(0, out("a\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0] a"]
+    merger.feed(1, out("a\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[1] a"]
+
+
+# -- progress bars ----------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_live_until_its_newline() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, err("\r 0%"), 0.0)
+    assert live_of(merger.take(0.0)) == ["[0,1]  0%"]
+    merger.feed(0, err("\r50%"), 0.01)
+    assert merger.take(0.01) == []
+    assert merger.deadline == REFRESH
+    assert live_of(merger.take(REFRESH)) == ["[0] 50%\n[1]  0%"]
+    for rank in range(2):
+        merger.feed(rank, err("\r100%\n"), 0.2)
+    assert merger.take(0.2) == [LiveLines(()), Text("stderr", "[0,1] 100%\n")]
+
+
+def test_an_unfinished_line_becomes_live_after_a_while() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("loading ..."), 0.0)
+    assert merger.take(0.0) == []
+    assert merger.deadline == HOLD
+    assert live_of(merger.take(HOLD)) == ["[0] loading ..."]
+    assert merger.deadline is None
+    merger.feed(0, out(" done\n"), 1.0)
+    assert merger.take(1.0) == [LiveLines(())]
+    assert lines_of(merger.take(1.0 + HOLD)) == ["[0] loading ... done"]
+
+
+def test_windows_newlines_are_newlines() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, out("a\r\nb\r\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] a", "[0,1] b"]
+
+
+def test_a_newline_may_come_apart_from_its_return() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, out("a\r"), 0.0)
+        merger.feed(rank, out("\nb\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] a", "[0,1] b"]
+
+
+# -- rich output ------------------------------------------------------------------------------------------------------
+
+
+def test_equal_displays_are_merged_and_keep_their_place() -> None:
+    merger = LineMerger(range(2))
+    shown = Display({"text/plain": "x"}, {})
+    for rank in range(2):
+        merger.feed(rank, (*out("before\n"), shown, *out("after\n")), 0.0)
+    assert merger.take(0.0) == [
+        Text("stdout", "[0,1] before\n"),
+        Shown((0, 1), shown),
+        Text("stdout", "[0,1] after\n"),
+    ]
+
+
+def test_different_displays_belong_to_their_ranks() -> None:
+    merger = LineMerger(range(2))
+    shown = [Display({"text/plain": str(rank)}, {}) for rank in range(2)]
+    for rank in range(2):
+        merger.feed(rank, (shown[rank],), 0.0)
+    assert merger.take(0.0) == [Shown((0,), shown[0]), Shown((1,), shown[1])]
+
+
+def test_displays_that_can_be_updated_are_not_shared() -> None:
+    merger = LineMerger(range(2))
+    shown = Display({"text/plain": "0%"}, {}, display_id="bar")
+    for rank in range(2):
+        merger.feed(rank, (shown,), 0.0)
+    assert merger.take(0.0) == [Shown((0,), shown), Shown((1,), shown)]
+
+
+def test_clear_output_of_all_ranks_is_one() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, (Clear(True),), 0.0)
+    assert merger.take(0.0) == [Cleared((0, 1), True)]
+
+
+# -- properties -------------------------------------------------------------------------------------------------------
+
+RANKS = 3
+steps = st.lists(
+    st.tuples(
+        st.integers(0, RANKS - 1),
+        st.sampled_from(["stdout", "stderr"]),
+        st.lists(st.sampled_from(["a", "b", "c", "", "epoch 1", " x"]), max_size=5),
+        st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+        st.booleans(),
+    ),
+    max_size=30,
+)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@given(schedule=steps, ended=st.sets(st.integers(0, RANKS - 1)))
+def test_each_rank_reads_its_own_lines_in_order(merge: bool, schedule: list, ended: set[int]) -> None:
+    merger = LineMerger(range(RANKS), merge=merge)
+    wanted: dict[int, list[tuple[str, str]]] = {r: [] for r in range(RANKS)}
+    pieces: list[Piece] = []
+    now = 0.0
+    for rank, name, lines, pause, take in schedule:
+        now += pause
+        if rank in ended and rank not in merger.running:
+            continue
+        merger.feed(rank, (Stream(name, "".join(f"{line}\n" for line in lines)),), now)
+        wanted[rank] += [(name, line) for line in lines]
+        if take:
+            pieces += merger.take(now)
+            assert merger.deadline is None or merger.deadline > now
+        if rank in ended:
+            merger.end(rank, now)
+    for rank in merger.running.copy():
+        merger.end(rank, now)
+    pieces += merger.take(now)
+    assert merger.deadline is None
+    assert projections(pieces) == wanted
+
+
+def projections(pieces: list[Piece]) -> dict[int, list[tuple[str, str]]]:
+    """What a reader of one rank's labels sees."""
+    seen: dict[int, list[tuple[str, str]]] = {r: [] for r in range(RANKS)}
+    for piece in pieces:
+        assert isinstance(piece, Text)
+        for line in piece.text.split("\n")[:-1]:
+            match = LABEL.match(line)
+            assert match, line
+            for rank in ranks_in(match[1]):
+                seen[rank].append((piece.name, match[2]))
+    return seen
+
+
+@given(st.lists(st.text(alphabet="ab\r\n", max_size=6), max_size=12))
+def test_how_text_is_cut_into_chunks_does_not_matter(parts: list[str]) -> None:
+    def shown(chunks: list[str]) -> list[str]:
+        merger = LineMerger(range(2))
+        for rank in range(2):
+            for chunk in chunks:
+                merger.feed(rank, out(chunk), 0.0)
+            merger.end(rank, 0.0)
+        return lines_of(merger.take(0.0))
+
+    assert shown(parts) == shown(["".join(parts)])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_80000_lines_cost_a_fraction_of_a_second(alike: bool) -> None:
+    merger = LineMerger(range(4))
+    batches = [
+        [
+            out("".join(f"{'' if alike else rank} line {i} of many\n" for i in range(n, n + 500)))
+            for rank in range(4)
+        ]
+        for n in range(0, 20_000, 500)
+    ]
+    begin = time.process_time()
+    total = 0
+    for batch in batches:
+        for rank, chunks in enumerate(batch):
+            merger.feed(rank, chunks, 0.0)
+        total += len(lines_of(merger.take(0.0)))
+    used = time.process_time() - begin
+    assert total == (20_000 if alike else 80_000)
+    print(f"{used:.3f} s")
+    assert used < 0.5

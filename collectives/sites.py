@@ -55,9 +55,7 @@ def _is_ours(code: CodeType) -> bool:
     if len(_skip) >= _CACHE_LIMIT:
         _skip.clear()  # cells make new code objects for ever
     name = code.co_filename
-    skip = name not in _labels and (
-        name.startswith((_HOME, *_REAL_HOMES, *_torch_homes())) or name.startswith("<frozen ")
-    )
+    skip = name not in _labels and (name.startswith((_HOME, *_REAL_HOMES, *_torch_homes(), "<frozen ")))
     _skip[code] = skip
     return skip
 

@@ -1,0 +1,118 @@
+"""The one engine of this process: ``init()`` makes it, everything that users call uses it."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import threading
+
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.errors import NotInitializedError
+from hvdlab.collectives.settings import Settings
+
+
+class _Context:
+    """What ``init()`` made. ``owned`` engines are closed by ``shutdown()``; adopted ones belong to the pool."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.engine: Engine | None = None
+        self.adopted: Engine | None = None
+        self.coordinator: object | None = None
+
+
+_context = _Context()
+
+
+def init(settings: Settings | None = None) -> Engine:
+    """Join the world that the environment names, and wait until it is complete; a world of one if it names none.
+
+    Does nothing if this process is initialized already. After :func:`shutdown` it may be called again, any number
+    of times.
+
+    Raises:
+        StartError: No coordinator answers, or some ranks are not there in time; the text names them.
+        InvalidRequestError: A variable of the environment can't be read.
+    """
+    with _context.lock:
+        if _context.engine is not None and not _context.engine.closed:
+            return _context.engine
+        if _context.adopted is not None and not _context.adopted.closed:
+            engine = _context.adopted
+            engine.wait_for_world(engine.settings.start_timeout)
+        else:
+            engine = _join(settings or Settings.from_env())
+        _context.engine = engine
+        return engine
+
+
+def _join(settings: Settings) -> Engine:
+    coordinator = None
+    if settings.coordinator is None:
+        from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+        coordinator = CoordinatorProcess.start(size=1)
+        settings = dataclasses.replace(
+            settings, coordinator=coordinator.address, token=coordinator.token, rank=0, size=1
+        )
+    engine = None
+    try:
+        engine = Engine.connect(settings)
+        engine.wait_for_world(settings.start_timeout)
+        if settings.timeline and engine.rank == 0:
+            engine.start_timeline(settings.timeline, settings.mark_cycles)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        if coordinator is not None:
+            coordinator.close()
+        raise
+    _context.coordinator = coordinator
+    return engine
+
+
+def adopt(engine: Engine | None) -> None:
+    """Let ``init()`` use this engine, which somebody else owns and closes; ``None`` undoes that."""
+    with _context.lock:
+        _context.adopted = engine
+        _context.engine = None
+
+
+def shutdown() -> None:
+    """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
+    with _context.lock:
+        engine, _context.engine = _context.engine, None
+        coordinator, _context.coordinator = _context.coordinator, None
+        if engine is not None and engine is not _context.adopted:
+            engine.close()
+        if coordinator is not None:
+            coordinator.close()  # type: ignore[attr-defined]  # a CoordinatorProcess, imported only when needed
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` was called, and :func:`shutdown` not since."""
+    engine = _context.engine
+    return engine is not None and not engine.closed
+
+
+def engine(what: str = "hvdlab") -> Engine:
+    """The engine of this process.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
+    found = _context.engine
+    if found is None or found.closed:
+        raise NotInitializedError(what)
+    return found
+
+
+def _forget_in_child() -> None:
+    # The coordinator process and the engine belong to the parent.
+    _context.lock = threading.RLock()
+    _context.engine = _context.adopted = _context.coordinator = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(shutdown)

@@ -1,0 +1,119 @@
+"""The control thread: reads the coordinator's messages, sends what waits, keeps timers. It never blocks on work."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+
+Call = Callable[[], None]
+
+
+class Shell(Protocol):
+    """What the control thread calls."""
+
+    def flush(self) -> None: ...
+
+    def receive(self) -> None: ...
+
+    def connection_lost(self, reason: str) -> None: ...
+
+
+class Control:
+    """One thread, one epoll: the coordinator's socket and a wake-up."""
+
+    def __init__(self, endpoint: Endpoint, shell: Shell, label: str) -> None:
+        self._endpoint = endpoint
+        self._shell = shell
+        self._fd = endpoint.fileno()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._calls: deque[Call] = deque()
+        self._timers: list[tuple[float, int, Call]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._lost = False
+        self._writable = False
+        self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let the thread flush. Any thread; one write."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def call(self, call: Call) -> None:
+        """Run this on the control thread."""
+        self._calls.append(call)
+        self.wake()
+
+    def stop(self, timeout: float) -> None:
+        """Flush, end the thread and close what it owns."""
+        self._stopping = True
+        self.wake()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def call_later(self, seconds: float, call: Call) -> None:
+        """Run this on the control thread after some time. Control thread only."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+            self._guard(self._flush)
+        finally:
+            self._epoll.close()
+            os.close(self._wakeup)
+            self._endpoint.close()
+
+    def _step(self) -> None:
+        for fd, _events in self._epoll.poll(self._timeout()):
+            if fd == self._fd:
+                self._guard(self._shell.receive)
+            else:
+                os.eventfd_read(self._wakeup)
+        while self._calls:
+            self._calls.popleft()()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self._guard(self._flush)
+
+    def _timeout(self) -> float:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else -1
+
+    def _flush(self) -> None:
+        self._shell.flush()
+        waiting = self._endpoint.backlog > 0 and not self._endpoint.flush()
+        if waiting != self._writable:
+            self._writable = waiting
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
+
+    def _guard(self, step: Call) -> None:
+        """Run a step that uses the connection; its loss is told once, and the thread goes on without it."""
+        if self._lost:
+            return
+        try:
+            step()
+        except (ConnectionLost, ProtocolError) as error:
+            self._lost = True
+            self._epoll.unregister(self._fd)
+            self._shell.connection_lost(str(error))

@@ -1,0 +1,126 @@
+"""One submitted collective and the small tables that the rank's state keeps of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.protocol.messages import Member, Signature
+
+HELD, ANNOUNCED, EXECUTING, ENDED = range(4)
+
+Key = tuple[object, ...]
+
+
+class Entry:
+    """A submitted collective. Its fields belong to :class:`RankState`, under the engine's lock.
+
+    Attributes:
+        request: What was asked.
+        name: Tensor name as matched (anonymous ones have a common one).
+        site: Call site.
+        submitted: When, in nanoseconds of the engine's clock.
+        received: When ``Execute`` came, or 0.
+        phase: ``HELD`` (not announced yet), ``ANNOUNCED``, ``EXECUTING`` or ``ENDED``.
+        epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
+        local: What it is announced as.
+        extra: Numbers that differ between ranks.
+    """
+
+    __slots__ = ("epoch", "extra", "local", "name", "phase", "received", "request", "site", "submitted")
+
+    def __init__(self, request: Request, site: str, submitted: int) -> None:
+        self.request = request
+        self.site = site
+        self.submitted = submitted
+        self.received = 0
+        self.name = ""
+        self.phase = HELD
+        self.epoch = 0
+        self.local: Local = NO_LOCAL
+        self.extra: tuple[int, ...] = ()
+
+
+class Local:
+    """A local id: a signature and call site as an integer.
+
+    Attributes:
+        id: The integer.
+        key: What it stands for.
+        queue: Entries that were announced as it and not decided yet, oldest first.
+        defined: Whether the coordinator has been sent the definition.
+    """
+
+    __slots__ = ("defined", "id", "key", "queue", "signature", "site")
+
+    def __init__(self, id: int, key: Key, signature: Signature, site: str) -> None:
+        self.id = id
+        self.key = key
+        self.signature = signature
+        self.site = site
+        self.queue: deque[Entry] = deque()
+        self.defined = False
+
+
+NO_LOCAL = Local(-1, (), Signature(0, "", 0, 0, ()), "")
+
+
+class SetState:
+    """What a rank knows of one process set.
+
+    Attributes:
+        id, epoch, members, plane, options: As configured last.
+        ranks: Rank of each member, by position.
+        index: Own position, or -1 if this rank is no member.
+        configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
+        withdrawn: The epoch that this rank has asked to end, or -1.
+        pending: Entries that have not ended, in order of submission.
+        names: The named ones among them.
+    """
+
+    __slots__ = (
+        "configured", "epoch", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
+    )  # fmt: skip
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.epoch = 0
+        self.members: tuple[Member, ...] = ()
+        self.ranks: tuple[int, ...] = ()
+        self.index = -1
+        self.plane = ""
+        self.options: dict[str, str] = {}
+        self.configured = False
+        self.withdrawn = -1
+        self.pending: dict[Entry, None] = {}
+        self.names: dict[str, Entry] = {}
+
+
+def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signature:
+    """The part of a request that ranks must agree on."""
+    group, count = request.group or ("", 0)
+    return Signature(
+        int(request.kind),
+        name,
+        int(request.dtype),
+        int(request.op),
+        shape,
+        request.root,
+        request.prescale,
+        request.postscale,
+        request.device,
+        group,
+        count,
+        request.ranks,
+    )
+
+
+def matched_shape(request: Request) -> tuple[int, ...]:
+    """The shape as far as ranks must agree on it."""
+    if request.input is None:
+        return ()
+    shape = request.input.shape
+    if request.kind is OpKind.ALLGATHER or request.kind is OpKind.ALLTOALL:
+        return shape[1:]
+    return shape

@@ -1,0 +1,194 @@
+"""The executor: runs batches on the planes, in the coordinator's order, one at a time.
+
+Work lies in a :class:`Lane`. Its baton is held by whoever works: the lane's own thread, or a user's thread that
+waits for a result anyway and so saves a change of threads. After an abort that a plane does not obey the whole lane is
+abandoned, with the thread that is stuck in it, and a new one goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.operations import run_batch
+from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.slots import PlaneSlot, Scope
+from hvdlab.collectives.planes.base import Phases, PlaneAborted
+
+Close = Callable[[], None]
+Job = RunBatch | Close
+
+
+class Outcomes(Protocol):
+    """Who is told how batches end. Called by the thread that ran them."""
+
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
+
+    def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
+
+
+class Lane:
+    """Jobs in order, the baton, and the thread that works when nobody else does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.jobs: deque[Job] = deque()
+        self.baton = threading.Lock()
+        self.bell: SimpleQueue[bool] = SimpleQueue()
+        self.abandoned = False
+        self.running: PlaneSlot | None = None
+        self.started = 0
+        self.thread: threading.Thread | None = None
+
+
+class Executor:
+    """Planes and lanes of one rank.
+
+    ``put``, ``abort`` and ``prepare`` are called under the engine's lock or on its control thread; ``help`` by users'
+    threads.
+    """
+
+    def __init__(self, outcomes: Outcomes, label: str) -> None:
+        self._outcomes = outcomes
+        self._label = label
+        self._slots: dict[Scope, PlaneSlot] = {}
+        self._abandoned: list[Lane] = []
+        self._closing = False
+        self.lane = self._new_lane()
+
+    # -- work -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, slot: PlaneSlot) -> None:
+        """A new epoch: its plane is built when it is first needed."""
+        self._slots[slot.scope] = slot
+
+    def put(self, job: Job) -> None:
+        """Add work without waking anybody."""
+        self.lane.jobs.append(job)
+
+    def ring(self) -> None:
+        """Let the lane's thread work."""
+        self.lane.bell.put(True)
+
+    def help(self) -> None:
+        """Work on what is there, on the calling thread, unless somebody does already."""
+        self._drain(self.lane)
+
+    def _drain(self, lane: Lane) -> None:
+        # Whoever puts a job and finds the baton taken may go: its holder looks again after it has put it down.
+        while lane.jobs and not lane.abandoned and not lane.baton.locked():
+            with lane.baton:
+                while lane.jobs and not lane.abandoned:
+                    job = lane.jobs.popleft()
+                    if type(job) is RunBatch:
+                        self._run(lane, job)
+                    else:
+                        job()  # type: ignore[operator]  # the other kind of job
+
+    def _run(self, lane: Lane, batch: RunBatch) -> None:
+        slot = self._slots.get((batch.process_set, batch.epoch))
+        if slot is None or slot.aborted:
+            return  # the abort ends the batch's handles
+        lane.running = slot
+        phases = Phases()
+        started = time.monotonic_ns()
+        try:
+            results = run_batch(slot.open(), batch, phases)
+        except PlaneAborted:
+            pass
+        except Exception as error:  # noqa: BLE001  (whatever it is, the group can't go on; it is told why)
+            slot.error = error
+            slot.aborted = True
+            self._outcomes.batch_failed(batch, error)
+        except BaseException:
+            slot.abort()  # an interrupt in the middle of an operation: the plane's peers can't be served any more
+            raise
+        else:
+            self._outcomes.batch_done(batch, results, started, phases)
+        finally:
+            lane.running = None
+            if lane.abandoned:
+                slot.close()
+
+    def _loop(self, lane: Lane) -> None:
+        while lane.bell.get():
+            self._drain(lane)
+            if lane.abandoned:
+                return
+        # Closing: every plane that is still there is closed by this thread, after the work that came before.
+        with lane.baton:
+            for slot in list(self._slots.values()):
+                slot.close()
+            self._slots.clear()
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def abort(self, process_set: int, epoch: int) -> Lane | None:
+        """End the planes of a process set up to ``epoch``; returns the lane if it is in the middle of one."""
+        busy = None
+        for slot in list(self._slots.values()):
+            if slot.scope[0] == process_set and slot.scope[1] <= epoch:
+                slot.abort()
+                if self.lane.running is slot:
+                    busy = self.lane
+        self.close_older(process_set, epoch + 1)
+        return busy
+
+    def close_older(self, process_set: int, epoch: int) -> None:
+        """Close the planes of a process set older than ``epoch`` after the work that is there."""
+        if any(scope[0] == process_set and scope[1] < epoch for scope in self._slots):
+            self.put(lambda: self._close_older(process_set, epoch))
+            self.ring()
+
+    def _close_older(self, process_set: int, epoch: int) -> None:
+        for scope in [s for s in self._slots if s[0] == process_set and s[1] < epoch]:
+            slot = self._slots.pop(scope)
+            if not any(lane.running is slot for lane in self._abandoned):
+                slot.close()
+
+    def error_of(self, process_set: int, epoch: int) -> Exception | None:
+        """What failed in the plane of this epoch on this rank."""
+        slot = self._slots.get((process_set, epoch))
+        return slot.error if slot else None
+
+    def abandon(self, lane: Lane, slot: PlaneSlot) -> bool:
+        """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""
+        if lane is not self.lane or lane.running is not slot:
+            return False
+        lane.abandoned = True
+        self._abandoned.append(lane)
+        new = self._new_lane()
+        while lane.jobs:
+            new.jobs.append(lane.jobs.popleft())
+        self.lane = new
+        lane.bell.put(True)
+        self.ring()
+        return True
+
+    @property
+    def abandoned(self) -> int:
+        """How many lanes were left behind and are still stuck."""
+        return sum(1 for lane in self._abandoned if lane.thread is not None and lane.thread.is_alive())
+
+    def close(self, timeout: float) -> None:
+        """End all work and close all planes; waits for the threads, for stuck ones only if they have come back."""
+        for slot in list(self._slots.values()):
+            slot.abort()
+        self.lane.bell.put(False)
+        if self.lane.thread is not None:
+            self.lane.thread.join(timeout)
+        for lane in self._abandoned:
+            if lane.thread is not None and lane.running is None:
+                lane.thread.join(timeout)
+
+    def _new_lane(self) -> Lane:
+        lane = Lane(len(self._abandoned) + 1)
+        name = f"hvdlab-executor-{self._label}-{lane.number}"
+        lane.thread = threading.Thread(target=self._loop, args=(lane,), name=name, daemon=True)
+        lane.thread.start()
+        return lane

@@ -1,0 +1,65 @@
+"""Handles: what a user waits on."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.request import Request, Result
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.engine.engine import Engine
+
+
+class Handle(Entry):
+    """A collective in flight. Made by :meth:`Engine.submit`."""
+
+    __slots__ = ("_done", "_engine", "_error", "_lock", "_result")
+
+    def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
+        Entry.__init__(self, request, site, submitted)
+        self._engine = engine
+        self._done = False
+        self._result: Result | None = None
+        self._error: Exception | None = None
+        # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly. Never blocks."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return the result; may be called again and from several threads.
+
+        Args:
+            timeout: Seconds, or ``None`` for ever.
+
+        Raises:
+            MismatchError: The ranks disagree; raised on all of them.
+            AbortedError: It can't complete (a rank died, failed, left, was interrupted, …). Output is undefined.
+            TimeoutError: It is still in flight; the handle stays valid.
+            KeyboardInterrupt: The user interrupted; the collective is then withdrawn on all ranks.
+        """
+        if not self._done:
+            self._engine.wait_for(self, timeout)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        assert self._result is not None
+        return self._result
+
+    def complete(self, result: Result | None, error: Exception | None) -> None:
+        """End it; the first call counts. For the engine only."""
+        if self._done:
+            return
+        self._result, self._error = result, error
+        self._done = True
+        self._lock.release()
+
+    def open(self) -> None:
+        """Let everybody through who waits. For the engine only."""
+        with contextlib.suppress(RuntimeError):  # somebody else was quicker
+            self._lock.release()

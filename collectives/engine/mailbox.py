@@ -1,0 +1,59 @@
+"""Callbacks that the control thread makes: mail, interrupts, leaving, events of other ranks, stalls."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from hvdlab.collectives.protocol import messages as m
+
+
+class Mailbox:
+    """Who wants to know what. Callbacks run on the control thread and must not block.
+
+    A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
+    """
+
+    def __init__(self) -> None:
+        self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
+        self.interrupts: list[Callable[[], None]] = []
+        self.leaves: list[Callable[[str], None]] = []
+        self.event_sinks: list[Callable[[int, bytes], None]] = []
+        self.stalls: list[Callable[[m.Stalled], None]] = []
+
+    def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
+        self._topics.setdefault(topic, []).append(callback)
+
+    def deliver(self, message: m.Message) -> None:
+        assert isinstance(message, m.Mail)
+        for callback in tuple(self._topics.get(message.topic, ())):
+            _call(callback, message.sender, message.body)
+
+    def interrupt(self, message: m.Message) -> None:
+        for callback in tuple(self.interrupts):
+            _call(callback)
+
+    def leave(self, message: m.Message) -> None:
+        assert isinstance(message, m.Leave)
+        for callback in tuple(self.leaves):
+            _call(callback, message.reason)
+
+    def events(self, message: m.Message) -> None:
+        assert isinstance(message, m.RankEvents)
+        for sink in tuple(self.event_sinks):
+            _call(sink, message.rank, message.batch)
+
+    def stalled(self, message: m.Message) -> None:
+        assert isinstance(message, m.Stalled)
+        for callback in tuple(self.stalls):
+            _call(callback, message)
+
+
+def _call(callback: Callable[..., None], *args: object) -> None:
+    try:
+        callback(*args)
+    except Exception:  # noqa: BLE001  (reported; a bug in a callback must not end the rank's control thread)
+        kind, value, trace = sys.exc_info()
+        assert kind is not None
+        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))

@@ -1,0 +1,63 @@
+"""The data plane of one process set and epoch, from its announcement to its close."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.registry import plane_class
+
+CONNECT_TIMEOUT = 30.0
+
+Scope = tuple[int, int]
+
+
+class PlaneSlot:
+    """Holds what is needed to build a plane at its first use, then the plane.
+
+    ``open`` and ``close`` belong to whoever holds the lane's baton; ``abort`` may come from any thread.
+
+    Attributes:
+        aborted: The epoch has ended; nothing more is executed in it.
+        error: Why the plane failed here, if it did.
+    """
+
+    def __init__(self, name: str, context: PlaneContext, on_abort: Callable[[Scope], None]) -> None:
+        self.name = name
+        self.context = context
+        self.scope: Scope = (context.process_set, context.epoch)
+        self.plane: Plane | None = None
+        self.aborted = False
+        self.error: Exception | None = None
+        self._on_abort = on_abort
+        self._connected = False
+        self._closed = False
+
+    def open(self) -> Plane:
+        """The plane, built and connected at the first call. Blocks; raises what the plane raises."""
+        plane = self.plane
+        if plane is None:
+            plane = self.plane = plane_class(self.name)(self.context)
+        if not self._connected:
+            if self.aborted:  # seen here, or else abort() has seen the plane
+                raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+            plane.connect(float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT)))
+            self._connected = True
+        return plane
+
+    def abort(self) -> None:
+        """End whatever runs on the plane. Any thread; never blocks."""
+        self.aborted = True
+        if self.plane is not None:
+            self.plane.abort()
+        self._on_abort(self.scope)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = self.aborted = True
+        if self.plane is not None:
+            self.plane.close()
+        elif self.context.memory_fd >= 0:
+            os.close(self.context.memory_fd)  # no plane was built that would have taken it over

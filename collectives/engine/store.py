@@ -1,0 +1,90 @@
+"""The rendezvous store of a process set and epoch, through the rank's connection."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+from collections.abc import Callable
+
+from hvdlab.collectives.planes.base import KeyValue, PlaneAborted
+from hvdlab.collectives.protocol import messages as m
+
+
+class Tickets:
+    """Answers that are awaited, by ticket. Any thread."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Ticket] = {}
+
+    def new(self, scope: tuple[int, int]) -> Ticket:
+        ticket = Ticket(next(self._numbers), scope)
+        self._waiting[ticket.number] = ticket
+        return ticket
+
+    def answer(self, number: int, value: bytes) -> None:
+        ticket = self._waiting.pop(number, None)
+        if ticket is not None:
+            ticket.end(value)
+
+    def forget(self, ticket: Ticket) -> None:
+        self._waiting.pop(ticket.number, None)
+
+    def abort(self, scope: tuple[int, int] | None = None) -> None:
+        """End the waits of a process set and epoch, or all."""
+        for ticket in list(self._waiting.values()):
+            if scope is None or ticket.scope == scope:
+                ticket.end(None)
+
+
+class Ticket:
+    """One awaited answer; ``value`` stays ``None`` if the wait was aborted."""
+
+    def __init__(self, number: int, scope: tuple[int, int]) -> None:
+        self.number = number
+        self.scope = scope
+        self.value: bytes | None = None
+        self._ended = _thread.allocate_lock()
+        self._ended.acquire()
+
+    def end(self, value: bytes | None) -> None:
+        if self._ended.locked():
+            self.value = value
+            self._ended.release()
+
+    def wait(self, timeout: float) -> bool:
+        return self._ended.acquire(timeout=timeout)
+
+
+class EngineStore(KeyValue):
+    """Rendezvous values of one process set and epoch; blocking, any thread but the control thread."""
+
+    def __init__(
+        self,
+        process_set: int,
+        epoch: int,
+        tickets: Tickets,
+        send: Callable[[m.Message], None],
+        aborted: Callable[[], bool],
+    ) -> None:
+        self._scope = (process_set, epoch)
+        self._tickets = tickets
+        self._send = send
+        self._aborted = aborted
+
+    def set(self, key: str, value: bytes) -> None:
+        self._send(m.StoreSet(*self._scope, key, value))
+
+    def get(self, key: str, timeout: float) -> bytes:
+        ticket = self._tickets.new(self._scope)
+        try:
+            if self._aborted():
+                raise PlaneAborted(f"epoch {self._scope[1]} has ended")
+            self._send(m.StoreGet(*self._scope, key, ticket.number))
+            if not ticket.wait(timeout):
+                raise TimeoutError(f"no member has set `{key}` within {timeout:g} s")
+        finally:
+            self._tickets.forget(ticket)
+        if ticket.value is None:
+            raise PlaneAborted(f"epoch {self._scope[1]} has ended")
+        return ticket.value

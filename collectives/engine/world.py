@@ -1,0 +1,58 @@
+"""Membership of the world as a rank sees it, and waiting for it to be complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+
+class WorldView:
+    """Which ranks are expected, and which are there. Written by the control thread, read by any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._members: frozenset[int] = frozenset()
+        self._lost: str | None = None
+        self.last: m.World | None = None
+
+    def update(self, message: m.Message) -> None:
+        assert isinstance(message, m.World)
+        with self._changed:
+            self.last = message
+            self._changed.notify_all()
+
+    def configured(self, ranks: Sequence[int]) -> None:
+        """Set 0 has these members now."""
+        with self._changed:
+            self._members = frozenset(ranks)
+            self._changed.notify_all()
+
+    def lost(self, reason: str) -> None:
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+
+    def _missing(self) -> frozenset[int]:
+        expected = frozenset(self.last.expected) if self.last is not None else frozenset()
+        return expected - self._members
+
+    def wait_complete(self, timeout: float, rank: int) -> None:
+        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing."""
+
+        def settled() -> bool:
+            return self._lost is not None or (bool(self._members) and not self._missing())
+
+        with self._changed:
+            complete = self._changed.wait_for(settled, timeout)
+            missing = sorted(self._missing())
+        if self._lost is not None:
+            raise StartError(self._lost)
+        if not complete:
+            who = format_ranks(missing) if missing else "the coordinator's go-ahead"
+            raise StartError(
+                f"rank {rank} waited {timeout:g} s for the world: {who} did not come. Look at the output of the "
+                "missing ranks, or raise HVDLAB_START_TIMEOUT."
+            )

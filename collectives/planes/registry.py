@@ -1,0 +1,83 @@
+"""Names to plane classes, imported when they are first needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+
+from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.planes.base import Plane
+
+_CLASSES: dict[str, tuple[str, str, str]] = {
+    # name: module, class, package that must be installed
+    "local": ("hvdlab.collectives.planes.local", "LocalPlane", ""),
+    "shm": ("hvdlab.collectives.planes.shm", "ShmPlane", ""),
+    "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
+    "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),
+}
+_REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
+
+MPI_LAUNCHER_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_ID", "MPI_LOCALRANKID")
+
+
+def names() -> tuple[str, ...]:
+    """All planes there are, whether usable here or not."""
+    return tuple(_CLASSES)
+
+
+def under_mpi() -> bool:
+    """Whether an MPI launcher started this process."""
+    return any(name in os.environ for name in MPI_LAUNCHER_VARIABLES)
+
+
+def missing(name: str) -> str | None:
+    """Why a plane can't be offered, told without importing anything heavy; ``None`` if it may be usable."""
+    if name not in _CLASSES:
+        return f"there is no data plane `{name}`; choose one of {', '.join(_CLASSES)}"
+    module, _, package = _CLASSES[name]
+    if package and importlib.util.find_spec(package) is None:
+        return f"the plane `{name}` needs {package}: {_REMEDY[package]}"
+    if name == "mpi" and not under_mpi():
+        return "the plane `mpi` needs ranks that an MPI launcher (mpiexec, srun --mpi) started"
+    if importlib.util.find_spec(module) is None:
+        return f"the plane `{name}` is not part of this installation"
+    return None
+
+
+def plane_class(name: str) -> type[Plane]:
+    """Import the class of a plane.
+
+    Raises:
+        UnsupportedError: The plane is unknown or can't be used in this process; the text says why and what to do.
+    """
+    reason = missing(name)
+    if reason is not None:
+        raise UnsupportedError(reason[0].upper() + reason[1:] + ".")
+    module, attribute, _ = _CLASSES[name]
+    cls: type[Plane] = getattr(importlib.import_module(module), attribute)
+    reason = cls.unavailable()
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return cls
+
+
+def why_unavailable(name: str) -> str | None:
+    """Why a plane can't be used in this process, in one sentence; ``None`` if it can. Imports the plane."""
+    try:
+        plane_class(name)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def offered() -> tuple[str, ...]:
+    """Planes that this process tells the coordinator it has. Only light ones are imported to find out."""
+    found = []
+    for name in _CLASSES:
+        if name == "local" or missing(name) is not None:
+            continue
+        if name == "shm" and why_unavailable(name) is not None:
+            continue
+        found.append(name)
+    return tuple(found)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -293,13 +294,21 @@ def _parse_ports(text: bytes) -> set[tuple[str, int]]:
 def _inet_sockets() -> Iterator[tuple[int, socket.socket]]:
     """This process's IP sockets: descriptor and a duplicate, closed after use."""
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            duplicate = socket.socket(fileno=os.dup(int(entry)))
-        except OSError:
-            continue  # closed meanwhile, or no socket
+        if (duplicate := _duplicate(int(entry))) is None:
+            continue
         with duplicate:
             if duplicate.family in (socket.AF_INET, socket.AF_INET6):
                 yield int(entry), duplicate
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """A socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        return socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
 
 
 def _listeners(address: str) -> set[tuple[str, int]]:
@@ -319,8 +328,8 @@ def _connections() -> Iterator[tuple[int, tuple[str, int], tuple[str, int]]]:
 
 
 def _shut_down(fd: int) -> None:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # closed or disconnected meanwhile, which is what was wanted
+    duplicate = _duplicate(fd)
+    if duplicate is None:
+        return
+    with duplicate, suppress(OSError):  # disconnected meanwhile, which is what was wanted
+        duplicate.shutdown(socket.SHUT_RDWR)

@@ -72,6 +72,9 @@ class PlaneUnderTest:
         lacks: What the plane can't do: ``abort`` (end a waiting operation), ``survive`` (go on after a member's
             death with the processes that are left).
         environment: Extra variables of the workers.
+        library: The plane stands on a library whose first use opens descriptors for the life of the process; they
+            are no leak of the plane.
+        missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
     """
 
     name: str
@@ -82,9 +85,13 @@ class PlaneUnderTest:
     options: Mapping[str, str] = field(default_factory=dict)
     lacks: frozenset[str] = frozenset()
     environment: Mapping[str, str] = field(default_factory=dict)
+    library: bool = False
+    missing: Callable[[], str | None] | None = None
 
     def unavailable(self) -> str | None:
         """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
+        if self.missing is not None:
+            return self.missing()
         module, _, cls = self.target.partition(":")
         code = f"import {module} as m; print(m.{cls}.unavailable() or '', end='')"
         done = subprocess.run(
@@ -194,7 +201,7 @@ class WorkerGroup:
             for position, worker in enumerate(members):
                 spec = {
                     "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
-                    "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0,
+                    "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0, "library": self.plane.library,
                 }  # fmt: skip
                 connection = self._connections[worker]
                 assert connection is not None, f"worker {worker} is dead"

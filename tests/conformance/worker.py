@@ -58,7 +58,7 @@ class Worker:
         """Close the old plane and connect one for the new epoch."""
         memory_fd = receive_fd(self.connection) if spec["memory"] else -1
         self.reset()
-        if self.fds is None:
+        if self.fds is None and not spec["library"]:
             self.fds = (
                 open_fds() if memory_fd < 0 else {k: v for k, v in open_fds().items() if k != str(memory_fd)}
             )
@@ -81,6 +81,8 @@ class Worker:
         if self.actor is not None:
             self.actor.close()
             self.actor = None
+            if self.fds is None:  # a library under the plane keeps what its first use opened
+                self.fds = open_fds()
 
     def leftovers(self) -> str:
         """Threads and descriptors that outlived all planes, as text; empty if none."""

@@ -1,1 +1,130 @@
-"""Horovod's torch API on hvdlab's collective core."""
+"""Horovod's torch API on hvdlab's collective core: ``import hvdlab.torch as hvd``.
+
+Names and signatures are Horovod's; what the collectives do with shapes, dtypes, gradients and errors is described
+in :mod:`hvdlab.torch.allreducing` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.torch.allreducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from hvdlab.torch.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.torch.basics import (
+    barrier,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlab.torch.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from hvdlab.torch.compression import Compression
+from hvdlab.torch.exchanging import alltoall, alltoall_async
+from hvdlab.torch.functions import allgather_object, broadcast_object, broadcast_parameters
+from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from hvdlab.torch.handles import Handle, poll, synchronize
+from hvdlab.torch.optimizer import DistributedOptimizer
+from hvdlab.torch.optimizer_state import broadcast_optimizer_state
+from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdlab.torch.scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from hvdlab.torch.sparse import sparse_allreduce_async
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

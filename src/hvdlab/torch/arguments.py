@@ -1,0 +1,89 @@
+"""Horovod's arguments, checked and turned into operations of the core."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.torch.process_sets import ProcessSet, set_id
+from hvdlab.torch.submission import Operation
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
+    """The reduction operator of a call that still may use Horovod's old ``average=``.
+
+    Raises:
+        InvalidRequestError: Both were given, or ``op`` is no operator.
+        UnsupportedError: ``op`` is ``hvd.Adasum``.
+    """
+    if op is None:
+        if average is None:
+            return Average
+        # From here to the line of the user: chosen_operator, reduction, the collective.
+        warnings.warn(
+            "average= is deprecated; give op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4
+        )
+        return Average if average else Sum
+    if average is not None:
+        raise InvalidRequestError("op= replaces average=; give only op=.")
+    return checked_operator(op)
+
+
+def checked_operator(op: ReduceOp | int) -> ReduceOp:
+    """``op`` as an operator that hvdlab can execute."""
+    try:
+        known = ReduceOp(op)
+    except ValueError:
+        raise InvalidRequestError(
+            f"op={op!r} is no reduction operator; give hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product."
+        ) from None
+    if known is Adasum:
+        raise UnsupportedError("hvdlab has no Adasum reduction; hvd.Average is the usual choice instead.")
+    return known
+
+
+def reduction(
+    kind: OpKind,
+    average: bool | None,
+    op: ReduceOp | int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Operation:
+    """The operation of an allreduce or a reducescatter."""
+    chosen = chosen_operator(average, op)
+    return Operation(
+        kind, chosen, float(prescale_factor), float(postscale_factor), process_set=set_id(process_set)
+    )
+
+
+def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The ``splits`` of an alltoall as numbers; they may come as a tensor, an array or a list."""
+    if splits is None:
+        return None
+    try:
+        counts = tuple(operator.index(count) for count in _listed(splits))
+    except TypeError:
+        raise InvalidRequestError(
+            f"splits= takes a one-dimensional tensor or a list of integers, not {splits!r}."
+        ) from None
+    if any(count < 0 for count in counts):
+        raise InvalidRequestError(f"splits= counts rows, which can't be negative: {list(counts)}.")
+    return counts
+
+
+def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
+    listed = splits.tolist() if hasattr(splits, "tolist") else splits
+    return listed if isinstance(listed, Sequence) else [listed]

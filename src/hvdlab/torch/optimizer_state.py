@@ -1,0 +1,141 @@
+"""Making an optimizer's state and settings those of another rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.torch.broadcasting import broadcast_async_
+from hvdlab.torch.functions import broadcast_object
+from hvdlab.torch.handles import synchronize
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the plan that the root sends: what to make room for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the optimizer state (momenta, step counts, ...) and settings (lr, ...) of ``root_rank``.
+
+    Works also when the state of some ranks, or of the root, is still empty, and with any optimizer whose state is
+    made of tensors and picklable values. No step is taken and no gradient is touched. Tensors that fit are
+    overwritten where they are; what the root does not have is dropped.
+
+    Args:
+        optimizer: The optimizer, or the one that ``DistributedOptimizer`` returned. Its parameter groups have the
+            same parameters, in the same order, on all ranks.
+        root_rank: The rank the state comes from.
+        model: Not needed; Horovod has it.
+    """
+    at_root = context.engine().rank == root_rank
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    groups, states = _contents(optimizer, parameters)
+    tensors: list[torch.Tensor] = []
+    plan = _planned((groups, states), tensors) if at_root else None
+    plan = broadcast_object(plan, root_rank, "optimizer_state")
+    if not at_root:
+        groups, states = _prepared(plan, groups, states, parameters, tensors)
+    handles = [
+        broadcast_async_(tensor, root_rank, f"optimizer_state.{number}")
+        for number, tensor in enumerate(tensors)
+    ]
+    for handle in handles:
+        synchronize(handle)
+    if not at_root:
+        _install(optimizer, parameters, groups, states)
+
+
+def _contents(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
+) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """Settings of each group, and state of each parameter by its position."""
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    states = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
+    return groups, states
+
+
+def _planned(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of nested containers with a slot for each tensor in them; these are appended to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(tuple(value.shape), value.dtype, value.is_cpu)
+    if isinstance(value, dict):
+        return {key: _planned(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_planned(item, tensors) for item in value)
+    return value
+
+
+def _prepared(
+    plan: Any,
+    groups: list[dict[str, Any]],
+    states: dict[int, Any],
+    parameters: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """The root's contents with tensors of this rank in the slots; these are appended to ``tensors`` in order."""
+    planned_groups, planned_states = plan
+    if len(planned_groups) != len(groups) or any(number >= len(parameters) for number in planned_states):
+        raise InvalidRequestError(
+            f"The optimizer of the root has {len(planned_groups)} parameter groups and state for "
+            f"{len(planned_states)} parameters; the one here has {len(groups)} groups and {len(parameters)} "
+            "parameters. They must be made alike on all ranks."
+        )
+    cpu = torch.device("cpu")
+    filled_groups = [_filled(p, own, cpu, tensors) for p, own in zip(planned_groups, groups, strict=True)]
+    filled_states = {
+        number: _filled(planned, states.get(number), parameters[number].device, tensors)
+        for number, planned in planned_states.items()
+    }
+    return filled_groups, filled_states
+
+
+def _filled(plan: Any, own: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
+    """The plan with tensors for its slots: what this rank has in the same place, if it fits, else a new one."""
+    if isinstance(plan, _Slot):
+        if not _fits(plan, own):
+            own = torch.empty(plan.shape, dtype=plan.dtype, device="cpu" if plan.on_cpu else device)
+        tensors.append(own)
+        return own
+    if isinstance(plan, dict):
+        mine = own if isinstance(own, dict) else {}
+        return {key: _filled(item, mine.get(key), device, tensors) for key, item in plan.items()}
+    if type(plan) in (list, tuple):
+        items = own if type(own) is type(plan) and len(own) == len(plan) else [None] * len(plan)
+        return type(plan)(_filled(p, o, device, tensors) for p, o in zip(plan, items, strict=True))
+    return plan
+
+
+def _fits(slot: _Slot, own: Any) -> bool:
+    return (
+        isinstance(own, torch.Tensor)
+        and tuple(own.shape) == slot.shape
+        and own.dtype == slot.dtype
+        and own.is_cpu == slot.on_cpu
+    )
+
+
+def _install(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    groups: list[dict[str, Any]],
+    states: dict[int, Any],
+) -> None:
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        group.update(settings)
+    for number, parameter in enumerate(parameters):
+        if number in states:
+            optimizer.state[parameter] = states[number]
+        else:
+            optimizer.state.pop(parameter, None)

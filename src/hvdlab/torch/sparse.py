@@ -1,0 +1,51 @@
+"""Reduction of sparse COO tensors: an allgather of their entries, which are then added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.torch.arguments import Average, Sum, checked_operator
+from hvdlab.torch.handles import Handle, Part
+from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.torch.submission import Operation, submit_group
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: ReduceOp | int,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start the sum or average of a sparse COO tensor over all ranks.
+
+    Args:
+        tensor: Equal shape, dtype and number of sparse dimensions on all ranks; any number of entries.
+        name: See :mod:`hvdlab.torch.allreducing`.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        process_set: Who takes part.
+
+    Returns:
+        A handle for ``hvd.synchronize``, which gives a coalesced sparse tensor of the same shape.
+    """
+    chosen = checked_operator(op)
+    if chosen not in (Average, Sum):
+        raise UnsupportedError(
+            f"Sparse tensors can be averaged and summed, not reduced by {chosen.name.lower()}; "
+            "use tensor.to_dense()."
+        )
+    entries = tensor.detach().coalesce()
+    shape = entries.shape
+
+    def finish(outputs: list[torch.Tensor], parts: Sequence[Part]) -> torch.Tensor:
+        indices, values = outputs
+        if chosen is Average:
+            values = values / len(parts[0].result.tables)
+        return torch.sparse_coo_tensor(indices.t(), values, shape).coalesce()
+
+    # Entries are the rows of an allgather, so the indices go transposed.
+    operation = Operation(OpKind.ALLGATHER, process_set=set_id(process_set))
+    return submit_group(operation, [entries.indices().t(), entries.values()], name, finish=finish)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.output.values import html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -223,16 +224,14 @@ class CellResults(Sequence[Any]):
         return [(tuple(ranks), data) for ranks, data in found]
 
     def __repr__(self) -> str:
-        rows = [
-            (f"[{compact_ranks(ranks)}]", str(data.get("text/plain", ""))) for ranks, data in self.groups()
-        ]
-        failed = [r for r in self.ranks if r in self.errors or r in self.deaths]
+        groups = self.groups()
+        failed = tuple(r for r in self.ranks if r in self.errors or r in self.deaths)
         if failed:
-            rows.append((f"[{compact_ranks(failed)}]", "failed"))
-        if not rows:
-            return f"<no values from {format_ranks(self.ranks)}>"
-        width = max(len(label) for label, _ in rows) + 1
-        return "\n".join(label.ljust(width) + text.replace("\n", "\n" + " " * width) for label, text in rows)
+            groups.append((failed, {"text/plain": "failed"}))
+        return text_of(groups) if groups else f"<no values from {format_ranks(self.ranks)}>"
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self.groups())
 
 
 def _were(ranks: Sequence[int]) -> str:

@@ -1,0 +1,49 @@
+"""Exceptions that make a notebook's cell fail the way its ranks did."""
+
+from __future__ import annotations
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.output.report import report
+
+
+class CellFailed(HvdlabError):
+    """A cell failed on at least one rank.
+
+    It is raised as a subclass that bears the name of the root cause, so that tools which read only the name and text
+    of an error (nbclient, papermill, test runners) see ``ValueError: bad`` as if the cell had run in the kernel.
+
+    Attributes:
+        results: Everything the ranks left behind.
+    """
+
+    def __init__(self, results: CellResults) -> None:
+        self.results = results
+        cause = results.root_cause
+        super().__init__(cause.evalue if cause is not None else "")
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows these lines instead of a traceback through our own frames."""
+        return report(self.results)
+
+
+class CellInterrupted(KeyboardInterrupt):
+    """The user interrupted a cell. A KeyboardInterrupt, so that nothing but the top level catches it."""
+
+    def __init__(self, results: CellResults) -> None:
+        self.results = results
+        cause = results.root_cause
+        super().__init__(cause.evalue if cause is not None else "")
+
+    def _render_traceback_(self) -> list[str]:
+        return report(self.results)
+
+
+def failure_of(results: CellResults) -> CellFailed | CellInterrupted | None:
+    """The exception to raise for these results, or None if all is well."""
+    cause = results.root_cause
+    if cause is None:
+        return None
+    base = CellInterrupted if results.interrupted and cause.ename == "KeyboardInterrupt" else CellFailed
+    named: type[CellFailed | CellInterrupted] = type(cause.ename, (base,), {"__module__": base.__module__})
+    return named(results)

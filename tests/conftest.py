@@ -34,16 +34,31 @@ def _threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def _children() -> set[psutil.Process]:
-    # The resource tracker of multiprocessing belongs to the interpreter, not to the test that needed it first.
-    return {p for p in psutil.Process().children(recursive=True) if not _is_tracker(p)}
+def _children() -> set[int]:
+    """Process ids of all descendants. From the kernel's lists, since psutil would read the whole process table."""
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        for listing in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            try:
+                pids = [int(pid) for pid in listing.read_text().split()]
+            except OSError:
+                continue
+            todo += [pid for pid in pids if pid not in found]
+            found.update(pids)
+    return found
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def _is_tracker(pid: int) -> bool:
+    """The resource tracker of multiprocessing belongs to the interpreter, not to the test that needed it first."""
     try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
         return True
+
+
+def _new_children(before: set[int]) -> set[int]:
+    return {pid for pid in _children() - before if not _is_tracker(pid)}
 
 
 def _shared_memory() -> set[str]:
@@ -87,11 +102,12 @@ def _stack(thread: threading.Thread) -> str:
     return f"thread {thread.name!r} (daemon={thread.daemon}):\n{lines}"
 
 
-def _command(process: psutil.Process) -> str:
+def _command(pid: int) -> str:
     try:
-        return f"process {process.pid} [{process.status()}]: {' '.join(process.cmdline())}"
+        process = psutil.Process(pid)
+        return f"process {pid} [{process.status()}]: {' '.join(process.cmdline())}"
     except psutil.Error:
-        return f"process {process.pid}: gone"
+        return f"process {pid}: gone"
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +117,9 @@ def leak_check() -> Iterator[None]:
     yield
     deadline = time.monotonic() + GRACE
     _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
-    _settled(lambda: _children() - children, deadline)
+    _settled(lambda: _new_children(children), deadline)
     leaks = [_stack(t) for t in _threads() - threads if t.is_alive()]
-    leaks += [_command(p) for p in _children() - children]
+    leaks += [_command(p) for p in _new_children(children)]
     leaks += [f"/dev/shm/{e}" for e in _shared_memory() - memory if not _used_by_others(e)]
     leaks += [f"fd {fd} -> {target}" for fd, target in _fds().items() if fds.get(fd) != target]
     if leaks:

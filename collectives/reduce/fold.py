@@ -59,7 +59,7 @@ class DirectFold:
 
     def __init__(self, ufunc: Ufunc) -> None:
         self._ufunc = ufunc
-        self._scaled = np.empty(0, np.float32)
+        self._scaled: Buffer | None = None
 
     def __call__(self, sources: Sequence[Buffer], out: Buffer, prescale: float, postscale: float) -> None:
         if prescale != 1.0:
@@ -67,51 +67,37 @@ class DirectFold:
         else:
             fold_plain(self._ufunc, sources, out)
         if postscale != 1.0:
-            np.multiply(out, postscale, out)
+            self._scale(out, out, postscale)
 
     def _fold_scaled(self, sources: Sequence[Buffer], out: Buffer, prescale: float) -> None:
-        np.multiply(sources[0], prescale, out)
-        if self._scaled.dtype != out.dtype:
+        self._scale(sources[0], out, prescale)
+        if self._scaled is None or self._scaled.dtype != out.dtype:
             self._scaled = np.empty(BLOCK, out.dtype)
         for source in sources[1:]:
             for start in range(0, len(out), BLOCK):
                 part = out[start : start + BLOCK]
                 scaled = self._scaled[: len(part)]
-                np.multiply(source[start : start + BLOCK], prescale, scaled)
+                self._scale(source[start : start + BLOCK], scaled, prescale)
                 self._ufunc(part, scaled, part)
 
+    def _scale(self, source: Buffer, out: Buffer, factor: float) -> None:
+        np.multiply(source, factor, out)
 
-class IntegerFold:
+
+class IntegerFold(DirectFold):
     """Integers: exact modulo the type's width; scales are applied in float64 and truncated toward zero."""
 
     def __init__(self, ufunc: Ufunc) -> None:
-        self._ufunc = ufunc
+        super().__init__(ufunc)
         self._wide: npt.NDArray[np.float64] | None = None
-        self._scaled = np.empty(0, np.int64)
 
-    def __call__(self, sources: Sequence[Buffer], out: Buffer, prescale: float, postscale: float) -> None:
-        if prescale == 1.0:
-            fold_plain(self._ufunc, sources, out)
-        else:
-            self._scale(sources[0], out, prescale)
-            if self._scaled.dtype != out.dtype or not len(self._scaled):
-                self._scaled = np.empty(BLOCK, out.dtype)
-            for source in sources[1:]:
-                for start in range(0, len(out), BLOCK):
-                    part = out[start : start + BLOCK]
-                    scaled = self._scaled[: len(part)]
-                    self._scale(source[start : start + BLOCK], scaled, prescale)
-                    self._ufunc(part, scaled, part)
-        if postscale != 1.0:
-            self._scale(out, out, postscale)
-
-    def _scale(self, source: Buffer, out: Buffer, scale: float) -> None:
+    def _scale(self, source: Buffer, out: Buffer, factor: float) -> None:
         if self._wide is None:
             self._wide = np.empty(BLOCK, np.float64)
         for start in range(0, len(out), BLOCK):
             part = out[start : start + BLOCK]
             wide = self._wide[: len(part)]
-            np.multiply(source[start : start + BLOCK], scale, wide)
+            np.multiply(source[start : start + BLOCK], factor, wide)
             # By way of int64, since a float beyond the range of a narrow type converts to whatever the CPU likes.
             part[...] = wide.astype(np.int64)
 

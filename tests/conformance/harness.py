@@ -43,6 +43,8 @@ TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
 CALL_TIMEOUT = 20.0
 START_TIMEOUT = 60.0
+PATIENCE = 3.0
+"""Seconds that the others get to answer after one worker raised."""
 
 Launcher = Callable[[int, str, Mapping[str, str]], "list[subprocess.Popen[bytes]]"]
 
@@ -244,13 +246,17 @@ class WorkerGroup:
             waiting = {self._connections[w]: w for w in workers if w not in outcomes}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]  # no None here
             if not ready:
-                stacks = self._dump(workers)
-                self.kill()
                 stuck = sorted(waiting.values())
-                raise WorkersHung(f"{what}: workers {stuck} did not answer within {timeout} s\n{stacks}")
+                failures = [f"worker {w}: {o.traceback}" for w, o in outcomes.items() if isinstance(o, Failure)]
+                text = "\n".join([f"{what}: no answer from workers {stuck}", *failures, self._dump(stuck)])
+                self.kill()
+                raise WorkersHung(text)
             for connection in ready:
                 worker = waiting[connection]  # type: ignore[index]  # only our own connections are waited for
                 outcomes[worker] = self._receive(worker)
+                if isinstance(outcomes[worker], Failure):
+                    # The others may wait for the one that failed.
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
         return [outcomes[w] for w in workers]
 
     def _receive(self, worker: int) -> Any:

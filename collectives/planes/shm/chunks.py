@@ -1,0 +1,47 @@
+"""How a list of buffers, taken as one long sequence, is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A part of one buffer within a chunk, in elements.
+
+    Attributes:
+        buffer: Which buffer of the list.
+        start: First element within the buffer.
+        at: First element within the chunk.
+        length: Number of elements.
+    """
+
+    buffer: int
+    start: int
+    at: int
+    length: int
+
+
+def cut(lengths: Sequence[int], chunk: int) -> Iterator[list[Piece]]:
+    """The pieces of each chunk of at most ``chunk`` elements, in order; empty buffers give none."""
+    pieces: list[Piece] = []
+    at = 0
+    for buffer, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            taken = min(length - start, chunk - at)
+            pieces.append(Piece(buffer, start, at, taken))
+            start += taken
+            at += taken
+            if at == chunk:
+                yield pieces
+                pieces, at = [], 0
+    if pieces:
+        yield pieces
+
+
+def slice_bounds(count: int, members: int, grain: int) -> list[int]:
+    """``members + 1`` bounds that divide ``count`` elements about evenly, on multiples of ``grain``."""
+    bounds = [count * m // members // grain * grain for m in range(members)]
+    bounds.append(count)
+    return bounds

@@ -1,0 +1,87 @@
+"""How a shared segment is divided. Imports no numpy: the coordinator sizes the segment with :func:`segment_size`.
+
+::
+
+    page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
+    then      slots of member 0 | slots of member 1 | …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CHUNK_BYTES = 512 * 1024
+"""Default size of a slot: with it all that two members touch at a time stays in their second-level caches."""
+SLOTS = 4
+"""Default number of slots per member; see ``pipeline`` for how it limits how far ahead a member may run."""
+
+PAGE = 4096
+LINE = 64
+WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in bytes within a segment for ``members`` members.
+
+    Attributes:
+        members: Members of the process set.
+        chunk_bytes: Size of a slot, a multiple of ``LINE``.
+        slots: Slots per member, at least 4.
+    """
+
+    members: int
+    chunk_bytes: int = CHUNK_BYTES
+    slots: int = SLOTS
+
+    def __post_init__(self) -> None:
+        if self.members < 1:
+            raise ValueError(f"a segment needs at least one member, not {self.members}")
+        if self.slots < 4:
+            raise ValueError(f"a member needs at least 4 slots, not {self.slots}")
+        if self.chunk_bytes < LINE * self.members or self.chunk_bytes % LINE:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {LINE} and at least {LINE} for each of the {self.members} members, "
+                f"not {self.chunk_bytes}"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one array with a word per member, in whole cache lines."""
+        return _round_up(self.members * WORD, LINE)
+
+    def row(self, number: int) -> int:
+        """Offset of the ``number``-th array of words; the doorbell has the cache line before the first."""
+        return LINE + number * self.row_bytes
+
+    @property
+    def control_bytes(self) -> int:
+        return _round_up(self.row(5), PAGE)
+
+    def slot(self, member: int, slot: int) -> int:
+        """Offset of a slot."""
+        return self.control_bytes + (member * self.slots + slot) * self.chunk_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole segment, in whole pages."""
+        return _round_up(self.slot(self.members, 0), PAGE)
+
+
+def segment_size(members: int, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOTS) -> int:
+    """Bytes of the memfd for a group. A page costs memory only once it is touched.
+
+    Raises:
+        ValueError: Fewer than 1 member or 4 slots, or chunks that are no multiple of 64 bytes or too small.
+    """
+    return Layout(members, chunk_bytes, slots).size
+
+
+def layout_from(options: Mapping[str, str], members: int) -> Layout:
+    """The layout for ``PlaneContext.options`` (``chunk_bytes``, ``slots``); all members must have the same."""
+    return Layout(members, int(options.get("chunk_bytes", CHUNK_BYTES)), int(options.get("slots", SLOTS)))
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,308 @@
+"""The shared-memory plane: every operation is a sequence of steps over a few shared slots per member.
+
+A step moves at most one slot of each member. What happens in a step is told by an object with ``fill``, ``take`` and
+perhaps ``fold`` (:mod:`exchanges`, :mod:`reductions`); this module drives it in the order of :mod:`pipeline`. A small
+allreduce has a path of its own: one step, one synchronisation, everybody reduces everything.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import ClassVar
+
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.shm.exchanges import AllGather, AllToAll, Broadcast, ReduceScatter
+from hvdlab.collectives.planes.shm.layout import LINE, layout_from
+from hvdlab.collectives.planes.shm.pipeline import (
+    Stage,
+    ahead_of_three,
+    ahead_of_two,
+    three_stages,
+    two_stages,
+)
+from hvdlab.collectives.planes.shm.reductions import PairReduction, SlicedReduction
+from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
+from hvdlab.collectives.planes.shm.slots import Slots, StepViews
+from hvdlab.collectives.planes.shm.steps import Folding, Steps
+from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
+
+SMALL_BYTES = 16 * 1024
+"""Up to this size everybody reduces everything, in one step with one synchronisation."""
+SPINS = 150
+"""Looks at the counters before sleeping, some 20 microseconds, where there is a core for every member."""
+_BYTE = np.dtype(np.uint8)
+
+
+class ShmPlane(Plane):
+    """A data plane for ranks of one host.
+
+    Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``spins``.
+    Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
+    slots, ``transfer`` reducing and copying out of them.
+    """
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, context: PlaneContext) -> None:
+        super().__init__(context)
+        self._index, self._size, self._fd = context.index, context.size, context.memory_fd
+        self._layout = layout_from(context.options, context.size)
+        self._step = 0
+        self._alltoalls = 0
+        self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
+        self._guard = threading.Lock()
+        self._aborted = False
+        self._memory: mmap.mmap | None = None
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        machine = platform.machine().lower()
+        if not sys.platform.startswith("linux"):
+            return "The plane `shm` needs Linux (memfd and futex); choose `gloo` or `mpi`."
+        if machine not in ("x86_64", "amd64") or sys.maxsize < 2**32:
+            return (
+                f"The plane `shm` relies on the memory order of 64-bit x86, and this machine is {machine}; "
+                "choose `gloo` or `mpi`."
+            )
+        return None
+
+    def connect(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        memory = self._map()
+        spins = int(self.context.options.get("spins", SPINS))
+        with self._guard:
+            self._memory = memory
+            self._slots = Slots(memory, self._layout)
+            self._signals = Signals(
+                memory, self._layout, self._index, spins if self._size <= len(os.sched_getaffinity(0)) else 0
+            )
+            if self._aborted:
+                self._signals.abort()
+        self._step = 1
+        self._signals.post(ARRIVED, 1)
+        self._signals.wait(ARRIVED, 1, deadline)
+
+    def _map(self) -> mmap.mmap:
+        if self._fd < 0:
+            raise PlaneBroken("shared memory: the coordinator sent no memory for this group")
+        size = os.fstat(self._fd).st_size
+        if size < self._layout.size:
+            raise PlaneBroken(
+                f"shared memory: the segment has {size} bytes, {self._layout.size} are needed for {self._size} members; "
+                "the coordinator and this rank have different chunk_bytes or slots"
+            )
+        memory = mmap.mmap(self._fd, self._layout.size)
+        os.close(self._fd)
+        self._fd = -1
+        return memory
+
+    @np.errstate(all="ignore")
+    def allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
+        if len(ins) == 1 and 0 < ins[0].nbytes <= SMALL_BYTES <= self._layout.chunk_bytes:
+            self._reduce_small(ins[0], outs[0], fold, prescale, postscale, phases)
+            return
+        total = sum(len(b) for b in ins)
+        self._check()
+        if not total:
+            return
+        chunk = self._chunk(total, dtype.itemsize)
+        if self._size == 2 and prescale == 1.0 and is_direct(dtype):
+            pair = PairReduction(ins, outs, self._index, chunk, fold, postscale)
+            self._run(pair, self._slots.whole(storage_type(dtype)), phases)
+        else:
+            sliced = SlicedReduction(ins, outs, self._index, self._size, chunk, fold, prescale, postscale)
+            self._run_folding(sliced, self._slots.whole(storage_type(dtype)), phases)
+
+    def _make_fold(self, dtype: DType, op: ReduceOp) -> Fold:
+        return self._folds.setdefault((dtype, op), make_fold(dtype, op))
+
+    def _chunk(self, total: int, itemsize: int) -> int:
+        """Elements per chunk."""
+        return self._layout.chunk_bytes // itemsize
+
+    def _reduce_small(
+        self, source: Buffer, out: Buffer, fold: Fold, prescale: float, postscale: float, phases: Phases
+    ) -> None:
+        start = monotonic_ns()
+        step, signals = self._step, self._signals
+        slots = self._slots.short(source.dtype, len(source))[step % self._layout.slots]
+        slots[self._index][...] = source
+        self._step = step = step + 1
+        signals.post(ARRIVED, step)
+        packed = monotonic_ns()
+        signals.wait(ARRIVED, step)
+        waited = monotonic_ns()
+        fold(slots, out, prescale, postscale)
+        phases.pack += packed - start
+        phases.wait += waited - packed
+        phases.transfer += monotonic_ns() - waited
+
+    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+        sizes = [c * out.itemsize for c in counts]
+        work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._layout.chunk_bytes)
+        self._run(work, self._slots.whole(_BYTE), phases)
+
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        work = Broadcast(_bytes(buffer), root, self._index, self._layout.chunk_bytes)
+        self._run(work, self._slots.whole(_BYTE), phases)
+
+    @np.errstate(all="ignore")
+    def reducescatter(
+        self,
+        send: Buffer,
+        counts: Sequence[int],
+        out: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
+        place = self._place() // dtype.itemsize
+        work = ReduceScatter(send, counts, out, self._index, place, fold, prescale, postscale)
+        self._run(work, self._slots.whole(storage_type(dtype)), phases)
+
+    def alltoall(
+        self,
+        send: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Buffer,
+        phases: Phases,
+    ) -> None:
+        self._check()
+        item = out.itemsize
+        work = AllToAll(
+            _bytes(send),
+            [c * item for c in send_counts],
+            [c * item for c in recv_counts],
+            _bytes(out),
+            self._index,
+            self._place(),
+        )
+        # Two rows by turns: whoever writes one again knows that all have left the operation that read it.
+        parity = self._alltoalls % 2
+        self._alltoalls += 1
+        self._signals.declare(parity, work.steps)
+        views = self._slots.whole(_BYTE)
+        self._drive(work, 0, 1, views, phases)
+        self._drive(work, 1, self._signals.agreed(parity), views, phases)
+
+    def _place(self) -> int:
+        """Bytes of a slot for each member, in whole cache lines."""
+        return self._layout.chunk_bytes // self._size // LINE * LINE
+
+    def barrier(self, phases: Phases) -> None:
+        self._check()
+        start = monotonic_ns()
+        self._step += 1
+        self._signals.post(ARRIVED, self._step)
+        self._signals.wait(ARRIVED, self._step)
+        phases.wait += monotonic_ns() - start
+
+    def _run(self, work: Steps, views: list[StepViews], phases: Phases) -> None:
+        self._check()
+        self._drive(work, 0, work.steps, views, phases)
+
+    def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: Phases) -> None:
+        """Steps ``first`` to ``stop`` in two stages."""
+        signals, slots, base = self._signals, self._layout.slots, self._step - first
+        now = monotonic_ns()
+        for stage, offset in two_stages(stop - first, ahead_of_two(slots)):
+            step = first + offset
+            end = base + step + 1
+            before = now
+            if stage is Stage.FILL:
+                work.fill(step, views[(end - 1) % slots])
+                signals.post(ARRIVED, end)
+                now = monotonic_ns()
+                phases.pack += now - before
+            else:
+                signals.wait(ARRIVED, end)
+                waited = monotonic_ns()
+                work.take(step, views[(end - 1) % slots])
+                now = monotonic_ns()
+                phases.wait += waited - before
+                phases.transfer += now - waited
+        self._step += max(0, stop - first)
+
+    def _run_folding(self, work: Folding, views: list[StepViews], phases: Phases) -> None:
+        """All steps in three stages."""
+        signals, slots, base = self._signals, self._layout.slots, self._step
+        now = monotonic_ns()
+        for stage, step in three_stages(work.steps, ahead_of_three(slots)):
+            end = base + step + 1
+            step_views = views[(end - 1) % slots]
+            before = now
+            if stage is Stage.FILL:
+                work.fill(step, step_views)
+                signals.post(ARRIVED, end)
+                now = monotonic_ns()
+                phases.pack += now - before
+                continue
+            signals.wait(ARRIVED if stage is Stage.FOLD else REDUCED, end)
+            waited = monotonic_ns()
+            if stage is Stage.FOLD:
+                work.fold(step, step_views)
+                signals.post(REDUCED, end)
+            else:
+                work.take(step, step_views)
+            now = monotonic_ns()
+            phases.wait += waited - before
+            phases.transfer += now - waited
+        self._step = base + work.steps
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise PlaneAborted
+
+    def abort(self) -> None:
+        with self._guard:
+            self._aborted = True
+            if self._memory is not None:
+                self._signals.abort()
+
+    def close(self) -> None:
+        with self._guard:
+            self._aborted = True
+            memory, self._memory = self._memory, None
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            if memory is None:
+                return
+            self._signals.close()
+        self._slots.close()
+        self._folds.clear()
+        try:
+            memory.close()
+        except BufferError:
+            # A traceback still holds a view; the memory is unmapped when that goes.
+            return
+
+
+def _bytes(buffer: Buffer) -> Buffer:
+    view: Buffer = buffer.view(np.uint8)
+    return view

@@ -1,0 +1,162 @@
+"""Counters in shared memory, one per member, and the protocol by which members wait for them.
+
+A member posts by a plain store into its own word, which nobody else writes. A member that waits needs *all* words of
+a row to reach a value; it looks for some microseconds if there is a core for everyone, then sleeps in the kernel.
+
+Sleeping without lost wake-ups
+------------------------------
+All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >= value``:
+
+    S1  targets[S] = (row, value)        P1  row[P] = value
+    S2  fence                            P2  fence
+    S3  seen = doorbell                  P3  any target set? if not: done
+    S4  aborted? row satisfied? -> done  P4  for each target that its row now satisfies: collect the sleeper's bit
+    S5  futex_wait(doorbell == seen)     P5  doorbell = a value never used before; futex_wake(bits)
+
+* The fences stand between each side's store and its load of the other's word, so it can't happen that S4 misses P1
+  *and* P3 misses S1. If S4 sees what it needs, S does not sleep.
+* Let P be the member whose store is the last that S waits for. (Stores become visible in one order on x86-64.) Its
+  P4 comes after its fence and so sees all words that S needs. If S4 missed P1, then P3 sees the target, P4 finds it
+  satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
+  stored earlier may find the target unsatisfied and leave it; the last one won't.
+* P5 is an unlocked store by several members, so one may overwrite another's. That is harmless because every value is
+  unique (a member's own count times the number of ringers, plus its number): whatever value is written after S3, it
+  differs from the one that S3 read, so S5 does not sleep on it.
+* :meth:`Signals.abort` sets the flag and then does P5 for its own member's bit, from another thread with a number of
+  its own. If S4 missed the flag, the doorbell changes after S3.
+
+Nobody polls, nobody needs a timeout, and a post costs no system call unless it completes what somebody sleeps for.
+A member that was killed leaves its target set; that costs the others some looks until the epoch ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
+from hvdlab.collectives.planes.shm import futex
+from hvdlab.collectives.planes.shm.layout import WORD, Layout
+
+ARRIVED, REDUCED = 0, 1
+_TARGETS, _NEEDS = 2, 3
+_ROWS = 2  # rows that can be waited for; also the radix of a target
+
+
+class Signals:
+    """One member's view of the counters. Everything but :meth:`abort` belongs to one thread.
+
+    Attributes:
+        arrived: Steps that each member has put into its slots, by member.
+        reduced: Steps of which each member has reduced its slice, by member.
+        aborted: Set by :meth:`abort`.
+    """
+
+    def __init__(self, memory: mmap.mmap, layout: Layout, index: int, spins: int) -> None:
+        self._index = index
+        self._members = layout.members
+        self._spins = spins
+        self._words = memoryview(memory)[: layout.control_bytes].cast("B").cast("Q")
+        rows = [self._row(layout, n) for n in range(5)]
+        self.arrived, self.reduced, self._targets = rows[ARRIVED], rows[REDUCED], rows[_TARGETS]
+        self._rows = (self.arrived, self.reduced)
+        self._needs = (rows[_NEEDS], rows[_NEEDS + 1])
+        self._views = [self._words, *rows]
+        self._doorbell = ctypes.c_uint32.from_buffer(memory)
+        self._address = ctypes.addressof(self._doorbell)
+        self._bit = 1 << (index % 32)
+        self._rung = 0
+        self._fence = futex.make_fence()
+        self._guard = threading.Lock()
+        self._closed = False
+        self.aborted = False
+
+    def _row(self, layout: Layout, number: int) -> memoryview:
+        first = layout.row(number) // WORD
+        return self._words[first : first + layout.members]
+
+    def post(self, row: int, value: int) -> None:
+        """Set this member's counter and wake those who slept for it."""
+        self._rows[row][self._index] = value
+        with self._fence:
+            pass
+        if any(self._targets):
+            self._wake()
+
+    def _wake(self) -> None:
+        bits = 0
+        for member, target in enumerate(self._targets):
+            if target:
+                value, row = divmod(target, _ROWS)
+                if min(self._rows[row]) >= value:
+                    bits |= 1 << (member % 32)
+        if bits:
+            self._rung += 1
+            self._ring(self._rung * 2 * self._members + self._index, bits)
+
+    def _ring(self, unique: int, bits: int) -> None:
+        self._doorbell.value = unique & 0xFFFFFFFF
+        futex.wake(self._address, bits)
+
+    def wait(self, row: int, value: int, deadline: float | None = None) -> None:
+        """Return once every member's counter is at least ``value``.
+
+        Raises:
+            PlaneAborted: :meth:`abort` was called, also before.
+            PlaneBroken: ``deadline`` (``time.monotonic()``) has passed.
+        """
+        words = self._rows[row]
+        if min(words) >= value:
+            if self.aborted:
+                raise PlaneAborted
+            return
+        for _ in range(self._spins):
+            if min(words) >= value:
+                return
+        self._sleep(words, row, value, deadline)
+
+    def _sleep(self, words: memoryview, row: int, value: int, deadline: float | None) -> None:
+        self._targets[self._index] = value * _ROWS + row
+        try:
+            with self._fence:
+                pass
+            while True:
+                seen = self._doorbell.value
+                if self.aborted:
+                    raise PlaneAborted
+                if min(words) >= value:
+                    return
+                if futex.expired(deadline):
+                    missing = [m for m, word in enumerate(words) if word < value]
+                    raise PlaneBroken(f"shared memory: members {missing} did not come in time")
+                futex.wait(self._address, seen, self._bit, deadline)
+        finally:
+            self._targets[self._index] = 0
+
+    def declare(self, parity: int, steps: int) -> None:
+        """Say how many steps this member needs; read by :meth:`agreed` once all have posted the first of them."""
+        self._needs[parity][self._index] = steps
+
+    def agreed(self, parity: int) -> int:
+        """The largest number of steps that a member declared."""
+        return max(self._needs[parity])
+
+    def abort(self) -> None:
+        """Make the running and all later waits raise. Any thread; idempotent."""
+        with self._guard:
+            if self.aborted or self._closed:
+                return
+            self.aborted = True
+            # Ringers 0 … members-1 are the executor threads, the rest their aborting threads, which ring once.
+            self._ring(self._members + self._index, self._bit)
+
+    def close(self) -> None:
+        """Let go of the memory. Later calls of :meth:`abort` do nothing."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = self.aborted = True
+            for view in reversed(self._views):
+                view.release()
+            del self._doorbell

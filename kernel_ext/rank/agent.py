@@ -1,0 +1,187 @@
+"""The agent of a rank: takes the pool's mail, runs cells on the main thread, answers what it can while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from hvdlab.collectives import context
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.kernel_ext.payloads import (
+    TO_POOL,
+    TO_RANK,
+    AskStatus,
+    Complete,
+    Credit,
+    Inspect,
+    PullValue,
+    PushValue,
+    RunCell,
+    ToPool,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+from hvdlab.kernel_ext.rank import completion, status, values
+from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.runner import CellRunner
+from hvdlab.kernel_ext.rank.shell import ShellSetup
+
+
+class RankAgent:
+    """Made on the main thread of a rank, whose loop it works in.
+
+    Args:
+        shell: The InteractiveShell that cells run in.
+        loop: The loop of the main thread.
+        engine: The rank's collective engine, connected.
+        leave: What to do when the pool wants this rank to go, after its cell; the loop is stopped by default.
+        fds: Redirected file descriptors, if output below Python is to be captured.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        loop: asyncio.AbstractEventLoop,
+        engine: Engine,
+        *,
+        leave: Callable[[], None] | None = None,
+        fds: FdCapture | None = None,
+    ) -> None:
+        self._shell = shell
+        self._loop = loop
+        self._engine = engine
+        self._leave = leave or loop.stop
+        self._fds = fds
+        self._gate = InterruptGate(loop)
+        self._capture = Capture(engine.post, fds=fds)
+        self._compiler = CellCompiler()
+        self._setup = ShellSetup(shell, self._capture, self._compiler, fds)
+        self._runner = CellRunner(shell, engine, self._capture, self._gate, self._compiler, self._setup.hook)
+        self._setup.preparing = lambda: self._runner.preparing
+        self._jobs: deque[ToRank] = deque()
+        self._arrived = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._leaving = False
+        self._state = "idle"
+        self._cell = ""
+        self._device = "cpu"
+        self._worker: asyncio.Task[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
+        context.adopt(self._engine)
+        self._setup.install()
+        self._capture.start()
+        self._gate.install()
+        self._worker = self._loop.create_task(self._work())
+        self._engine.on_interrupt(self._on_interrupt)
+        self._engine.on_leave(self._on_leave)
+        self._engine.on_mail(TO_RANK, self._on_mail)
+
+    def close(self) -> None:
+        """Send what is left, and give the shell, the streams and SIGINT back. Main thread; the engine stays open."""
+        if self._worker is not None:
+            self._worker.cancel()
+            self._worker = None
+        self._capture.close()
+        self._gate.uninstall()
+        self._setup.uninstall()
+        if self._fds is not None:
+            self._fds.close()
+
+    @contextlib.asynccontextmanager
+    async def foreign(self) -> AsyncIterator[None]:
+        """Around code that others run in this shell (ipyparallel's requests): between cells, with its own output."""
+        async with self._turn:
+            self._setup.pause()
+            try:
+                yield
+            finally:
+                self._setup.resume()
+
+    # -- control thread -----------------------------------------------------------------------------------------------
+
+    def _on_mail(self, sender: int, body: bytes) -> None:
+        mail = decode_to_rank(body)
+        if isinstance(mail, Credit):
+            self._capture.credit(mail.cell, mail.taken)
+        elif isinstance(mail, AskStatus):
+            self._reply(self._status(mail.ticket))
+        else:
+            self._jobs.append(mail)
+            self._call_soon(self._arrived.set)
+
+    def _on_interrupt(self) -> None:
+        self._gate.request()
+
+    def _on_leave(self, reason: str) -> None:
+        self._leaving = True
+        self._gate.request()
+        self._call_soon(self._arrived.set)
+
+    def _call_soon(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
+            self._loop.call_soon_threadsafe(callback)
+
+    def _reply(self, answer: ToPool) -> None:
+        self._engine.post(TO_POOL, encode(answer))
+
+    def _status(self, ticket: int) -> ToPool:
+        return status.make_status(
+            ticket,
+            state=self._state,
+            cell=self._cell,
+            device=self._device,
+            plane=self._engine.plane(),
+            pending=status.pending_now(self._engine.pending()),
+        )
+
+    # -- main thread --------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._jobs and not self._leaving:
+                job = self._jobs.popleft()
+                async with self._turn:
+                    await self._do(job)
+            if self._leaving:
+                self._leave()
+                return
+
+    def _do(self, job: ToRank) -> Awaitable[None]:
+        return self._run_cell(job) if isinstance(job, RunCell) else self._answer(job)
+
+    async def _run_cell(self, request: RunCell) -> None:
+        self._cell, self._state = request.cell, "running"
+        try:
+            await self._runner.run(request)
+        finally:
+            self._device = status.current_device()
+            self._cell, self._state = "", "idle"
+
+    async def _answer(self, job: ToRank) -> None:
+        if isinstance(job, PushValue):
+            self._reply(values.push(self._shell, job))
+        elif isinstance(job, PullValue):
+            self._reply(values.pull(self._shell, job))
+        elif isinstance(job, Complete):
+            self._reply(completion.complete(self._shell, job))
+        elif isinstance(job, Inspect):
+            self._reply(completion.inspect(self._shell, job))
+
+    @property
+    def main_thread(self) -> int:
+        """Identifier of the thread that cells run on."""
+        return threading.main_thread().ident or 0

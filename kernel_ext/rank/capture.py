@@ -1,0 +1,269 @@
+"""What a rank writes, on its way to the pool.
+
+Text and displays of all threads go into one queue, in order; one thread sends it on in batches. The first output
+after a quiet time leaves at once, what follows within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
+acknowledges what it has taken; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe.
+
+Writing costs a lock and an append. No message is made on the writer's thread but at the end of a cell.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hvdlab.kernel_ext.payloads import TO_POOL, Chunk, Clear, Display, Output, Stream, encode
+from hvdlab.kernel_ext.rank.fds import FdCapture
+
+WINDOW = 8 << 20
+"""Bytes of a cell's output that may be on their way without the pool having taken them."""
+BATCH = 64 << 10
+"""Bytes that are sent without waiting for the interval."""
+INTERVAL = 0.05
+"""Seconds between two messages of a rank that writes slowly."""
+PIECE = 256 << 10
+"""A single write is taken apart into pieces of this many characters."""
+MESSAGE = 1 << 20
+"""Bytes of output in one message, about."""
+
+Post = Callable[[str, bytes], None]
+_Entry = tuple[str, str, int] | tuple[Display | Clear, None, int]
+
+
+class Capture:
+    """The queue, its window and the thread that sends.
+
+    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: no lock is held
+    while something is sent or waited for.
+    """
+
+    def __init__(self, post: Post, *, fds: FdCapture | None = None) -> None:
+        self._post = post
+        self._fds = fds
+        self._pid = os.getpid()
+        # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
+        self._sending = threading.RLock()
+        self._entries: deque[_Entry] = deque()
+        self._queued = 0  # bytes in _entries
+        self._total = 0  # bytes of the current cell, queued ones included
+        self._taken = 0  # of those, what the pool has taken
+        self._cell = ""
+        self._woken = False
+        self._urgent = False
+        self._closed = False
+        self._last_write = 0.0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
+
+    def start(self) -> None:
+        """Start sending."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left and end. Writers that wait for the window go on; what they write then is dropped."""
+        if self._closed:
+            return
+        self.flush()
+        with self._lock:
+            self._closed = True
+            self._room.notify_all()
+        self._wake()
+        self._thread.join()
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    def begin_cell(self, cell: str) -> None:
+        """Attribute what is written from now on to ``cell``, with a fresh window."""
+        self.flush()
+        with self._sending, self._lock:
+            self._send_queued()
+            self._cell, self._total, self._taken = cell, 0, 0
+            self._room.notify_all()
+
+    def credit(self, cell: str, taken: int) -> None:
+        """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
+        with self._lock:
+            if cell == self._cell and taken > self._taken:
+                self._taken = taken
+                self._room.notify_all()
+        if self._fds is not None:
+            self._wake()
+
+    def flush(self) -> None:
+        """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
+        if os.getpid() != self._pid:
+            return
+        if self._fds is not None:
+            self._drain_fds()
+        with self._sending:
+            self._send_queued()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, text: str) -> None:
+        """Queue text of stream ``name``. Blocks while the window is exhausted; KeyboardInterrupt breaks that."""
+        if os.getpid() != self._pid:
+            self._write_in_child(name, text)
+            return
+        if self._fds is not None:
+            # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
+            # looking is only worth a system call when some has passed.
+            now = time.monotonic()
+            if now - self._last_write > 0.001:
+                self._drain_fds()
+            self._last_write = now
+        if len(text) > PIECE:
+            for start in range(0, len(text), PIECE):
+                self._put_text(name, text[start : start + PIECE])
+        else:
+            self._put_text(name, text)
+
+    def _put_text(self, name: str, text: str, wait: bool = True) -> None:
+        size = len(text)
+        if not text.isascii():
+            raw = text.encode("utf-8", "backslashreplace")  # lone surrogates have no UTF-8
+            size = len(raw)
+            text = raw.decode()
+        self._put((name, text, size), wait)
+
+    def put(self, chunk: Display | Clear) -> None:
+        """Queue a display or a clear, in order with the text."""
+        if os.getpid() != self._pid:
+            return  # a forked child has nobody to show it to
+        if self._fds is not None:
+            self._drain_fds()
+        size = (
+            sum(len(v) if isinstance(v, str) else 64 for v in chunk.data.values())
+            if isinstance(chunk, Display)
+            else 16
+        )
+        self._put((chunk, None, size))
+
+    def _put(self, entry: _Entry, wait: bool = True) -> None:
+        size = entry[2]
+        with self._lock:
+            if wait and self._total + size - self._taken > WINDOW:
+                self._await_room(size)
+            if self._closed:
+                return
+            self._entries.append(entry)
+            self._queued += size
+            self._total += size
+            urgent = self._queued >= BATCH and not self._urgent
+            if self._woken and not urgent:
+                return
+            self._woken = True
+            self._urgent = self._urgent or urgent
+        self._wake()
+
+    def _await_room(self, size: int) -> None:
+        # What is larger than the window itself goes alone.
+        self._urgent = True
+        self._wake()
+        self._room.wait_for(lambda: self._closed or self._total - self._taken <= max(0, WINDOW - size))
+
+    def _write_in_child(self, name: str, text: str) -> None:
+        """In a process that user code forked there is no thread that sends: write to the descriptor, which is ours."""
+        raw = memoryview(text.encode("utf-8", "backslashreplace"))
+        fd = 2 if name == "stderr" else 1
+        while raw:
+            raw = raw[os.write(fd, raw) :]
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send_queued(self) -> None:
+        """Send everything queued; the caller holds ``_sending``."""
+        while True:
+            with self._lock:
+                taken: list[_Entry] = []
+                size = 0
+                while self._entries and size < MESSAGE:
+                    entry = self._entries.popleft()
+                    size += entry[2]
+                    taken.append(entry)
+                self._queued -= size
+                total, cell = self._total - self._queued, self._cell
+                if not self._entries:
+                    self._woken = self._urgent = False
+            if not taken:
+                return
+            self._post(TO_POOL, encode(Output(cell, tuple(_merged(taken)), total)))
+
+    def _drain_fds(self) -> None:
+        fds = self._fds
+        assert fds is not None
+        with fds.lock:
+            room = WINDOW - (self._total - self._taken)
+            for name, text in fds.read(room):
+                # Never waits: the thread that sends comes through here.
+                self._put_text(name, text, wait=False)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_fd, selectors.EVENT_READ)
+            sent, watching = 0.0, False
+            while True:
+                watching = self._watch(selector, watching)
+                now = time.monotonic()
+                timeout = max(0.0, sent + INTERVAL - now) if self._entries else None
+                due = timeout == 0.0 or (self._urgent and self._entries)
+                ready = selector.select(0 if due else timeout)
+                if any(key.fd == self._wake_fd for key, _ in ready):
+                    os.eventfd_read(self._wake_fd)
+                if self._fds is not None and any(key.fd != self._wake_fd for key, _ in ready):
+                    self._drain_fds()
+                if self._closed:
+                    return
+                if self._entries and (self._urgent or time.monotonic() >= sent + INTERVAL):
+                    with self._sending:
+                        self._send_queued()
+                    sent = time.monotonic()
+
+    def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
+        """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
+        if self._fds is None:
+            return False
+        room = self._total - self._taken < WINDOW
+        if room and not watching:
+            for fd in self._fds.readers:
+                selector.register(fd, selectors.EVENT_READ)
+        elif watching and not room:
+            for fd in self._fds.readers:
+                selector.unregister(fd)
+        return room
+
+
+def _merged(entries: list[_Entry]) -> list[Chunk]:
+    """Chunks in order, neighbouring texts of one stream joined."""
+    chunks: list[Chunk] = []
+    texts: list[str] = []
+    current = ""
+    for head, text, _ in entries:
+        if text is not None and isinstance(head, str):
+            if head != current and texts:
+                chunks.append(Stream(current, "".join(texts)))
+                texts = []
+            current = head
+            texts.append(text)
+        elif not isinstance(head, str):
+            if texts:
+                chunks.append(Stream(current, "".join(texts)))
+                texts = []
+            chunks.append(head)
+    if texts:
+        chunks.append(Stream(current, "".join(texts)))
+    return chunks

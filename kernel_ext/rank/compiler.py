@@ -1,0 +1,76 @@
+"""Names and line numbers of cells: a rank's cell is compiled as if it stood in the notebook.
+
+The notebook's cell begins with the magic's line, which the rank does not get; the source is moved down by as many
+lines. The file name is the same on all ranks, so that warnings and tracebacks of equal cells are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import re
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+
+from hvdlab.collectives.sites import register_label
+
+_NUMBERED = re.compile(r"\[(\d+)\]\Z")
+
+
+def cell_number(label: str) -> int | None:
+    """7 for ``[7]``, None for a label that is no cell's number."""
+    match = _NUMBERED.match(label)
+    return int(match[1]) if match else None
+
+
+class CellCompiler(CachingCompiler):
+    """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # IPython is partly untyped
+        self._source: str | None = None
+        self._name = ""
+        self._names: dict[str, str] = {}
+
+    def expect(self, source: str, label: str) -> None:
+        """The next code to be named is ``source``, known to users as ``label``."""
+        name = f"<cell {label}>"
+        known = self._names.setdefault(name, source)
+        if known != source:  # another notebook, or a restarted one, has the same numbers
+            name = f"<cell {label} {hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
+            self._names[name] = source
+        self._source, self._name = source, name
+        register_label(name, f"cell {label}")
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        """The file name that the code is compiled under."""
+        if self._source is not None and raw_code == self._source:
+            return self._name
+        return str(super().get_code_name(raw_code, transformed_code, number))
+
+    def format_code_name(self, name: str) -> Any:
+        """What a traceback calls it."""
+        if name in self._names:
+            label = name[len("<cell ") : -1].split(" ", 1)[0]
+            return "Cell", f"In{label}" if cell_number(label) is not None else label
+        return super().format_code_name(name)
+
+    def forget(self) -> None:
+        """Drop the sources from Python's line cache."""
+        for name in self._names:
+            linecache.cache.pop(name, None)
+
+
+def moved_down(transformed: str, lines: int) -> str:
+    """The code with ``lines`` empty lines above it."""
+    return "\n" * lines + transformed
+
+
+def without_blank_head(source: str) -> tuple[str, int]:
+    """The source without the empty lines it begins with, and their number (IPython would drop them uncounted)."""
+    lines = source.splitlines(keepends=True)
+    blank = 0
+    while blank < len(lines) and not lines[blank].strip():
+        blank += 1
+    return "".join(lines[blank:]), blank

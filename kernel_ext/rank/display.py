@@ -1,0 +1,106 @@
+"""``display()``, figures and values of expressions in a rank: sent as :class:`Display`, in order with the text."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+
+from hvdlab.kernel_ext.payloads import Clear, Display
+from hvdlab.kernel_ext.rank.capture import Capture
+
+LONGEST_TEXT = 1 << 20
+"""Characters of a ``text/plain`` that are shown."""
+_INT64 = range(-(1 << 63), 1 << 64)
+
+
+class RankDisplayHook(DisplayHook):
+    """Sends the value of a cell's last expression and keeps ``_``, ``__``, ``Out`` as IPython does."""
+
+    def __init__(self, capture: Capture, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]  # IPython is partly untyped
+        self._capture = capture
+        self.plain = ""
+        """``text/plain`` of the last value."""
+
+    def start_displayhook(self) -> None:
+        """Nothing to prepare."""
+        self._is_active = True
+
+    def write_output_prompt(self) -> None:
+        """The notebook writes it."""
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        """Send the value's representations."""
+        self.plain = str(format_dict.get("text/plain", ""))
+        self._capture.put(Display(wire_bundle(format_dict), wire_bundle(md_dict or {}), result=True))
+
+    def finish_displayhook(self) -> None:
+        """Nothing to finish."""
+        self._is_active = False
+
+    def set_parent(self, parent: Any) -> None:
+        """Messages of the Jupyter protocol have parents, cells of a pool have none."""
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Sends what ``display``, ``update_display`` and ``clear_output`` publish."""
+
+    def __init__(self, capture: Capture, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]  # IPython is partly untyped
+        self._capture = capture
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        *args: Any,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Send a display, or with ``update`` a new content for the ones of its ``display_id``."""
+        self._validate_data(data, metadata)  # type: ignore[no-untyped-call]  # as above
+        display_id = str((transient or {}).get("display_id", ""))
+        self._capture.put(
+            Display(
+                wire_bundle(data), wire_bundle(metadata or {}), display_id=display_id, update=bool(update)
+            )
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear what this rank's cell has shown so far."""
+        self._capture.put(Clear(bool(wait)))
+
+    def set_parent(self, parent: Any) -> None:
+        """As for the hook."""
+
+
+def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
+    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` bounded."""
+    clean = {str(key): wire_value(value) for key, value in bundle.items()}
+    text = clean.get("text/plain")
+    if isinstance(text, str) and len(text) > LONGEST_TEXT:
+        clean["text/plain"] = f"{text[:LONGEST_TEXT]}… ({len(text)} characters in all)"
+    return clean
+
+
+def wire_value(value: Any) -> Any:
+    """The value itself if it can be sent, else what comes nearest to it."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if value in _INT64 else str(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, dict):
+        return {str(key): wire_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [wire_value(item) for item in value]
+    return wire_value(str(value))

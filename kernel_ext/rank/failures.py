@@ -1,0 +1,184 @@
+"""From an exception in a cell to :class:`CellError`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from IPython.core.error import UsageError
+
+from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError
+from hvdlab.kernel_ext.payloads import CellError
+
+E = TypeVar("E", bound=BaseException)
+
+LONGEST_VALUE = 64 << 10
+LONGEST_LINE = 300
+LONGEST_TRACEBACK = 1 << 20
+# Where our own waiting ends up; between frames of ours they are ours, too.
+_PLUMBING = frozenset({"threading", "queue", "selectors", "contextlib", "concurrent.futures._base"})
+
+
+def one_line(error: BaseException) -> str:
+    """``ValueError: first line of its text``."""
+    text = safe_str(error).strip().split("\n", 1)[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= LONGEST_LINE else line[: LONGEST_LINE - 1] + "…"
+
+
+def safe_str(error: BaseException) -> str:
+    """``str(error)`` whatever its ``__str__`` does, UTF-8 encodable and bounded."""
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001  # a user's __str__ may raise anything
+        text = f"<its text could not be made: __str__ raised {type(broken).__name__}>"
+    return _clean(text, LONGEST_VALUE)
+
+
+def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) -> CellError:
+    """What the pool gets to know about ``error``, which ended a cell at ``when``.
+
+    Args:
+        shell: The InteractiveShell whose settings (``%xmode``, colours) the traceback follows.
+        before_exec: The cell did not begin to run.
+    """
+    aborted = _in_chain(error, AbortedError)
+    mismatch = _in_chain(error, MismatchError)
+    cause = aborted.cause if aborted is not None else None
+    return CellError(
+        ename=type(error).__name__,
+        evalue=safe_str(error),
+        traceback=tuple(_render(shell, error, before_exec)),
+        when=when,
+        aborted=aborted is not None,
+        collective=f"{aborted.pending.collective} `{aborted.pending.name}`" if aborted is not None else "",
+        culprits=cause.ranks if cause is not None else (),
+        interrupted=isinstance(error, KeyboardInterrupt),
+        mismatch=mismatch is not None,
+        syntax=before_exec and isinstance(error, SyntaxError),
+    )
+
+
+def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:
+    """The first exception of a kind among ``error`` and what it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
+    """Traceback lines as IPython would show them; falls back to Python's own, then to one line."""
+    with contextlib.ExitStack() as hidden:
+        for link in _chain(error):
+            hidden.enter_context(_own_frames_hidden(link))
+        try:
+            lines = _render_as_ipython(shell, error, before_exec)
+        except Exception:  # noqa: BLE001  # formatting runs the user's __repr__ and __str__
+            try:
+                lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
+            except Exception:  # noqa: BLE001  # as above
+                lines = [one_line(error)]
+    text = [_clean(line, LONGEST_TRACEBACK) for line in lines]
+    while len(text) > 2 and sum(map(len, text)) > LONGEST_TRACEBACK:
+        del text[len(text) // 2]
+    return text
+
+
+def _render_as_ipython(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
+    kind = type(error)
+    trace = user_part(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        calls = [] if before_exec else traceback.extract_tb(trace)
+        return list(shell.SyntaxTB.structured_traceback(kind, error, calls))
+    if isinstance(error, UsageError):
+        return [f"UsageError: {error}"]
+    if isinstance(error, SystemExit):
+        return list(shell.InteractiveTB.get_exception_only(kind, error))
+    custom = getattr(error, "_render_traceback_", None)
+    if custom is not None:
+        return list(custom())
+    if any(isinstance(link, BaseExceptionGroup) for link in _chain(error)):
+        return traceback.format_exception(kind, error, trace)
+    return list(shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=0))
+
+
+def remember(error: BaseException) -> None:
+    """Let ``%tb``, ``%debug`` and ``pdb.pm()`` find it."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, user_part(error.__traceback__)
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+
+
+def user_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's first frame on: without those of the runner that called it."""
+    start = trace
+    while start is not None and _is_ours(start):
+        start = start.tb_next
+    return start
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        todo += [link.__cause__, link.__context__]
+
+
+@contextlib.contextmanager
+def _own_frames_hidden(error: BaseException) -> Iterator[None]:
+    """Cut the traceback below the user's call into hvdlab, for as long as it is shown.
+
+    Only for errors that hvdlab raises on purpose; in others our frames may be what is wrong.
+    """
+    cut = None
+    if isinstance(error, (HvdlabError, KeyboardInterrupt, ValueError, TypeError)):
+        cut = _last_user_frame(error.__traceback__)
+    below = cut.tb_next if cut is not None else None
+    if cut is not None:
+        cut.tb_next = None
+    try:
+        yield
+    finally:
+        if cut is not None:
+            cut.tb_next = below
+
+
+def _last_user_frame(trace: TracebackType | None) -> TracebackType | None:
+    """The frame after which only ours follow (with the plumbing they wait in)."""
+    last: TracebackType | None = None
+    plumbing: TracebackType | None = None  # the last frame of a run of plumbing that the user called
+    in_ours = False
+    start = user_part(trace)
+    while start is not None:
+        if _is_ours(start):
+            if not in_ours and plumbing is not None:
+                last = plumbing
+            in_ours = True
+        elif start.tb_frame.f_globals.get("__name__") in _PLUMBING:
+            plumbing = plumbing if in_ours else start
+        else:
+            last, plumbing, in_ours = start, None, False
+        start = start.tb_next
+    return last if in_ours else None
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).split(".", 1)[0] == "hvdlab"
+
+
+def _clean(text: str, limit: int) -> str:
+    text = text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters in all)"

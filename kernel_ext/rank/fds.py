@@ -1,0 +1,110 @@
+"""Output below Python: what subprocesses and C code write to file descriptors 1 and 2.
+
+Each descriptor becomes the writing end of a pipe that the rank reads itself. Children inherit it, so their output
+arrives too, and keeps arriving after a fork. Whoever starts the rank may make the pipes (:meth:`StdPipes.make`) before
+forking and keep the reading ends: what the rank had not read when it died is then still in them, such as the last
+words of a library that aborts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CAPACITY = 1 << 20
+_CHUNK = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class StdPipes:
+    """Two pipes, for stdout and stderr: ``(reading end, writing end)``."""
+
+    out: tuple[int, int]
+    err: tuple[int, int]
+
+    @classmethod
+    def make(cls) -> StdPipes:
+        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
+        pairs = []
+        for _ in range(2):
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(reader, False)
+            # C code may print while it holds the interpreter's lock, and then nobody reads: the more fits, the better.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
+            pairs.append((reader, writer))
+        return cls(*pairs)
+
+
+class FdCapture:
+    """Redirects fd 1 and 2 into pipes until :meth:`close`; fd 0 reads from nothing.
+
+    Attributes:
+        originals: Copies of fd 1 and 2 as they were, by name: where logs and last words belong.
+        readers: The reading ends.
+        lock: Held while reading, so that two threads can't tear the order apart.
+    """
+
+    def __init__(self, pipes: StdPipes | None = None) -> None:
+        pipes = pipes or StdPipes.make()
+        self.lock = threading.RLock()
+        self.originals = {"stdout": _duplicate(1), "stderr": _duplicate(2)}
+        self._stdin = _duplicate(0)
+        self.readers = (pipes.out[0], pipes.err[0])
+        # Kept open, so that a user who closes fd 1 does not make an end of file of it.
+        self._writers = (pipes.out[1], pipes.err[1])
+        self._names = {pipes.out[0]: "stdout", pipes.err[0]: "stderr"}
+        self._decoders = {fd: codecs.getincrementaldecoder("utf-8")(errors="replace") for fd in self.readers}
+        for target, (_, writer) in ((1, pipes.out), (2, pipes.err)):
+            os.dup2(writer, target, inheritable=True)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0, inheritable=True)
+        os.close(null)
+
+    def read(self, limit: int) -> Iterator[tuple[str, str]]:
+        """What is there now, up to ``limit`` bytes, as ``(stream, text)``; never blocks. Hold :attr:`lock`."""
+        for fd in self.readers:
+            while limit > 0:
+                try:
+                    raw = os.read(fd, min(limit, _CHUNK))
+                except BlockingIOError:
+                    break
+                if not raw:
+                    break
+                limit -= len(raw)
+                if text := self._decoders[fd].decode(raw):
+                    yield self._names[fd], text
+                if len(raw) < _CHUNK:
+                    break
+
+    def close(self) -> None:
+        """Give fd 0, 1 and 2 back and close the pipes."""
+        for target, saved in ((0, self._stdin), (1, self.originals["stdout"]), (2, self.originals["stderr"])):
+            os.dup2(saved, target, inheritable=True)
+            os.close(saved)
+        for fd in (*self.readers, *self._writers):
+            os.close(fd)
+
+
+class CStdout:
+    """C's own stdout buffer, which is flushed at the end of a cell so that ``printf`` shows up in its cell."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        self._fflush = libc.fflush
+        self._fflush.argtypes = [ctypes.c_void_p]
+        self._stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+
+    def flush(self) -> None:
+        """Flush it; not all streams, since another thread may hold one of those (reading stdin) for ever."""
+        self._fflush(self._stdout)
+
+
+def _duplicate(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)

@@ -1,0 +1,206 @@
+"""Runs a cell of the pool in a rank's InteractiveShell, as a notebook would."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, RunCell, encode
+from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, moved_down, without_blank_head
+from hvdlab.kernel_ext.rank.display import RankDisplayHook
+from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
+from hvdlab.kernel_ext.rank.fds import CStdout
+from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.values import dump_result, short_repr
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a cell."""
+
+    request: RunCell
+    started: float = field(default_factory=time.monotonic)
+    error: BaseException | None = None
+    when: int = 0
+    ran: bool = False
+    ended: bool = False
+
+
+class CellRunner:
+    """Runs cells one at a time, on the main thread, from a task of its loop.
+
+    The engine learns that a cell has failed before its traceback is made, since other ranks wait for that; the pool
+    learns it last, after all of the cell's output.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        engine: Engine,
+        capture: Capture,
+        gate: InterruptGate,
+        compiler: CellCompiler,
+        hook: RankDisplayHook,
+    ) -> None:
+        self._shell = shell
+        self._engine = engine
+        self._capture = capture
+        self._gate = gate
+        self._compiler = compiler
+        self._hook = hook
+        self._c_stdout = CStdout()
+        self._run: _Run | None = None
+        self._inside = False  # the user's own code is running
+
+    @property
+    def preparing(self) -> bool:
+        """A cell is being compiled: what IPython would show about that goes into the cell's error instead."""
+        return self._run is not None and not self._inside
+
+    async def run(self, request: RunCell) -> None:
+        """Run the cell and report its end; whatever the cell does, this returns normally."""
+        run = self._run = _Run(request)
+        self._capture.begin_cell(request.cell)
+        self._engine.begin_cell(request.cell)
+        self._gate.begin()
+        self._hook.plain = ""
+        self._shell.run_code = self._run_code
+        result = None
+        try:
+            result = await self._run_in_shell(request)
+            self._run_hooks(result)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
+            self._failed(error)
+        finally:
+            del self._shell.run_code
+            if run.error is None and result is not None and result.error_before_exec is not None:
+                self._failed(result.error_before_exec)
+            self._finish(run, getattr(result, "result", None))
+            self._run = None
+
+    async def _run_in_shell(self, request: RunCell) -> Any:
+        source, blank = without_blank_head(request.source)
+        self._compiler.expect(source, request.label or request.cell)
+        broken = None
+        try:
+            transformed = self._shell.transform_cell(source)
+        except Exception:  # noqa: BLE001  # an input transformer of the user; IPython shows it as the cell's error
+            transformed, broken = source, sys.exc_info()
+        if request.store_history:
+            self._number_like_notebook(request.label)
+        return await self._shell.run_cell_async(
+            source,
+            store_history=request.store_history,
+            transformed_cell=moved_down(transformed, request.line_offset + blank),
+            preprocessing_exc_tuple=broken,
+        )
+
+    def _number_like_notebook(self, label: str) -> None:
+        """Let ``Out[7]`` and ``In[7]`` mean what they mean in the notebook."""
+        number = cell_number(label)
+        history = self._shell.history_manager
+        if number is None or history is None:
+            return
+        self._shell.execution_count = number
+        for inputs in (history.input_hist_parsed, history.input_hist_raw):
+            inputs.extend([""] * (number - len(inputs)))
+
+    async def _run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
+        """Run one statement of the cell; takes the place of the shell's own method. True if it failed."""
+        shell, gate = self._shell, self._gate
+        if self._inside:  # a cell run by the cell: errors there are shown, and are not this cell's
+            return bool(await type(shell).run_code(shell, code_obj, result, async_=async_))
+        hook, sys.excepthook = sys.excepthook, shell.excepthook
+        shell.sys_excepthook = hook
+        variables = shell.user_global_ns, shell.user_ns
+        self._inside = True
+        gate.guard(code_obj)
+        try:
+            # Nothing between this look and the code's first instruction lets a signal handler run.
+            if gate.pending:
+                gate.pending = False
+                raise KeyboardInterrupt
+            if async_:
+                await gate.drive(eval(code_obj, *variables))
+            else:
+                exec(code_obj, *variables)  # noqa: S102  # running cells is what a rank is for
+        except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt end the cell, not the rank
+            self._failed(error)
+            if result is not None:
+                result.error_in_exec = error
+            return True
+        finally:
+            gate.unguard()
+            self._inside = False
+            sys.excepthook = hook
+        return False
+
+    def _failed(self, error: BaseException) -> None:
+        run = self._run
+        assert run is not None
+        if run.error is None:
+            run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside
+            self._end_for_others(run)
+
+    def _end_for_others(self, run: _Run) -> None:
+        if not run.ended:
+            run.ended = True
+            self._engine.end_cell(run.request.cell, one_line(run.error) if run.error is not None else None)
+
+    def _run_hooks(self, result: Any) -> None:
+        """What IPython runs after a cell, such as drawing the figures it made."""
+        self._inside = True
+        try:
+            self._guarded(lambda: self._trigger(result))
+        finally:
+            self._inside = False
+
+    def _trigger(self, result: Any) -> None:
+        self._shell.events.trigger("post_execute")
+        self._shell.events.trigger("post_run_cell", result)
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Call ``work``, which an interrupt may end with KeyboardInterrupt."""
+        self._gate.guard(work.__code__)
+        try:
+            return work()
+        finally:
+            self._gate.unguard()
+
+    def _finish(self, run: _Run, value: Any) -> None:
+        """Report the end: to the other ranks, then the last output, then to the pool."""
+        self._end_for_others(run)
+        self._c_stdout.flush()
+        pickled, note, error = None, "", None
+        if run.error is not None:
+            self._gate.end()
+            remember(run.error)
+            error = self._describe(run)
+            value = None
+        elif value is not None and run.request.want_value:
+            limit = run.request.value_limit
+            try:
+                pickled, note = self._guarded(lambda: dump_result(value, limit))
+            except KeyboardInterrupt:
+                note = "interrupted while it was pickled"
+        self._gate.end()
+        done = CellDone(
+            cell=run.request.cell,
+            error=error,
+            seconds=time.monotonic() - run.started,
+            has_value=value is not None,
+            value=pickled,
+            value_repr=short_repr(value, self._hook.plain) if value is not None else "",
+            value_note=note,
+        )
+        self._capture.flush()
+        self._engine.post(TO_POOL, encode(done))
+
+    def _describe(self, run: _Run) -> CellError:
+        assert run.error is not None
+        return describe(self._shell, run.error, run.when, before_exec=not run.ran)

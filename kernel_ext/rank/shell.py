@@ -1,0 +1,170 @@
+"""Makes an InteractiveShell a rank's: where it writes, what it answers to ``input()``, how it draws."""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import functools
+import getpass
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from IPython.core.error import StdinNotImplementedError
+
+from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.display import RankDisplayHook, RankDisplayPublisher
+from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.streams import RankStream
+
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+class ShellSetup:
+    """Everything of the process and the shell that a rank replaces, and how to put it back.
+
+    Attributes:
+        hook: The display hook of the rank.
+        preparing: Asked when IPython wants to show an error: True while a cell is compiled, whose error is reported
+            with the cell.
+    """
+
+    def __init__(self, shell: Any, capture: Capture, compiler: CellCompiler, fds: FdCapture | None) -> None:
+        self._shell = shell
+        self._fds = fds
+        self.preparing: Callable[[], bool] = lambda: False
+        names = ("stdout", 1), ("stderr", 2)
+        self._streams = {
+            name: RankStream(capture, name, fd if fds is not None else None) for name, fd in names
+        }
+        self.hook = RankDisplayHook(capture, parent=shell, shell=shell, cache_size=shell.cache_size)
+        self._parts = {
+            "displayhook": self.hook,
+            "display_pub": RankDisplayPublisher(capture, parent=shell, shell=shell),
+            "compile": compiler,
+        }
+        self._saved_parts: dict[str, Any] = {}
+        self._saved_streams: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Replace it all."""
+        self.resume()
+        self._patch(builtins, "input", _no_input)
+        self._patch(getpass, "getpass", _no_input)
+        self._patch(sys, "breakpointhook", _no_breakpoint)
+        self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
+        self._undo.append(sys.stdin.close)
+        self._shell._showtraceback = self._show_traceback
+        self._shell.ask_exit = _exit_cell
+        if not faulthandler.is_enabled():
+            # Not into our own pipe: nobody reads that when the process dies.
+            faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)
+            self._undo.append(faulthandler.disable)
+        prepare_plots()
+        prepare_progress_bars()
+
+    def uninstall(self) -> None:
+        """Put it all back."""
+        self.pause()
+        while self._undo:
+            self._undo.pop()()
+        del self._shell._showtraceback, self._shell.ask_exit
+
+    def pause(self) -> None:
+        """Give shell and streams back to whom they belonged, until :meth:`resume`."""
+        for name, part in self._saved_parts.items():
+            setattr(self._shell, name, part)
+        self._shell.display_trap.hook = self._shell.displayhook
+        for name, stream in self._saved_streams.items():
+            setattr(sys, name, stream)
+        self._saved_parts, self._saved_streams = {}, {}
+
+    def resume(self) -> None:
+        """Take shell and streams for the rank."""
+        self._saved_parts = {name: getattr(self._shell, name) for name in self._parts}
+        self._saved_streams = {name: getattr(sys, name) for name in self._streams}
+        for name, part in self._parts.items():
+            setattr(self._shell, name, part)
+        self._shell.display_trap.hook = self.hook
+        for name, stream in self._streams.items():
+            setattr(sys, name, stream)
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _show_traceback(self, etype: Any, evalue: BaseException, stb: list[str]) -> None:
+        """What IPython shows beside the cell's own error: of ``%tb``, of a figure that can't be drawn."""
+        if not self._saved_parts:
+            type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
+        elif not self.preparing():
+            print(self._shell.InteractiveTB.stb2text(stb), file=sys.stderr)
+
+
+def _no_input(*args: object, **kwargs: object) -> str:
+    raise StdinNotImplementedError(
+        "input() can't ask from a rank; set the value in the cell, or bring it from the notebook with %hvd_push."
+    )
+
+
+def _no_breakpoint(*args: object, **kwargs: object) -> None:
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    raise StdinNotImplementedError(
+        "breakpoint() can't stop here: a rank has no prompt of its own. Let the cell fail and look at it afterwards "
+        "with a %%hvd_rank cell, or print what you need."
+    )
+
+
+def _exit_cell() -> None:
+    """``exit`` in a cell ends the cell; ranks are ended by ``%hvd_pool stop``."""
+    raise SystemExit("exit ends the cell, not the rank; `%hvd_pool stop` ends the ranks")
+
+
+def prepare_plots() -> None:
+    """Let matplotlib draw inline in this process, unless the user chose a backend. Idempotent, also before a fork."""
+    os.environ.setdefault("MPLBACKEND", INLINE)
+    matplotlib = sys.modules.get("matplotlib")
+    if matplotlib is not None and matplotlib.rcParams._get_backend_or_none() is None:
+        matplotlib.use(os.environ["MPLBACKEND"])
+    inline = sys.modules.get("matplotlib_inline.backend_inline")
+    if inline is not None:  # imported before there was a shell to draw for
+        inline._enable_matplotlib_integration()
+
+
+def prepare_progress_bars() -> None:
+    """Let ``tqdm.auto`` and ``tqdm.notebook`` mean tqdm's text bar, as a rank has no widgets. Idempotent.
+
+    tqdm chooses when it is imported, by looking at the modules and the environment; call this before whatever may
+    import it (in a process that ranks are forked from as well).
+    """
+    if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TextBars())
+    for name in ("tqdm.auto", *_TextBars.NAMES):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module, "_hvdlab_text", False):
+            del sys.modules[name]
+
+
+class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``tqdm.notebook`` and ``tqdm.autonotebook`` as thin modules over ``tqdm.std``."""
+
+    NAMES = ("tqdm.notebook", "tqdm.autonotebook")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in self.NAMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from tqdm import std  # type: ignore[import-untyped]  # no stubs
+
+        bars = {"tqdm": std.tqdm, "trange": std.trange, "tqdm_notebook": std.tqdm, "tnrange": std.trange}
+        vars(module).update(bars, __all__=list(bars), _hvdlab_text=True)

@@ -1,0 +1,253 @@
+"""A rank in this process: a real InteractiveShell, an engine that carries mail within the process, a played pool."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from hvdlab.collectives import context
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.kernel_ext import payloads
+from hvdlab.kernel_ext.payloads import (
+    TO_POOL,
+    TO_RANK,
+    CellDone,
+    Clear,
+    Credit,
+    Display,
+    Output,
+    Payload,
+    RunCell,
+    Stream,
+)
+from hvdlab.kernel_ext.rank.agent import RankAgent
+from hvdlab.kernel_ext.rank.fds import FdCapture
+
+T = TypeVar("T", bound=Payload)
+PATIENCE = 20.0
+
+
+class FakeEngine:
+    """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+        self.posted: queue.Queue[Any] = queue.Queue()
+        self.in_flight: list[Any] = []
+        self._mail: dict[str, Callable[[int, bytes], None]] = {}
+        self._interrupt: Callable[[], None] = lambda: None
+        self._leave: Callable[[str], None] = lambda reason: None
+        self._todo: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._control = threading.Thread(target=self._serve, name="control")
+        self._control.start()
+
+    def begin_cell(self, cell: str) -> None:
+        self.log.append(("begin", cell))
+
+    def end_cell(self, cell: str, error: str | None) -> None:
+        self.log.append(("end", error))
+
+    def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
+        assert topic == TO_POOL
+        mail = payloads.decode_to_pool(body)
+        self.log.append((type(mail).__name__, mail))
+        self.posted.put(mail)
+
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
+        self._mail[topic] = callback
+
+    def on_interrupt(self, callback: Callable[[], None]) -> None:
+        self._interrupt = callback
+
+    def on_leave(self, callback: Callable[[str], None]) -> None:
+        self._leave = callback
+
+    def plane(self, process_set: int = 0) -> str:
+        return "shm"
+
+    def pending(self) -> list[Any]:
+        return self.in_flight
+
+    # -- what the pool can do through the coordinator --
+
+    def mail(self, payload: Payload) -> None:
+        body = payloads.encode(payload)
+        self._todo.put(lambda: self._mail[TO_RANK](-1, body))
+
+    def interrupt(self) -> None:
+        self._todo.put(lambda: self._interrupt())
+
+    def leave(self) -> None:
+        self._todo.put(lambda: self._leave("told to"))
+
+    def settle(self) -> None:
+        """Wait until the control thread has done all it was told."""
+        done = threading.Event()
+        self._todo.put(done.set)
+        assert done.wait(PATIENCE)
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._control.join()
+
+    def _serve(self) -> None:
+        while (work := self._todo.get()) is not None:
+            work()
+
+
+@dataclass
+class Ran:
+    """A cell as the pool saw it."""
+
+    done: CellDone
+    chunks: list[Any] = field(default_factory=list)
+
+    def text(self, name: str = "stdout") -> str:
+        return "".join(c.text for c in self.chunks if isinstance(c, Stream) and c.name == name)
+
+    @property
+    def displays(self) -> list[Display]:
+        return [c for c in self.chunks if isinstance(c, Display)]
+
+    @property
+    def clears(self) -> list[Clear]:
+        return [c for c in self.chunks if isinstance(c, Clear)]
+
+    @property
+    def error(self) -> payloads.CellError:
+        assert self.done.error is not None
+        return self.done.error
+
+
+class Pool:
+    """The pool's side, played by a thread of the test."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.count = 0
+        self.late: list[Output] = []
+
+    def start(self, source: str, *, label: str = "", **options: Any) -> str:
+        self.count += 1
+        cell = f"cell-{self.count}"
+        self.engine.mail(RunCell(cell, label or f"[{self.count}]", source, **options))
+        return cell
+
+    def finish(self, cell: str, *, credit: bool = True) -> Ran:
+        chunks: list[Any] = []
+        while True:
+            mail = self.engine.posted.get(timeout=PATIENCE)
+            if isinstance(mail, Output):
+                if mail.cell != cell:
+                    self.late.append(mail)
+                    continue
+                chunks += mail.chunks
+                if credit:
+                    self.engine.mail(Credit(cell, mail.total))
+            elif isinstance(mail, CellDone):
+                assert mail.cell == cell
+                return Ran(mail, chunks)
+
+    def run(self, source: str, **options: Any) -> Ran:
+        return self.finish(self.start(source, **options))
+
+    def ask(self, payload: Payload, kind: type[T]) -> T:
+        self.engine.mail(payload)
+        return self.expect(kind)
+
+    def expect(self, kind: type[T]) -> T:
+        """The next mail of a kind; what comes before it is dropped."""
+        while True:
+            mail = self.engine.posted.get(timeout=PATIENCE)
+            if isinstance(mail, kind):
+                return mail
+
+
+class Rank:
+    """A rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
+
+    def __init__(self, shell: InteractiveShell, *, capture_fds: bool) -> None:
+        self.shell = shell
+        self.engine = FakeEngine()
+        self.loop = asyncio.new_event_loop()
+        self.fds = FdCapture() if capture_fds else None
+        self.agent = RankAgent(shell, self.loop, cast(Engine, self.engine), leave=self._left, fds=self.fds)
+        self.left = threading.Event()
+        self.agent.start()
+
+    def play(self, script: Callable[[Pool], None]) -> None:
+        """Run the loop on this thread until ``script``, on another, has returned; raises what it raised."""
+        failure: list[BaseException] = []
+        # pytest has put streams of its own in place since the fixture was set up.
+        self.agent._setup.pause()
+        self.agent._setup.resume()
+
+        def act() -> None:
+            try:
+                script(Pool(self.engine))
+            except BaseException as error:  # noqa: BLE001  # raised again by the test's thread
+                failure.append(error)
+            finally:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+
+        thread = threading.Thread(target=act, name="pool")
+        thread.start()
+        self.loop.run_forever()
+        thread.join()
+        if failure:
+            raise failure[0]
+
+    def run(self, source: str, **options: Any) -> Ran:
+        """Run one cell and return what the pool saw."""
+        ran: list[Ran] = []
+        self.play(lambda pool: ran.append(pool.run(source, **options)))
+        return ran[0]
+
+    def close(self) -> None:
+        self.agent.close()
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+        self.engine.close()
+
+    def _left(self) -> None:
+        self.left.set()
+
+
+@pytest.fixture(scope="package")
+def shell() -> Iterator[InteractiveShell]:
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell.instance(config=config)
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds: bool) -> Iterator[Rank]:
+    adopted: list[Any] = []
+    monkeypatch.setattr(context, "adopt", adopted.append)
+    shell.reset(new_session=True)
+    rank = Rank(shell, capture_fds=capture_fds)
+    assert adopted == [rank.engine]
+    yield rank
+    rank.close()
+
+
+@pytest.fixture
+def rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank that captures what Python code writes."""
+    yield from _rank(shell, monkeypatch, False)
+
+
+@pytest.fixture
+def fd_rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank that captures file descriptors 1 and 2 as well."""
+    yield from _rank(shell, monkeypatch, True)

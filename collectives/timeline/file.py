@@ -1,0 +1,194 @@
+"""A Chrome trace on disk that grows while the job runs and can be opened at any moment.
+
+The file is the array form of the format, whose closing bracket may be missing: one event per line, whole lines per
+write. A process that is killed leaves a file that trace viewers open; ``close`` makes it strict JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.timeline.chrome import HOLD_SECONDS, ChromeTrace
+from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.timeline.tracks import TraceEvent
+
+QUEUED_BATCHES = 4096
+WRITE_BYTES = 65536
+EXIT_SECONDS = 10.0
+"""How long the end of a process may wait for a disk that is stuck."""
+
+
+class TimelineFile:
+    """Writes the events of all ranks to one file, on a thread of its own.
+
+    :meth:`feed` never waits: what the disk can't keep up with is dropped and counted in the trace. A disk error ends
+    the writing, keeps what is there readable and is raised by :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mark_cycles: bool = False,
+        hold: float = HOLD_SECONDS,
+        queued: int = QUEUED_BATCHES,
+    ) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        self._trace = ChromeTrace(mark_cycles=mark_cycles, hold=hold)
+        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(queued)
+        self._closing = False
+        self._asked_to_end = False
+        self._done = threading.Event()
+        self._error: OSError | None = None
+        self._rejected = 0
+        self._size = 0
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
+        atexit.register(self._close_at_exit)
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, path: str | os.PathLike[str], *, mark_cycles: bool = False, hold: float = HOLD_SECONDS
+    ) -> TimelineFile:
+        """Create (or empty) the file and begin to write.
+
+        Args:
+            path: Where to write. Its directory must exist.
+            mark_cycles: Mark each order to execute, as Horovod's ``mark_cycles`` does.
+            hold: Seconds to wait for the other ranks' records of an operation before it is written without them.
+
+        Raises:
+            OSError: The file can't be created.
+        """
+        return cls(path, mark_cycles=mark_cycles, hold=hold)
+
+    def feed(self, rank: int, batch: bytes) -> None:
+        """Hand over a batch of ``Recorder.drain``. Any thread; never blocks; ignored after :meth:`close`."""
+        if self._closing:
+            return
+        try:
+            self._queue.put_nowait((rank, batch))
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what was fed so far, complete the file and end the thread. May be called again, also after it failed.
+
+        Args:
+            timeout: Seconds to wait for the disk; ``None`` waits as long as it takes.
+
+        Raises:
+            OSError: Writing had failed; the file holds what was written before.
+            TimeoutError: The disk takes longer; the writing goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._closing = True
+        if not self._asked_to_end:
+            try:
+                # Unlike a batch this must get in; the thread is taking things out, so there will be room.
+                self._queue.put(None, timeout=timeout)
+            except queue.Full:
+                raise TimeoutError(f"{self.path} could not be completed within {timeout} s") from None
+            # Set afterwards: an interrupt in between makes the next call ask again, which does no harm.
+            self._asked_to_end = True
+        # Not by joining: an interrupted join takes a thread for ended that is not.
+        if not self._done.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
+        self._thread.join()
+        atexit.unregister(self._close_at_exit)
+        if self._error is not None:
+            raise self._error
+
+    def _close_at_exit(self) -> None:
+        self.close(EXIT_SECONDS)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._put(b"[")
+            self._loop()
+            self._finish()
+        except OSError as error:
+            self._error = error
+            self._salvage()
+            self._discard()
+        finally:
+            os.close(self._fd)
+            self._done.set()
+
+    def _loop(self) -> None:
+        while True:
+            deadline = self._trace.deadline()
+            try:
+                item = self._queue.get(
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+            except queue.Empty:
+                self._write(self._trace.expire(time.monotonic()))
+                continue
+            if item is None:
+                return
+            self._take(*item)
+            self._write(self._trace.expire(time.monotonic()))
+
+    def _take(self, rank: int, data: bytes) -> None:
+        try:
+            batch = decode(data)
+            if batch.rank != rank:
+                raise ProtocolError(f"event batch: rank {rank} sent one of rank {batch.rank}")
+        except ProtocolError:
+            self._rejected += 1
+            return
+        self._write(self._trace.feed(batch, time.monotonic()))
+
+    def _finish(self) -> None:
+        self._write(self._trace.close())
+        for name, count in (("BATCHES_DROPPED", self.dropped), ("BATCHES_NOT_READABLE", self._rejected)):
+            if count:
+                self._write(self._trace.note(name, {"batches": count}))
+        self._put(b"\n]\n")
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def _write(self, events: list[TraceEvent]) -> None:
+        encode = msgspec.json.encode
+        pending = bytearray()
+        for event in events:
+            pending += b",\n" if self._size + len(pending) > 1 else b"\n"
+            pending += encode(event)
+            if len(pending) >= WRITE_BYTES:
+                self._put(pending)
+                pending = bytearray()
+        if pending:
+            self._put(pending)
+
+    def _put(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._size += len(data)
+
+    def _salvage(self) -> None:
+        """After an error: cut the file behind its last whole event and close the array, if the disk lets us."""
+        try:
+            os.ftruncate(self._fd, self._size)
+            os.pwrite(self._fd, b"\n]\n" if self._size else b"[]\n", self._size)
+        except OSError:
+            # The file stays without its bracket, which viewers accept; the first error is the one to report.
+            return
+
+    def _discard(self) -> None:
+        """Take what comes until :meth:`close`, so that neither it nor :meth:`feed` finds the queue full for good."""
+        while self._queue.get() is not None:
+            pass

@@ -159,6 +159,8 @@ class Endpoint:
             )
         except (BlockingIOError, *_TLS_WANTS):
             return []
+        except ConnectionLost:
+            raise
         except OSError as error:
             raise ConnectionLost(f"receiving failed: {error.strerror or error}") from error
         if not data:
@@ -220,6 +222,14 @@ class Endpoint:
         return "the other side closed the connection"
 
     # -- end ------------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """In a forked child: let go of its copy of the socket, without a word to the other side."""
+        self._lock = threading.Lock()  # the parent's thread that held it does not exist here
+        self._closed = True
+        number = self._sock.detach()
+        if number >= 0:
+            os.close(number)
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took. Idempotent; what waits in the backlog is lost."""

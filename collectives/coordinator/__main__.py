@@ -1,0 +1,113 @@
+"""``python -m hvdlab.collectives.coordinator``: the coordinator's process.
+
+It reads one line of JSON (:class:`Launch`) from standard input, opens its sockets, answers with one line
+(:class:`Ready`) on standard output, and serves until standard input ends, its starter ends, or it gets SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives.coordinator.launch import Launch, Ready
+from hvdlab.collectives.coordinator.server import Server, ServerOptions
+from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
+
+
+def main() -> int:
+    """Run the coordinator; returns the exit status."""
+    launch = msgspec.json.decode(_read_line(0), type=Launch)
+    wakeup = _catch_sigterm()
+    directory = Path(launch.directory)
+    try:
+        server = Server(
+            ServerOptions(
+                launch.token,
+                ping_after=launch.ping_after,
+                dead_after=launch.dead_after,
+                state=CoordinatorOptions(launch.size, launch.fusion_threshold, launch.stall_seconds),
+            )
+        )
+        try:
+            ready = _listen(server, launch, directory)
+        except (OSError, StartError) as error:
+            _answer(Ready(error=str(error)))
+            return 1
+        server.stop_at_end_of(0)
+        server.stop_when_readable(wakeup)
+        _watch(server, launch.starter)
+        _answer(ready)
+        server.serve()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
+    path = str(directory / "coordinator")
+    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    local.bind(path)
+    local.listen(1024)
+    server.listen(local)
+    if not launch.tcp_host:
+        return Ready(str(UnixAddress(path)))
+    from hvdlab.collectives.protocol.tls import server_context
+
+    context, certificate = server_context(directory, launch.tcp_host)
+    family = socket.AF_INET6 if ":" in launch.tcp_host else socket.AF_INET
+    remote = socket.create_server((launch.tcp_host, 0), family=family, backlog=1024)
+    server.listen(remote, context)
+    port = remote.getsockname()[1]
+    return Ready(str(UnixAddress(path)), str(TlsAddress(launch.tcp_host, port)), certificate)
+
+
+def _watch(server: Server, starter: int) -> None:
+    """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        descriptor = os.pidfd_open(starter)
+    except OSError:
+        # Gone already, or hidden from us; end of file on the lifeline says which.
+        return
+    server.stop_when_readable(descriptor)
+
+
+def _catch_sigterm() -> int:
+    """A descriptor that becomes readable on SIGTERM."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return reader
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(descriptor, 65536)
+        if not piece:
+            sys.exit("hvdlab coordinator: no settings on standard input; it is started by CoordinatorProcess")
+        line += piece
+    return line
+
+
+def _answer(ready: Ready) -> None:
+    os.write(1, msgspec.json.encode(ready) + b"\n")
+    # Nothing else goes there; a reader that waits for the end of our output is not kept.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A connection as the coordinator's server sees it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from pathlib import Path
+
+from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
+from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from hvdlab.collectives.protocol.messages import FromClient, FromRank
+
+SHAKING, STRANGER, OPEN, CLOSING = range(4)
+
+
+class Connection:
+    """An accepted socket, from the handshake to the last byte.
+
+    Attributes:
+        peer: Number of this connection; never used again.
+        phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends what is
+            left).
+        name: For log lines.
+        client: Whether the peer is a client (else a rank).
+        deadline: When it has to be past its present phase, unless ``OPEN``.
+        heard: When the last bytes came.
+        writing: Whether the selector watches for writability.
+        broken: Whether sending has failed; the receiving side will tell.
+    """
+
+    __slots__ = (
+        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "writing",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.phase = SHAKING if self.tls else STRANGER
+        self.name = f"connection {peer}"
+        self.client = False
+        self.deadline = deadline
+        self.heard = 0.0
+        self.writing = False
+        self.broken = False
+        self.pid = 0 if self.tls else _peer_pid(sock)
+        self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
+
+    def fileno(self) -> int:
+        return self.endpoint.fileno()
+
+    def decode(self, payload: memoryview) -> FromRank | FromClient:
+        return decode_from_client(payload) if self.client else decode_from_rank(payload)
+
+    def shake(self) -> bool:
+        """Go on with the TLS handshake; whether it is done. Raises ``OSError`` if it failed."""
+        assert isinstance(self.sock, ssl.SSLSocket)
+        try:
+            self.sock.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        self.phase = STRANGER
+        return True
+
+    def may_live(self) -> bool:
+        """Whether a silent peer can only be busy: its process is on this host, and not stopped.
+
+        The end of a local process closes its socket, so silence alone says nothing; one that holds the interpreter
+        for a minute is healthy and must not lose its place.
+        """
+        if not self.pid:
+            return False
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Process id at the other end of a Unix socket, or 0 if the system does not tell."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return 0
+    pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
+    return int(pid)

@@ -1,0 +1,79 @@
+"""Finding ranks that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvdlab.collectives.coordinator.matching import Round
+from hvdlab.collectives.coordinator.membership import RankPeer
+from hvdlab.collectives.coordinator.process_sets import ProcessSet
+from hvdlab.collectives.coordinator.signatures import kind_label
+from hvdlab.collectives.errors import format_ranks
+
+
+class Stuck(NamedTuple):
+    """A rank in a wait, and the ranks that it waits for."""
+
+    process_set: ProcessSet
+    round: Round
+    site: str
+    missing: tuple[int, ...]
+
+
+def find_deadlock(
+    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int]
+) -> dict[int, Stuck]:
+    """The ranks that can never go on, because each waits for ranks that can't go on either.
+
+    A rank counts only if what it waits for is undecided: what was released executes and will end by itself.
+    """
+    stuck: dict[int, Stuck] = {}
+    for rank, peer in ranks.items():
+        waits = _waits_for(sets, peer)
+        if waits is not None:
+            stuck[rank] = waits
+    changed = True
+    while changed:
+        free = [rank for rank, s in stuck.items() if any(m not in stuck and m not in idle for m in s.missing)]
+        for rank in free:
+            del stuck[rank]
+        changed = bool(free)
+    return stuck
+
+
+def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
+    wait = peer.wait
+    if wait is None:
+        return None
+    ps = sets.get(wait.process_set)
+    defined = peer.definitions.get(wait.local)
+    if ps is None or ps.epoch != wait.epoch or defined is None:
+        return None
+    current = ps.matcher.rounds.get(defined.info.name)
+    if current is not None and peer.rank in current.heads:
+        queued = (current.behind or {}).get(peer.rank, ())
+        if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
+            missing = tuple(rank for rank in ps.members if rank not in current.heads)
+            return Stuck(ps, current, defined.site, missing)
+    for held in ps.matcher.held.get(defined.info.group, ()):
+        if held.heads[peer.rank] is defined:
+            # Complete by itself; what its group lacks may have to come from any member.
+            return Stuck(ps, held, defined.site, ps.members)
+    return None
+
+
+def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
+    """Who waits where, ranks in the same place together."""
+    places: dict[tuple[int, str, str], list[int]] = {}
+    for rank in sorted(stuck):
+        s = stuck[rank]
+        what = f"{kind_label(s.round.info.kind)} `{s.round.info.name}`"
+        places.setdefault((s.process_set.id, what, s.site), []).append(rank)
+    several = len({place[0] for place in places}) > 1
+    parts = []
+    for (id, what, site), ranks in places.items():
+        where = f" ({site})" if site else ""
+        of = f" of process set {id}" if several else ""
+        parts.append(f"{format_ranks(ranks)} in {what}{where}{of}")
+    return "deadlock, all wait for each other: " + "; ".join(parts)

@@ -1,0 +1,93 @@
+"""What happens to the coordinator, and what it wants done about it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvdlab.collectives.protocol.messages import Configure, FromClient, FromRank, Hello, Message
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+class PeerConnected(NamedTuple):
+    """A connection has introduced itself with a valid token. ``peer`` is a number that is never used again."""
+
+    peer: int
+    hello: Hello
+
+
+class Received(NamedTuple):
+    """A message came from a peer that was welcomed."""
+
+    peer: int
+    message: FromRank | FromClient
+
+
+class PeerLost(NamedTuple):
+    """A peer's connection ended without Bye."""
+
+    peer: int
+    reason: str
+
+
+class Tick(NamedTuple):
+    """The time that :meth:`CoordinatorState.next_deadline` named has come."""
+
+
+Event = PeerConnected | Received | PeerLost | Tick
+
+# -- effects ----------------------------------------------------------------------------------------------------------
+
+
+class Send(NamedTuple):
+    """Send one message to these peers."""
+
+    peers: tuple[int, ...]
+    message: Message
+
+
+class SendConfigure(NamedTuple):
+    """Send ``message`` to these peers with one shared memory object of ``memory`` bytes.
+
+    If the object can't be created, send ``fallback`` without one.
+    """
+
+    peers: tuple[int, ...]
+    message: Configure
+    memory: int
+    fallback: Configure
+
+
+class CloseConnection(NamedTuple):
+    """Close a peer's connection once what was sent to it is delivered; no event follows."""
+
+    peer: int
+
+
+class Log(NamedTuple):
+    """Tell the operator."""
+
+    text: str
+
+
+Effect = Send | SendConfigure | CloseConnection | Log
+
+
+class Outbox:
+    """Effects in the order in which they were caused."""
+
+    __slots__ = ("effects",)
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+
+    def send(self, peers: tuple[int, ...], message: Message) -> None:
+        if peers:
+            self.effects.append(Send(peers, message))
+
+    def log(self, text: str) -> None:
+        self.effects.append(Log(text))
+
+    def take(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects

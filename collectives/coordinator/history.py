@@ -1,0 +1,46 @@
+"""The ranks' event batches: a bounded history and who wants to hear of new ones."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hvdlab.collectives.coordinator.events import Outbox
+from hvdlab.collectives.protocol.messages import RankEvents
+
+HISTORY_BYTES = 64 * 1024 * 1024
+
+
+class History:
+    """Keeps the newest batches, up to ``limit`` bytes of payload.
+
+    Attributes:
+        dropped: How many batches made room for newer ones.
+    """
+
+    def __init__(self, limit: int = HISTORY_BYTES) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self.dropped = 0
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._subscribers: tuple[int, ...] = ()
+
+    def add(self, rank: int, batch: bytes, outbox: Outbox) -> None:
+        """Keep a batch of ``rank`` and pass it on."""
+        self._batches.append((rank, batch))
+        self.nbytes += len(batch)
+        while self.nbytes > self.limit:
+            _, oldest = self._batches.popleft()
+            self.nbytes -= len(oldest)
+            self.dropped += 1
+        outbox.send(self._subscribers, RankEvents(rank, batch))
+
+    def subscribe(self, peer: int, outbox: Outbox) -> None:
+        """Send ``peer`` the history, oldest first, and everything from now on. Idempotent."""
+        if peer in self._subscribers:
+            return
+        for rank, batch in self._batches:
+            outbox.send((peer,), RankEvents(rank, batch))
+        self._subscribers += (peer,)
+
+    def unsubscribe(self, peer: int) -> None:
+        self._subscribers = tuple(p for p in self._subscribers if p != peer)

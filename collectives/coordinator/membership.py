@@ -1,0 +1,188 @@
+"""Who is expected, who lives, who died: the membership of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from hvdlab.collectives.coordinator.signatures import Defined
+from hvdlab.collectives.protocol.messages import Death, Hello, Member, World
+
+WORLD_INTERVAL = 0.2
+"""Seconds between reports of the forming world to its ranks; a thousand ranks would else send a million."""
+
+
+class Wait(NamedTuple):
+    """A rank's user is blocked in a wait for this local id."""
+
+    process_set: int
+    epoch: int
+    local: int
+    seconds: float
+
+
+class RankPeer:
+    """A living rank.
+
+    Attributes:
+        peer: Its connection.
+        rank, pid, member: Who it is.
+        tracked: Whether its collectives belong to cells.
+        leaving: Whether it was told to leave.
+        definitions: What its local ids stand for.
+        wait: What its user is blocked in, or ``None``.
+    """
+
+    __slots__ = ("definitions", "leaving", "member", "peer", "pid", "rank", "tracked", "wait")
+
+    def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
+        self.peer = peer
+        self.rank = rank
+        self.pid = hello.pid
+        self.member = Member(
+            rank, hello.host, hello.pid, hello.address, tuple(hello.planes), hello.plane, started
+        )
+        self.tracked = hello.cells_tracked
+        self.leaving = False
+        self.definitions: dict[int, Defined] = {}
+        self.wait: Wait | None = None
+
+
+class Membership:
+    """Ranks by number.
+
+    Attributes:
+        ranks: Living ranks.
+        clients: Connections of clients.
+        expected: Ranks that make up the world, or ``None`` as long as nobody has said.
+        awaited: Expected ranks that have not connected yet and are not known to be dead.
+        deaths: The last death of each rank that was not replaced.
+        changed: Whether clients have to be told.
+        urgent: Whether ranks have to be told without delay.
+    """
+
+    def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
+        self.ranks: dict[int, RankPeer] = {}
+        self.clients: dict[int, None] = {}
+        self.expected: tuple[int, ...] | None = None if expected is None else tuple(sorted(set(expected)))
+        self.awaited: set[int] = set(self.expected or ())
+        self.deaths: dict[int, Death] = {}
+        self.changed = False
+        self.urgent = False
+        self.ranks_told_at = -WORLD_INTERVAL
+        self._ranks_owed = False
+        self._wall = wall
+        self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
+        self._unexplained: set[int] = set()  # ranks whose death only a closed connection tells of
+
+    # -- joining --------------------------------------------------------------------------------------------------
+
+    def free_rank(self) -> int:
+        """The rank for a newcomer that asks to be given one."""
+        for rank in self.expected or ():
+            if rank not in self.ranks:
+                return rank
+        return max((*self.ranks, -1)) + 1
+
+    def refusal(self, rank: int) -> str:
+        """Why ``rank`` may not join now, or an empty text."""
+        living = self.ranks.get(rank)
+        if living is not None:
+            return (
+                f"rank {rank} is already connected (pid {living.pid} on {living.member.host or 'this host'})"
+            )
+        if self.expected is not None and rank not in self.expected:
+            return f"rank {rank} is not expected; the world is made of ranks {list(self.expected)}"
+        return ""
+
+    def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
+        self._left.pop(rank, None)
+        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
+        self.awaited.discard(rank)
+        self.deaths.pop(rank, None)
+        self._unexplained.discard(rank)
+        self.changed = True
+        return newcomer
+
+    def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
+        """Change what the world is made of; returns the living ranks that have no place in it any more."""
+        self.expected = tuple(sorted(set(ranks)))
+        self.awaited = {rank for rank in self.expected if rank not in self.ranks}
+        for rank in [rank for rank in self.deaths if rank not in self.expected]:
+            del self.deaths[rank]
+            self._unexplained.discard(rank)
+        self.changed = self.urgent = True
+        dropped = [p for p in self.ranks.values() if p.rank not in self.expected and not p.leaving]
+        for peer in dropped:
+            peer.leaving = True
+        return dropped
+
+    # -- going ----------------------------------------------------------------------------------------------------
+
+    def leave(self, gone: RankPeer) -> None:
+        """A rank said Bye."""
+        del self.ranks[gone.rank]
+        self._left[gone.rank] = gone.pid
+        self.changed = True
+
+    def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
+        """A rank was lost."""
+        del self.ranks[gone.rank]
+        self.record_death(gone.rank, gone.pid, reason, now, explained=explained)
+
+    def record_death(self, rank: int, pid: int, reason: str, now: float, *, explained: bool) -> None:
+        """Note how a rank that does not live ended; what the launcher knows beats what a socket tells."""
+        if self._left.get(rank) == pid:
+            return
+        self.awaited.discard(rank)
+        known = self.deaths.get(rank)
+        if known is not None and known.pid == pid:
+            if not explained or rank not in self._unexplained:
+                return
+            self.deaths[rank] = Death(rank, pid, known.when, reason)
+        elif self.expected is None or rank in self.expected:
+            self.deaths[rank] = Death(rank, pid, self._wall(now), reason)
+        else:
+            return
+        (self._unexplained.discard if explained else self._unexplained.add)(rank)
+        self.changed = self.urgent = True
+
+    # -- the world ------------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether all expected ranks are there or known to be dead."""
+        return self.expected is not None and not self.awaited
+
+    def world(self, epoch: int) -> World:
+        members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
+        deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
+        return World(self.expected or (), members, deaths, epoch)
+
+    def audience(self, now: float) -> tuple[int, ...]:
+        """Who is to be told of the world now; to be asked once after each round of events."""
+        told: tuple[int, ...] = ()
+        if self.changed:
+            told = tuple(self.clients)
+            self._ranks_owed = True
+        if self._ranks_owed and (self.urgent or now >= self.ranks_told_at + WORLD_INTERVAL):
+            told += tuple([peer.peer for peer in self.ranks.values()])
+            self.ranks_told_at = now
+            self._ranks_owed = False
+        self.changed = self.urgent = False
+        return told
+
+    def next_report(self) -> float | None:
+        """When ranks are to be told of what has changed; ``None`` if nothing has."""
+        return self.ranks_told_at + WORLD_INTERVAL if self._ranks_owed else None
+
+    def validate(self) -> None:
+        """Assert what must hold between rounds."""
+        for rank, peer in self.ranks.items():
+            assert peer.rank == rank
+            assert rank not in self.deaths
+        if self.expected is not None:
+            assert self.awaited <= set(self.expected)
+            assert self.deaths.keys() <= set(self.expected)
+        assert not self.awaited & self.ranks.keys()
+        assert self._unexplained <= self.deaths.keys()

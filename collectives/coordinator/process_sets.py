@@ -1,0 +1,178 @@
+"""Process sets and their epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
+from hvdlab.collectives.coordinator.matching import Matcher
+from hvdlab.collectives.coordinator.membership import Membership
+from hvdlab.collectives.coordinator.planes import choose_plane, without_memory
+from hvdlab.collectives.coordinator.store import Store
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve
+
+WORLD = 0
+OPEN, SWITCHING, ENDED = range(3)
+
+
+class ProcessSet:
+    """A process set in its current epoch.
+
+    Attributes:
+        id: 0 is the world.
+        epoch: Grows by one with each change; 0 means never configured.
+        phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: what executes is finished); or ``ENDED`` (aborted).
+            In the latter two ``epoch`` is the one that ``Configure`` will name.
+        members: Ranks, by position. peers: their connections, by position.
+        gone: Members that said Bye. The first collective after that ends the epoch.
+        matcher, store, sequence: State of this epoch.
+        failure: (when, rank, text) of a plane's failure that is about to end the epoch.
+    """
+
+    __slots__ = (
+        "epoch", "failure", "gone", "id", "matcher", "members", "next_members", "peers", "phase", "sequence", "store",
+    )  # fmt: skip
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.epoch = 0
+        self.phase = ENDED
+        self.members: tuple[int, ...] = ()
+        self.next_members: tuple[int, ...] = ()
+        self.peers: tuple[int, ...] = ()
+        self.gone: set[int] = set()
+        self.failure: tuple[float, int, str] | None = None
+        self.sequence = 0
+        self.matcher = Matcher(())
+        self.store = Store()
+
+    def clear(self) -> None:
+        """Forget everything about the epoch but its members."""
+        self.matcher = Matcher(self.members)
+        self.store = Store()
+        self.failure = None
+        self.sequence = 0
+
+
+class ProcessSets:
+    """All process sets of the job; epochs end and begin here."""
+
+    def __init__(self, membership: Membership, outbox: Outbox) -> None:
+        self.world = ProcessSet(WORLD)
+        self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
+        self._membership = membership
+        self._outbox = outbox
+        self._next_id = 1
+
+    def __iter__(self) -> Iterator[ProcessSet]:
+        return iter(self.by_id.values())
+
+    def containing(self, rank: int) -> list[ProcessSet]:
+        """The sets that have ``rank`` as a member that has not left."""
+        return [ps for ps in self if rank in ps.members and rank not in ps.gone]
+
+    # -- ends of epochs -------------------------------------------------------------------------------------------
+
+    def abort(self, ps: ProcessSet, kind: CauseKind, ranks: Iterable[int], text: str, site: str = "") -> None:
+        """End the epoch: everything pending fails on every member. Without effect between epochs."""
+        if ps.phase == ENDED:
+            return
+        old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
+        pending = ps.matcher.report()
+        self._outbox.send(
+            self._living_peers(ps), Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending)
+        )
+        self._end(ps, ENDED)
+
+    def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
+        """Change over to new members in order: what was told to execute is finished in the old epoch, what is
+        pending is announced again by the ranks in the new one."""
+        ps.next_members = members
+        if ps.phase == OPEN:
+            self._end(ps, SWITCHING)
+
+    def _end(self, ps: ProcessSet, phase: int) -> None:
+        if ps.phase == OPEN:
+            ps.epoch += 1
+        ps.phase = phase
+        if phase == ENDED:
+            ps.next_members = ps.next_members or ps.members
+        ps.clear()
+
+    # -- beginnings -----------------------------------------------------------------------------------------------
+
+    def add(self, ranks: tuple[int, ...]) -> ProcessSet:
+        """A new process set, configured at once."""
+        ps = ProcessSet(self._next_id)
+        self._next_id += 1
+        self.by_id[ps.id] = ps
+        ps.epoch = 1
+        ps.next_members = ranks
+        self.configure(ps)
+        return ps
+
+    def remove(self, ps: ProcessSet, told: tuple[int, ...]) -> None:
+        """Dissolve a process set; its pending collectives have been aborted before."""
+        del self.by_id[ps.id]
+        self._outbox.send(told, Dissolve(ps.id))
+
+    def configure(self, ps: ProcessSet) -> None:
+        """Open the epoch that is due, with those of its members that live."""
+        ranks = self._membership.ranks
+        members = tuple(r for r in sorted(ps.next_members) if r in ranks and not ranks[r].leaving)
+        ps.members = members
+        ps.next_members = ()
+        ps.gone.clear()
+        ps.peers = tuple(ranks[r].peer for r in members)
+        ps.clear()
+        if not members:
+            if ps is not self.world:
+                del self.by_id[ps.id]
+            return
+        ps.epoch = ps.epoch or 1
+        ps.phase = OPEN
+        described = tuple(ranks[r].member for r in members)
+        choice = choose_plane(described)
+        for note in choice.notes:
+            self._outbox.log(f"process set {ps.id}: {note}")
+        message = Configure(
+            ps.id, ps.epoch, described, choice.plane, choice.options, has_memory=choice.memory > 0
+        )
+        if not choice.memory:
+            self._outbox.send(ps.peers, message)
+            return
+        other = without_memory(choice)
+        fallback = msgspec.structs.replace(
+            message, plane=other.plane, options=other.options, has_memory=False
+        )
+        self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
+
+    def configure_due(self) -> None:
+        """Open all epochs that are due."""
+        for ps in list(self):
+            if ps.phase != OPEN and ps.next_members:
+                self.configure(ps)
+
+    def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
+        ranks = self._membership.ranks
+        return tuple(
+            peer
+            for rank, peer in zip(ps.members, ps.peers, strict=True)
+            if rank in ranks and ranks[rank].peer == peer
+        )
+
+    def validate(self) -> None:
+        """Assert what must hold between rounds."""
+        ranks = self._membership.ranks
+        for id, ps in self.by_id.items():
+            assert ps.id == id
+            assert ps.phase == OPEN or not ps.members, (id, ps.phase)
+            assert not ps.next_members
+            assert ps.gone <= set(ps.members)
+            assert ps.matcher.ranks == ps.members
+            for rank, peer in zip(ps.members, ps.peers, strict=True):
+                assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
+            ps.matcher.validate()

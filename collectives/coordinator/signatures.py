@@ -1,0 +1,144 @@
+"""Signatures as objects that are compared by identity, and what ranks have defined their local ids to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.protocol.messages import Definition, Signature
+
+FuseKey = tuple[int, int, str, float, float]
+
+
+class Interned:
+    """The one object for all equal signatures.
+
+    Attributes:
+        references: How many definitions use it.
+        fuse_key: Equal for allreduces that may be one operation; ``None`` for what is never fused.
+        nbytes: Size of the tensor in bytes, for the fusion threshold.
+    """
+
+    __slots__ = ("fuse_key", "group", "group_size", "kind", "name", "nbytes", "references", "signature")
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.name = signature.name
+        self.kind = signature.kind
+        self.group = signature.group if signature.group_size > 0 else ""
+        self.group_size = signature.group_size
+        self.references = 0
+        self.nbytes = _nbytes(signature)
+        self.fuse_key: FuseKey | None = None
+        if signature.kind == OpKind.ALLREDUCE:
+            self.fuse_key = (
+                signature.dtype,
+                signature.op,
+                signature.device,
+                signature.prescale,
+                signature.postscale,
+            )
+
+
+class Defined:
+    """What a rank's local id stands for."""
+
+    __slots__ = ("info", "local", "site")
+
+    def __init__(self, local: int, info: Interned, site: str) -> None:
+        self.local, self.info, self.site = local, info, site
+
+
+class SignatureTable:
+    """Interns signatures for as long as some rank's definition uses them."""
+
+    def __init__(self) -> None:
+        self._interned: dict[Signature, Interned] = {}
+
+    def __len__(self) -> int:
+        return len(self._interned)
+
+    def __iter__(self) -> Iterator[Interned]:
+        return iter(self._interned.values())
+
+    def define(self, definitions: dict[int, Defined], definition: Definition) -> None:
+        """Enter a rank's definition; a local id may be defined anew."""
+        info = self._interned.get(definition.signature)
+        if info is None:
+            info = self._interned[definition.signature] = Interned(definition.signature)
+        info.references += 1
+        old = definitions.get(definition.local)
+        definitions[definition.local] = Defined(definition.local, info, definition.site)
+        if old is not None:
+            self._release(old.info)
+
+    def forget(self, definitions: dict[int, Defined]) -> None:
+        """Drop all definitions of a rank that is gone."""
+        for defined in definitions.values():
+            self._release(defined.info)
+        definitions.clear()
+
+    def _release(self, info: Interned) -> None:
+        info.references -= 1
+        if info.references == 0:
+            del self._interned[info.signature]
+
+
+def _nbytes(signature: Signature) -> int:
+    count = 1
+    for extent in signature.shape:
+        count *= extent
+    try:
+        return count * DType(signature.dtype).itemsize
+    except ValueError:
+        return count
+
+
+def kind_label(kind: int) -> str:
+    """``allreduce`` for its number; a number that is unknown here stays a number."""
+    try:
+        return OpKind(kind).label
+    except ValueError:
+        return f"collective {kind}"
+
+
+def describe(signature: Signature) -> str:
+    """A request in words, such as ``allreduce float32[10, 4] sum``."""
+    kind = signature.kind
+    words = [kind_label(kind)]
+    if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):
+        return f"{words[0]} {list(signature.ranks)}"
+    if kind in (OpKind.BARRIER, OpKind.JOIN):
+        return words[0]
+    words.append(_tensor(signature, open_first=kind in (OpKind.ALLGATHER, OpKind.ALLTOALL)))
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER):
+        words.append(_operator(signature.op))
+        if signature.prescale != 1.0:
+            words.append(f"prescale {signature.prescale:g}")
+        if signature.postscale != 1.0:
+            words.append(f"postscale {signature.postscale:g}")
+    if kind == OpKind.BROADCAST:
+        words.append(f"from rank {signature.root}")
+    if signature.splits:
+        words.append("with splits")
+    if signature.device != "cpu":
+        words.append(f"on {signature.device}")
+    if signature.group:
+        words.append(f"in group `{signature.group}` of {signature.group_size}")
+    return " ".join(words)
+
+
+def _tensor(signature: Signature, *, open_first: bool) -> str:
+    try:
+        label = DType(signature.dtype).label
+    except ValueError:
+        label = f"dtype {signature.dtype}"
+    extents = [*(["*"] if open_first else []), *map(str, signature.shape)]
+    return f"{label}[{', '.join(extents)}]"
+
+
+def _operator(op: int) -> str:
+    try:
+        return ReduceOp(op).name.lower()
+    except ValueError:
+        return f"operator {op}"

@@ -1,0 +1,298 @@
+"""The coordinator as a pure state machine: events in, effects out.
+
+No sockets, threads or clocks: whoever owns them calls :meth:`CoordinatorState.handle_all` with what has happened
+and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one
+*round*: what becomes ready in it is fused, and changes of membership take effect together at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlab.collectives.coordinator import reactions
+from hvdlab.collectives.coordinator.cells import Cells
+from hvdlab.collectives.coordinator.events import (
+    CloseConnection,
+    Effect,
+    Event,
+    Outbox,
+    PeerConnected,
+    PeerLost,
+    Received,
+)
+from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD, execute, fuse
+from hvdlab.collectives.coordinator.history import HISTORY_BYTES, History
+from hvdlab.collectives.coordinator.matching import report_round
+from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
+from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """Settings of a coordinator.
+
+    Attributes:
+        size: Ranks 0 to ``size - 1`` are expected; ``None`` waits for a client's word.
+        fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
+        stall_seconds: After how long (and then how often) a waiting collective is reported.
+        failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
+        history_bytes: Size of the history of events.
+    """
+
+    size: int | None = None
+    fusion_threshold: int = FUSION_THRESHOLD
+    stall_seconds: float = 10.0
+    failure_grace: float = 0.25
+    history_bytes: int = HISTORY_BYTES
+
+
+class CoordinatorState:
+    """Membership, readiness and order of one job.
+
+    Args:
+        options: Settings.
+        wall: Turns ``now`` into seconds since 1970, for what users see.
+    """
+
+    def __init__(
+        self, options: CoordinatorOptions | None = None, *, wall: Callable[[float], float] = float
+    ) -> None:
+        self.options = options or CoordinatorOptions()
+        self.outbox = Outbox()
+        size = self.options.size
+        self.membership = Membership(None if size is None else range(size), wall)
+        self.sets = ProcessSets(self.membership, self.outbox)
+        self.signatures = SignatureTable()
+        self.cells = Cells()
+        self.history = History(self.options.history_bytes)
+        self.by_peer: dict[int, RankPeer] = {}
+        self._touched: dict[ProcessSet, None] = {}
+        self.check_admission = False
+        self._check_blocked = False
+        self._next_stall: float | None = None
+        self._handlers: dict[type, Callable[[RankPeer, Any, float], None]] = {
+            m.Duplicate: self._on_duplicate,
+            m.Blocked: self._on_blocked,
+            **{kind: self._bind(react) for kind, react in reactions.TO_RANKS.items()},
+        }
+        self._client_handlers = reactions.TO_CLIENTS
+
+    def _bind(self, react: reactions.Reaction[RankPeer]) -> Callable[[RankPeer, Any, float], None]:
+        return lambda rank, message, now: react(self, rank, message, now)
+
+    # -- the door -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """One event as a round of its own."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
+        """Take in the events of one round, in order, and return what is to be done about them, in order."""
+        by_peer = self.by_peer
+        for event in events:
+            if type(event) is Received:
+                rank = by_peer.get(event.peer)
+                if rank is None:
+                    self._from_client(event, now)
+                elif type(event.message) is m.Announce:
+                    self._announce(rank, event.message, now)
+                else:
+                    self._from_rank(rank, event.message, now)
+            elif type(event) is PeerConnected:
+                reactions.connected(self, event.peer, event.hello, now)
+            elif type(event) is PeerLost:
+                reactions.lost(self, event.peer, event.reason, now)
+        self._settle(now)
+        return self.outbox.take()
+
+    def next_deadline(self) -> float | None:
+        """When a :class:`Tick` is due at the latest, or ``None`` for never."""
+        times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
+        for time in (self._next_stall, self.membership.next_report()):
+            if time is not None:
+                times.append(time)
+        return min(times, default=None)
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def _announce(self, rank: RankPeer, message: m.Announce, now: float) -> None:
+        definitions = rank.definitions
+        for definition in message.definitions:
+            self.signatures.define(definitions, definition)
+        ps = self.sets.by_id.get(message.process_set)
+        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
+            return  # of an epoch that has ended; the abort or the new configuration is on its way
+        self._touched[ps] = None
+        submit = ps.matcher.submit
+        extra = message.extra
+        try:
+            if extra:
+                for local, numbers in zip(message.locals, extra, strict=True):
+                    submit(rank.rank, definitions[local], numbers, now)
+            else:
+                for local in message.locals:
+                    submit(rank.rank, definitions[local], (), now)
+        except (KeyError, ValueError) as error:
+            self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
+        if self._next_stall is None:
+            self._next_stall = now + self.options.stall_seconds
+
+    def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(rank, message, now)
+        elif type(message) is not m.Pong:
+            self.violation(rank, f"a {type(message).__name__} out of place", now)
+
+    def _on_duplicate(self, rank: RankPeer, message: m.Duplicate, now: float) -> None:
+        ps = self.open_set(rank, message)
+        if ps is not None:
+            self._touched[ps] = None
+            ps.matcher.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
+
+    def _on_blocked(self, rank: RankPeer, message: m.Blocked, now: float) -> None:
+        reactions.note_wait(rank, message)
+        self._check_blocked = True
+
+    def _from_client(self, event: Received, now: float) -> None:
+        if event.peer not in self.membership.clients:
+            return  # it was closed earlier in this round
+        react = self._client_handlers.get(type(event.message))
+        if react is not None:
+            react(self, event.peer, event.message, now)
+
+    def violation(self, rank: RankPeer, text: str, now: float) -> None:
+        """A rank broke the protocol: its connection ends, which means the rank is lost."""
+        self.outbox.log(f"rank {rank.rank} sent {text}")
+        self.outbox.effects.append(CloseConnection(rank.peer))
+        reactions.lost(self, rank.peer, f"it sent {text}", now)
+
+    def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
+        """The process set that a message is about, unless the message is of an ended epoch."""
+        ps = self.sets.by_id.get(message.process_set)
+        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
+            return None
+        return ps
+
+    # -- the end of a round ---------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            for ps in touched:
+                if ps.phase == OPEN:
+                    self._decide(ps)
+        if self.cells.idle:
+            for ps in list(self.sets):
+                if ps.matcher.pending and not ps.matcher.members.isdisjoint(self.cells.idle):
+                    self._check_idle(ps)
+        if self._check_blocked:
+            self._check_blocked = False
+            reactions.end_deadlock(self)
+        if self._next_stall is not None and now >= self._next_stall:
+            self._report_stalls(now)
+        reactions.end_failures(self, now)
+        if self.membership.changed or self.check_admission:
+            self.check_admission = False
+            reactions.admit(self)
+        self.sets.configure_due()
+        if self.membership.changed or self.membership.urgent or self.membership.next_report() is not None:
+            told = self.membership.audience(now)
+            if told:
+                self.outbox.send(told, self.membership.world(self.sets.world.epoch))
+
+    def _decide(self, ps: ProcessSet) -> None:
+        matcher = ps.matcher
+        if matcher.rejections:
+            self._reject(ps)
+        if matcher.conflict:
+            self.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
+            return
+        if matcher.ready:
+            ready, matcher.ready = matcher.ready, []
+            self._release(ps, ready)
+        if ps.gone and matcher.pending:
+            left = tuple(sorted(ps.gone))
+            self.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+
+    def _reject(self, ps: ProcessSet) -> None:
+        rejections, ps.matcher.rejections = ps.matcher.rejections, []
+        peers = dict(zip(ps.members, ps.peers, strict=True))
+        grouped: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+        locals: dict[tuple[Any, int], list[int]] = {}
+        for rank, local, verdict in rejections:
+            locals.setdefault((verdict, rank), []).append(local)
+        for (verdict, rank), numbers in locals.items():
+            grouped.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
+        for (verdict, same), told in grouped.items():
+            self.outbox.send(tuple(told), verdict.message(ps.id, ps.epoch, same))
+
+    def _release(self, ps: ProcessSet, ready: Sequence[Any]) -> None:
+        """Release rounds in order; those that change process sets stand between the others."""
+        run: list[Any] = []
+        for current in ready:
+            if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
+                self._execute(ps, run)
+                run = []
+                reactions.change_sets(self, ps, current)
+            else:
+                run.append(current)
+        self._execute(ps, run)
+
+    def _execute(self, ps: ProcessSet, run: Sequence[Any]) -> None:
+        if run:
+            ps.sequence += 1
+            batches = fuse(run, self.options.fusion_threshold) if len(run) > 1 else (run,)
+            execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self.outbox)
+
+    def _check_idle(self, ps: ProcessSet) -> None:
+        idle = self.cells.idle
+        for current, missing in ps.matcher.waiting():
+            absent = [r for r in (missing or ps.members) if r in idle]
+            if absent:
+                why = self.cells.absence(absent, current.heads)
+                self.sets.abort(ps, why.kind, why.ranks, why.text)
+                return
+
+    def _report_stalls(self, now: float) -> None:
+        """Report what waits for long, and find out when to look again."""
+        every = self.options.stall_seconds
+        upcoming: list[float] = []
+        for ps in self.sets:
+            for current, missing in ps.matcher.waiting():
+                if now >= current.since + every * (current.reported + 1):
+                    current.reported = int((now - current.since) / every)
+                    report = report_round(current, missing)
+                    self.outbox.send(
+                        tuple(self.membership.clients), m.Stalled(ps.id, now - current.since, report)
+                    )
+                    self.outbox.log(
+                        f"{kind_label(report.kind)} `{report.name}` has been waiting for {now - current.since:.0f} s: "
+                        f"submitted by ranks {list(report.waited)}, missing ranks {list(report.missing)}"
+                    )
+                upcoming.append(current.since + every * (current.reported + 1))
+        self._next_stall = min(upcoming, default=None)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def validate_state(self) -> None:
+        """Assert what must hold between rounds."""
+        self.membership.validate()
+        self.sets.validate()
+        ranks = self.membership.ranks
+        self.cells.validate(rank for rank, peer in ranks.items() if peer.tracked)
+        assert self.by_peer == {peer.peer: peer for peer in ranks.values()}
+        assert not self.by_peer.keys() & self.membership.clients.keys()
+        assert not self.outbox.effects
+        references = sum(len(peer.definitions) for peer in ranks.values())
+        assert sum(info.references for info in self.signatures) == references
+        for ps in self.sets:
+            if ps.matcher.pending:
+                assert self._next_stall is not None
+                assert not ps.gone

@@ -60,7 +60,9 @@ class Settings:
         env = os.environ if environ is None else environ
         plane = env.get("HVDLAB_PLANE", "auto") or "auto"
         if plane not in PLANES:
-            raise InvalidRequestError(f"HVDLAB_PLANE={plane!r} is no data plane; choose one of {', '.join(PLANES)}.")
+            raise InvalidRequestError(
+                f"HVDLAB_PLANE={plane!r} is no data plane; choose one of {', '.join(PLANES)}."
+            )
         rank = _integer(env, "HVDLAB_RANK")
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,

@@ -68,6 +68,12 @@ class Control:
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
+    def after_fork(self) -> None:
+        """In a forked child: let go of copies of the parent's descriptors; closing them does not end anything."""
+        self._epoll.close()
+        os.close(self._wakeup)
+        self._endpoint.forget()
+
     # -- the control thread ---------------------------------------------------------------------------------------
 
     def call_later(self, seconds: float, call: Call) -> None:

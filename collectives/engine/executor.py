@@ -128,14 +128,14 @@ class Executor:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def abort(self, process_set: int, epoch: int) -> Lane | None:
-        """End the planes of a process set up to ``epoch``; returns the lane if it is in the middle of one."""
+    def abort(self, process_set: int, epoch: int) -> tuple[Lane, PlaneSlot] | None:
+        """End the planes of a process set up to ``epoch``; returns what is in the middle of one of them."""
         busy = None
         for slot in list(self._slots.values()):
             if slot.scope[0] == process_set and slot.scope[1] <= epoch:
                 slot.abort()
                 if self.lane.running is slot:
-                    busy = self.lane
+                    busy = (self.lane, slot)
         self.close_older(process_set, epoch + 1)
         return busy
 
@@ -156,10 +156,10 @@ class Executor:
         slot = self._slots.get((process_set, epoch))
         return slot.error if slot else None
 
-    def abandon(self, lane: Lane, slot: PlaneSlot) -> bool:
+    def abandon(self, lane: Lane, slot: PlaneSlot) -> None:
         """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""
         if lane is not self.lane or lane.running is not slot:
-            return False
+            return
         lane.abandoned = True
         self._abandoned.append(lane)
         new = self._new_lane()
@@ -168,7 +168,6 @@ class Executor:
         self.lane = new
         lane.bell.put(True)
         self.ring()
-        return True
 
     @property
     def abandoned(self) -> int:

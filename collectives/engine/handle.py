@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Handle(Entry):
     """A collective in flight. Made by :meth:`Engine.submit`."""
 
-    __slots__ = ("_done", "_engine", "_error", "_lock", "_result")
+    __slots__ = ("_done", "_engine", "_error", "_result", "ended")
 
     def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
@@ -25,8 +25,8 @@ class Handle(Entry):
         self._result: Result | None = None
         self._error: Exception | None = None
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
+        self.ended = _thread.allocate_lock()
+        self.ended.acquire()
 
     def done(self) -> bool:
         """Whether it has ended, well or badly. Never blocks."""
@@ -57,9 +57,9 @@ class Handle(Entry):
             return
         self._result, self._error = result, error
         self._done = True
-        self._lock.release()
+        self.ended.release()
 
     def open(self) -> None:
         """Let everybody through who waits. For the engine only."""
         with contextlib.suppress(RuntimeError):  # somebody else was quicker
-            self._lock.release()
+            self.ended.release()

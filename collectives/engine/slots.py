@@ -23,7 +23,7 @@ class PlaneSlot:
         error: Why the plane failed here, if it did.
     """
 
-    def __init__(self, name: str, context: PlaneContext, on_abort: Callable[[Scope], None]) -> None:
+    def __init__(self, name: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
         self.name = name
         self.context = context
         self.scope: Scope = (context.process_set, context.epoch)
@@ -51,7 +51,7 @@ class PlaneSlot:
         self.aborted = True
         if self.plane is not None:
             self.plane.abort()
-        self._on_abort(self.scope)
+        self._on_abort()
 
     def close(self) -> None:
         if self._closed:

@@ -180,6 +180,11 @@ class RankState:
     def has_messages(self) -> bool:
         return bool(self._outbox or self._messages)
 
+    @property
+    def queued(self) -> int:
+        """How many announcements wait to be sent."""
+        return sum(map(len, self._outbox.values()))
+
     def take_messages(self) -> list[m.Message]:
         """What is to be sent, in order. Announcements are gathered into one message per process set."""
         out: list[m.Message] = []

@@ -65,12 +65,11 @@ class EngineStore(KeyValue):
         epoch: int,
         tickets: Tickets,
         send: Callable[[m.Message], None],
-        aborted: Callable[[], bool],
     ) -> None:
         self._scope = (process_set, epoch)
         self._tickets = tickets
         self._send = send
-        self._aborted = aborted
+        self._aborted = False
 
     def set(self, key: str, value: bytes) -> None:
         self._send(m.StoreSet(*self._scope, key, value))
@@ -78,7 +77,7 @@ class EngineStore(KeyValue):
     def get(self, key: str, timeout: float) -> bytes:
         ticket = self._tickets.new(self._scope)
         try:
-            if self._aborted():
+            if self._aborted:
                 raise PlaneAborted(f"epoch {self._scope[1]} has ended")
             self._send(m.StoreGet(*self._scope, key, ticket.number))
             if not ticket.wait(timeout):
@@ -88,3 +87,8 @@ class EngineStore(KeyValue):
         if ticket.value is None:
             raise PlaneAborted(f"epoch {self._scope[1]} has ended")
         return ticket.value
+
+    def abort(self) -> None:
+        """End the waits of this and all later calls. Any thread."""
+        self._aborted = True
+        self._tickets.abort(self._scope)

@@ -1,0 +1,184 @@
+"""What the control thread does with the coordinator's messages."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from hvdlab.collectives.engine.control import Control
+from hvdlab.collectives.engine.effects import (
+    AbortPlane,
+    ClosePlanes,
+    Effect,
+    Fail,
+    NewEpoch,
+    RunBatch,
+    Succeed,
+)
+from hvdlab.collectives.engine.executor import Executor, Lane
+from hvdlab.collectives.engine.guarded import GuardedState, complete
+from hvdlab.collectives.engine.mailbox import Mailbox
+from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.slots import PlaneSlot
+from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.store import EngineStore, Tickets
+from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.errors import Cause, CauseKind
+from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.endpoint import Endpoint
+
+STUCK_AFTER = 2.0
+"""Seconds that a plane has to obey an abort before its thread is abandoned."""
+
+
+class Dispatcher:
+    """Carries out what messages ask for. Everything here runs on the control thread, unless said otherwise."""
+
+    def __init__(
+        self, guarded: GuardedState, endpoint: Endpoint, executor: Executor, spans: SpanLog, address: str
+    ) -> None:
+        self.world = WorldView()
+        self.mailbox = Mailbox()
+        self.control: Control | None = None  # set before it starts
+        self._guarded = guarded
+        self._endpoint = endpoint
+        self._executor = executor
+        self._spans = spans
+        self._address = address
+        self._tickets = Tickets()
+        self._handlers: dict[type, Callable[[m.Message], None]] = {
+            m.Ping: self._on_ping,
+            m.Pong: self._on_pong,
+            m.StoreValue: self._on_store_value,
+            m.World: self.world.update,
+            m.Mail: self.mailbox.deliver,
+            m.Interrupt: self.mailbox.interrupt,
+            m.Leave: self.mailbox.leave,
+            m.RankEvents: self.mailbox.events,
+            m.Stalled: self.mailbox.stalled,
+        }
+
+    def receive(self) -> None:
+        """Read and handle what has arrived."""
+        for payload in self._endpoint.receive():
+            message = decode_to_peer(payload)
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(message)
+            else:
+                self._handle(message)
+
+    def flush(self) -> None:
+        self._guarded.flush()
+
+    def _handle(self, message: m.Message) -> None:
+        effects = self._guarded.handle(message, time.monotonic_ns())
+        if self.perform(effects):
+            self._executor.ring()
+        if isinstance(message, m.Configure):
+            self._spans.recorder.members(message.process_set, message.epoch, len(message.members))
+            if message.process_set == 0:
+                self.world.configured([member.rank for member in message.members])
+        elif isinstance(message, m.Abort):
+            self._spans.recorder.abort(message.process_set, message.epoch, message.text)
+            self.schedule_events()
+
+    def perform(self, effects: list[Effect]) -> bool:
+        """Carry out effects; whether there is work for the executor that nobody was woken for."""
+        work = False
+        for effect in effects:
+            if type(effect) is RunBatch:
+                self._executor.put(effect)
+                work = True
+            else:
+                self._perform(effect)
+        return work
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Fail(entry, error):
+                if error.__cause__ is None:
+                    error.__cause__ = self._executor.error_of(entry.request.process_set, entry.epoch)
+                complete(entry, None, error)
+            case Succeed(entry, process_set):
+                complete(entry, Result(process_set=process_set), None)
+            case AbortPlane(process_set, epoch):
+                busy = self._executor.abort(process_set, epoch)
+                if busy is not None:
+                    self._watch(*busy)
+            case ClosePlanes(process_set, epoch):
+                self._executor.close_older(process_set, epoch)
+            case NewEpoch():
+                self._new_epoch(effect)
+
+    def _watch(self, lane: Lane, slot: PlaneSlot) -> None:
+        """An aborted plane is in the middle of something; after a while its thread is given up."""
+        assert self.control is not None
+        self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
+
+    def _new_epoch(self, effect: NewEpoch) -> None:
+        memory = self._endpoint.take_descriptor() if effect.has_memory else -1
+        if effect.index < 0:
+            if memory >= 0:
+                os.close(memory)
+            return
+        store = EngineStore(effect.process_set, effect.epoch, self._tickets, self.send)
+        context = PlaneContext(
+            effect.process_set,
+            effect.epoch,
+            effect.index,
+            len(effect.members),
+            tuple(member.rank for member in effect.members),
+            tuple(member.host for member in effect.members),
+            store,
+            memory,
+            self._address,
+            effect.options,
+        )
+        self._executor.prepare(PlaneSlot(effect.plane, context, store.abort))
+
+    def send(self, message: m.Message) -> None:
+        """Send a message. Any thread."""
+        self._guarded.tell(lambda state: state.post(message))
+
+    def _on_ping(self, message: m.Message) -> None:
+        assert isinstance(message, m.Ping)
+        self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
+
+    def _on_pong(self, message: m.Message) -> None:
+        assert isinstance(message, m.Pong)
+        self._spans.clock_answer(message)
+
+    def _on_store_value(self, message: m.Message) -> None:
+        assert isinstance(message, m.StoreValue)
+        self._tickets.answer(message.ticket, message.value)
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def schedule_events(self) -> None:
+        """Send what was recorded, soon but not too often. Any thread."""
+        control = self.control
+        if control is not None and self._spans.claim():
+            control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
+
+    def send_events(self) -> None:
+        for batch in self._spans.take():
+            self._guarded.post(m.Events(batch))
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, reason: str) -> None:
+        """Everything pending fails, and so does whatever is submitted later."""
+        text = f"the coordinator is gone ({reason}); restart the group"
+        self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        self.world.lost(text)
+        self.mailbox.leave(m.Leave(text))
+
+    def lose(self, cause: Cause) -> None:
+        """Fail everything pending. The control thread, or whoever closes the engine after that thread's end."""
+        effects = self._guarded.lose(cause)
+        self._tickets.abort()
+        self.perform(effects)

@@ -1,0 +1,185 @@
+"""The one door to the rank's state: a lock, sending in order, and mending after an interrupt.
+
+User threads, the control thread and the executor come through here. Python may raise KeyboardInterrupt between any two
+instructions of the main thread, hence also in the middle of a submission. A mark is set before the state is touched
+and reset afterwards; who finds it set knows that somebody was torn away and mends: nobody can say what was done and
+what was not, so the epoch is given up on all ranks, as after an interrupted wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hvdlab.collectives.engine.effects import Effect
+from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.request import PendingCollective, Result
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+
+DIRECT_LIMIT = 64
+"""Announcements that a user's thread sends itself at most; more are left to the control thread."""
+
+
+class GuardedState:
+    """State, outgoing messages and ends of handles, under one lock that is held for microseconds.
+
+    Args:
+        rank: This rank.
+        endpoint: Connection to the coordinator.
+        wake: Lets the control thread flush.
+    """
+
+    def __init__(self, rank: int, endpoint: Endpoint, wake: Callable[[], None]) -> None:
+        self.state = RankState(rank)
+        self.unusable: HvdlabError | None = None
+        self._rank = rank
+        self._endpoint = endpoint
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._flush_wanted = False
+        self._torn = False
+        self._finishing: tuple[Entry, ...] = ()
+
+    # -- submissions ----------------------------------------------------------------------------------------------
+
+    def submit(self, handle: Handle) -> None:
+        """Queue a submission without sending it. Raises what :meth:`RankState.submit` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._torn:
+                    self._mend()
+                self._torn = True
+                try:
+                    self.state.submit(handle)
+                except HvdlabError:
+                    self._torn = False
+                    raise
+                self._torn = False
+        except BaseException:
+            self._wake()  # a duplicate has to be told, an interrupted submission to be mended
+            raise
+
+    def want_flush(self) -> None:
+        """Let the control thread send what is queued, unless a wait is quicker."""
+        if not self._flush_wanted:
+            self._flush_wanted = True
+            self._wake()
+
+    def flush(self) -> bool:
+        """Send what is queued; whether the socket took it all.
+
+        Raises:
+            ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
+        """
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._flush_wanted = False
+            state = self.state
+            if state.has_messages:
+                self._torn = True
+                send = self._endpoint.send
+                complete = True
+                for message in state.take_messages():
+                    complete = send(message)
+                self._torn = False
+                return complete
+        return True
+
+    def flush_direct(self) -> None:
+        """Send what is queued, on a user's thread. Large amounts are left to the control thread."""
+        if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
+            self._wake()
+            return
+        try:
+            complete = self.flush()
+        except ConnectionLost:
+            complete = False
+        if not complete:
+            self._wake()  # it waits until the socket takes more, or finds the connection's end
+
+    def tell(self, change: Callable[[RankState], None]) -> None:
+        """Change the state and send what comes of it."""
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._torn = True
+            change(self.state)
+            self._torn = False
+        self.flush_direct()
+
+    def post(self, message: m.Message) -> None:
+        """Queue a message; nothing is sent."""
+        with self._lock:
+            self.state.post(message)
+
+    def _mend(self) -> None:
+        self._torn = False
+        text = f"rank {self._rank} was interrupted"
+        self.state.mend(text)
+        for entry in self._finishing:
+            if entry.phase == ENDED:
+                cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
+                complete(entry, None, self.state.aborted(entry, cause))
+        self._finishing = ()
+
+    # -- the coordinator's messages -------------------------------------------------------------------------------
+
+    def handle(self, message: m.Message, now: int) -> list[Effect]:
+        with self._lock:
+            if self._torn:
+                self._mend()
+            return self.state.handle(message, now)
+
+    def lose(self, cause: Cause) -> list[Effect]:
+        with self._lock:
+            if self._torn:
+                self._mend()
+            return self.state.lose(cause)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def finish(self, entries: tuple[Entry, ...], results: list[Result]) -> None:
+        """End the handles of an executed batch, those that have not been failed in the meantime."""
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._torn = True
+            self._finishing = entries
+            finish = self.state.finish
+            for entry, result in zip(entries, results, strict=True):
+                if finish(entry):
+                    complete(entry, result, None)
+            self._finishing = ()
+            self._torn = False
+
+    def pending(self, now: int) -> list[PendingCollective]:
+        with self._lock:
+            return [
+                PendingCollective(
+                    entry.name,
+                    entry.request.kind.label,
+                    entry.site,
+                    (now - entry.submitted) / 1e9,
+                    entry.phase == EXECUTING,
+                    group.id,
+                )
+                for group in self.state.sets.values()
+                for entry in group.pending
+            ]
+
+    def after_fork(self, error: HvdlabError) -> None:
+        """In a forked child: nothing works any more; the lock may have been held by a thread that is not here."""
+        self.unusable = error
+        self._lock = threading.Lock()
+
+
+def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:
+    """End a handle."""
+    entry.complete(result, error)  # type: ignore[attr-defined]  # in an engine every entry is a handle

@@ -1,0 +1,123 @@
+"""The ranks' states against the coordinator's, in random interleavings of all that can happen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
+from joint_simulation import SimEntry, Simulation, allreduce
+
+SEEDS = st.integers(0, 2**32)
+
+
+def outcomes(simulation: Simulation, name: str) -> list[object]:
+    return [e.outcome for me in simulation.ranks for e in me.entries if e.name == name]
+
+
+@given(seed=SEEDS, size=st.integers(1, 5), count=st.integers(1, 30), limit=st.sampled_from([4, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_any_order_of_submissions_completes(seed: int, size: int, count: int, limit: int) -> None:
+    simulation = Simulation(size, seed, local_limit=limit)
+    for round_ in range(2):
+        for rank in range(size):
+            names = [f"t{i}" for i in range(count)]
+            random.Random(seed + rank + round_).shuffle(names)
+            for name in names:
+                simulation.submit(rank, allreduce(name))
+        simulation.run()
+        simulation.check()
+    for me in simulation.ranks:
+        assert all(isinstance(e.outcome, tuple) for e in me.entries)
+        assert len(me.entries) == 2 * count
+
+
+def test_a_mismatch_fails_that_name_only_and_alike() -> None:
+    simulation = Simulation(3, 1)
+    for rank in range(3):
+        simulation.submit(rank, allreduce("good"))
+        simulation.submit(rank, allreduce("bad", (4, 5 if rank == 2 else 4)), f"cell [7] line {rank}")
+    simulation.run()
+    simulation.check()
+    bad = outcomes(simulation, "bad")
+    assert all(isinstance(o, MismatchError) for o in bad)
+    assert len({str(o) for o in bad}) == 1
+    assert "cell [7] line 0" in str(bad[0])
+    assert "cell [7] line 2" in str(bad[0])
+    assert all(isinstance(o, tuple) for o in outcomes(simulation, "good"))
+
+
+def test_a_duplicate_fails_on_every_rank() -> None:
+    simulation = Simulation(3, 2)
+    simulation.submit(0, allreduce("x"), "a.py:1")
+    simulation.run()
+    assert isinstance(simulation.submit(0, allreduce("x"), "a.py:2"), DuplicateNameError)
+    simulation.run()
+    for rank in (1, 2):
+        simulation.submit(rank, allreduce("x"))
+    simulation.run()
+    simulation.check()
+    assert all(isinstance(o, DuplicateNameError) for o in outcomes(simulation, "x"))
+    for rank in range(3):
+        simulation.submit(rank, allreduce("x"))
+    simulation.run()
+    assert [type(o) for o in outcomes(simulation, "x")].count(tuple) == 3
+
+
+@pytest.mark.parametrize("how", ["kill", "withdraw", "tear"])
+def test_the_group_works_again_after_an_abort(how: str) -> None:
+    simulation = Simulation(3, 3)
+    for rank in (0, 1):
+        simulation.submit(rank, allreduce("x"))
+    simulation.run()
+    getattr(simulation, how)(1)
+    simulation.run()
+    simulation.check()
+    aborted = [e.outcome for r in (0, 1) for e in simulation.ranks[r].entries if simulation.ranks[r].alive]
+    kind = CauseKind.RANK_DIED if how == "kill" else CauseKind.INTERRUPTED
+    assert all(isinstance(o, AbortedError) and o.cause.kind is kind for o in aborted)
+    again = [simulation.submit(me.rank, allreduce("x")) for me in simulation.ranks if me.alive]
+    simulation.run()
+    simulation.check()
+    assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
+
+
+ACTIONS = ("submit", "submit", "submit", "submit", "steps", "steps", "withdraw", "tear", "mismatch", "kill")
+
+
+@given(seed=SEEDS, size=st.integers(1, 4), count=st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) -> None:
+    chance = random.Random(seed)
+    simulation = Simulation(size, seed, local_limit=8)
+    for _ in range(count):
+        rank = chance.randrange(size)
+        if not simulation.ranks[rank].alive:
+            continue
+        action = chance.choice(ACTIONS)
+        if action == "steps":
+            for _ in range(chance.randint(1, 20)):
+                simulation.step()
+        elif action == "kill":
+            if sum(me.alive for me in simulation.ranks) > 1 and chance.random() < 0.3:
+                simulation.kill(rank)
+        elif action in ("withdraw", "tear"):
+            getattr(simulation, action)(rank)
+        else:
+            shape = (4,) if action == "submit" else (chance.randint(4, 5),)
+            name = chance.choice([None, "a", "b", "c"])
+            simulation.submit(rank, allreduce(name, shape))
+    simulation.run()
+    # What some ranks have submitted and others never will is given up; then nothing may be left.
+    for _ in range(3):
+        for me in simulation.ranks:
+            if me.alive and any(e.outcome is None for e in me.entries):
+                simulation.withdraw(me.rank)
+        simulation.run()
+    simulation.check()
+    final = [simulation.submit(me.rank, allreduce("final")) for me in simulation.ranks if me.alive]
+    simulation.run()
+    assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in final)

@@ -1,0 +1,193 @@
+"""Resident rank processes for tests: a coordinator and N processes that run functions of the test module.
+
+::
+
+    def reduce(value):                       # runs on each rank; module level
+        return api.allreduce(np.full(3, value)).tolist()
+
+    def test_reduce(ranks):                  # @pytest.fixture: with Ranks(2) as ranks: yield ranks
+        assert ranks.run(reduce, per_rank=[(1,), (3,)]) == [[2, 2, 2]] * 2
+
+A function is found by its file and qualified name, so it must be at module level (or a static method). Arguments,
+results and exceptions are pickled; a rank's exception comes back as itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+
+class RankFailed(Exception):
+    """A function failed on some ranks; ``errors`` has the exception (``RankGone`` for a lost process) by rank."""
+
+    def __init__(self, errors: dict[int, BaseException], outcomes: list[Any]) -> None:
+        self.errors, self.outcomes = errors, outcomes
+        super().__init__("; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in errors.items()))
+
+
+class RankGone(Exception):
+    """The process of a rank ended before it answered."""
+
+
+class Running:
+    """A function that runs on some ranks."""
+
+    def __init__(self, ranks: Ranks, numbers: Sequence[int]) -> None:
+        self._ranks = ranks
+        self.numbers = list(numbers)
+
+    def outcomes(self, timeout: float = 30) -> list[Any]:
+        """Result or exception of each rank, in the order of the ranks given."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, Any] = {}
+        connections = {self._ranks.connections[r]: r for r in self.numbers}
+        while len(found) < len(self.numbers):
+            left = [c for c, r in connections.items() if r not in found]
+            ready = wait(left, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = [r for r in self.numbers if r not in found]
+                raise TimeoutError(f"ranks {missing} did not answer within {timeout:g} s; others: {found}")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = connections[connection]
+                try:
+                    _ok, value = connection.recv()
+                except (EOFError, ConnectionError):
+                    value = RankGone(f"rank {rank} ended")
+                found[rank] = value
+        return [found[r] for r in self.numbers]
+
+    def results(self, timeout: float = 30) -> list[Any]:
+        """Result of each rank; raises ``RankFailed`` if any raised."""
+        outcomes = self.outcomes(timeout)
+        errors = {r: o for r, o in zip(self.numbers, outcomes, strict=True) if isinstance(o, BaseException)}
+        if errors:
+            raise RankFailed(errors, outcomes)
+        return outcomes
+
+
+class Ranks:
+    """A coordinator and ``size`` rank processes, initialized unless ``init`` is false."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        init: bool = True,
+        env: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
+        timeout: float = 60,
+    ) -> None:
+        self.size = size
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self.coordinator = CoordinatorProcess.start(size=size)
+        self._env = dict(env or {})
+        self._imports = list(imports)
+        try:
+            for rank in range(size):
+                self._spawn(rank)
+            if init:
+                self.run(_init, timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        env = {
+            **os.environ,
+            "HVDLAB_COORDINATOR": self.coordinator.address,
+            "HVDLAB_TOKEN": self.coordinator.token,
+            "HVDLAB_RANK": str(rank),
+            "HVDLAB_SIZE": str(self.size),
+            "OMP_NUM_THREADS": "1",
+            **self._env,
+        }
+        with ours, theirs:
+            process = subprocess.Popen(
+                [sys.executable, str(WORKER), str(theirs.fileno()), *self._imports],
+                env=env,
+                pass_fds=[theirs.fileno()],
+            )
+            connection = Connection(os.dup(ours.fileno()))
+        if rank < len(self.processes):
+            self.processes[rank], self.connections[rank] = process, connection
+        else:
+            self.processes.append(process)
+            self.connections.append(connection)
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        per_rank: Sequence[tuple[Any, ...]] | None = None,
+    ) -> Running:
+        """Start ``function(*args)`` (or ``*per_rank[i]``) on some ranks, all by default."""
+        numbers = range(self.size) if ranks is None else ranks
+        file = sys.modules[function.__module__].__file__
+        for i, rank in enumerate(numbers):
+            own = args if per_rank is None else per_rank[i]
+            self.connections[rank].send((file, function.__module__, function.__qualname__, own))
+        return Running(self, list(numbers))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 30, **kwargs: Any) -> list[Any]:
+        """Run and return the results; raises ``RankFailed``."""
+        return self.start(function, *args, **kwargs).results(timeout)
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 30, **kwargs: Any
+    ) -> list[Any]:
+        """Run and return results and exceptions."""
+        return self.start(function, *args, **kwargs).outcomes(timeout)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the process of a rank; after SIGKILL also wait for its end."""
+        self.processes[rank].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[rank].wait(10)
+
+    def respawn(self, rank: int) -> None:
+        """Start a new process under an old number (not initialized)."""
+        self.connections[rank].close()
+        self._spawn(rank)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _init() -> None:
+    from hvdlab.collectives import context
+
+    context.init()

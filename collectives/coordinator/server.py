@@ -241,7 +241,8 @@ class Server:
                 events.append(Received(peer, connection.decode(payload)))
             connection.heard = time.monotonic()
         except ConnectionLost as error:
-            self._lose(connection, str(error), events)
+            detail = f" ({error})" if connection.tls else ""
+            self._lose(connection, f"its connection ended without a goodbye{detail}", events)
         except ProtocolError as error:
             self._log(f"{connection.name} is closed: {error}")
             self._lose(connection, f"it sent {error}", events)

@@ -1,0 +1,377 @@
+"""The notebook's connection to the coordinator: membership, cells, mail and events of the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import HvdlabError, ProtocolError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class CoordinatorLostError(HvdlabError, ConnectionError):
+    """The coordinator has ended, or this client was closed; nothing can be said to the ranks any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who makes up the job now.
+
+    Attributes:
+        expected: Ranks that the world is to be made of; empty if nobody has said.
+        members: Living ranks, in order.
+        deaths: Ranks that died and were not replaced, with process id, time and reason.
+        epoch: Epoch of the world; 0 before it was formed for the first time.
+    """
+
+    expected: tuple[int, ...] = ()
+    members: tuple[m.Member, ...] = ()
+    deaths: tuple[m.Death, ...] = ()
+    epoch: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of the living ranks."""
+        return tuple(member.rank for member in self.members)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Expected ranks that do not live: not started yet, or dead."""
+        living = set(self.ranks)
+        return tuple(rank for rank in self.expected if rank not in living)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the world was formed and all expected ranks live."""
+        return self.epoch > 0 and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A collective that has been waiting for long.
+
+    Attributes:
+        process_set: Its process set.
+        seconds: How long.
+        kind, name: Which collective.
+        waited: Ranks that submitted it. sites: where, for each of them.
+        missing: Ranks that did not.
+    """
+
+    process_set: int
+    seconds: float
+    kind: int
+    name: str
+    waited: tuple[int, ...]
+    missing: tuple[int, ...]
+    sites: tuple[str, ...]
+
+
+class Client:
+    """A connection with one thread of its own, on which all callbacks run.
+
+    Callbacks must not block for long and must not call :meth:`close`, :meth:`cell_started` or other methods that
+    wait for the coordinator. An exception in one is logged and concerns nobody else. All methods may be called from
+    any thread.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._changed = threading.Condition()
+        self._membership = Membership()
+        self._world_seen = False
+        self._lost = ""
+        self._closing = False
+        self._pongs: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._subscribed = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
+        self._on_membership: list[Callable[[Membership], Any]] = []
+        self._on_events: list[Callable[[int, bytes], Any]] = []
+        self._on_stall: list[Callable[[Stall], Any]] = []
+        self._on_lost: list[Callable[[str], Any]] = []
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(
+        cls, address: str, token: str, *, certificate: str | None = None, timeout: float = 10
+    ) -> Client:
+        """Connect to the coordinator.
+
+        Returns once the first membership has arrived.
+
+        Raises:
+            StartError: Nobody answers there, or the token is wrong.
+        """
+        deadline = Deadline(timeout)
+        hello = m.Hello(m.PROTOCOL_VERSION, token, "client", pid=os.getpid())
+        endpoint, _ = connect(address, hello, certificate=certificate, deadline=deadline)
+        client = cls(endpoint)
+        try:
+            client._wait(lambda: client._world_seen, deadline, "the first membership")
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    # -- the world ------------------------------------------------------------------------------------------------
+
+    def expect(self, ranks: Sequence[int]) -> None:
+        """Say which ranks make up the world from now on. Living ranks that are not among them are told to leave."""
+        self._send(m.Expect(tuple(ranks)))
+
+    def membership(self) -> Membership:
+        """The last known membership; what it was at the end if the coordinator is lost."""
+        return self._membership
+
+    def wait_for(self, condition: Callable[[Membership], bool], timeout: float | None = None) -> Membership:
+        """Wait until the membership fulfils a condition, and return it.
+
+        Raises:
+            TimeoutError: It did not in time.
+            CoordinatorLostError: The connection ended.
+        """
+        self._wait(lambda: condition(self._membership), Deadline(timeout), "the awaited membership")
+        return self._membership
+
+    def on_membership(self, callback: Callable[[Membership], Any]) -> None:
+        """Call this with the present membership soon, and with each new one."""
+        self._call(lambda: self._on_membership.append(callback))
+        self._call(lambda: self._invoke(callback, self._membership))
+
+    def rank_lost(self, rank: int, pid: int, reason: str) -> None:
+        """Say how a rank's process ended (``killed by SIGKILL``); the launcher knows, its socket does not."""
+        self._send(m.RankLost(rank, pid, reason))
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def cell_started(self, cell: str, ranks: Sequence[int], timeout: float = 10) -> None:
+        """Say that a cell is about to be sent to these ranks.
+
+        Returns once the coordinator knows, so that no rank can be ahead of this news.
+
+        Raises:
+            CoordinatorLostError: The connection ended.
+            TimeoutError: The coordinator did not answer.
+        """
+        self._send(m.CellStarted(cell, tuple(ranks)))
+        self.flush(timeout)
+
+    def flush(self, timeout: float = 10) -> None:
+        """Wait until the coordinator has handled everything that was said before. Raises like ``cell_started``."""
+        number = next(self._numbers)
+        self._send(m.Ping(number))
+        self._wait(lambda: number in self._pongs, Deadline(timeout), "the coordinator's answer")
+        with self._changed:
+            self._pongs.discard(number)
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Interrupt these ranks: their engines' ``on_interrupt`` callbacks are called."""
+        self._send(m.InterruptRanks(tuple(ranks)))
+
+    # -- mail and events ------------------------------------------------------------------------------------------
+
+    def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
+        """Send mail to ranks; those that do not live get none."""
+        self._send(m.Post(topic, body, tuple(to)))
+
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], Any]) -> None:
+        """Call ``callback(sender, body)`` for mail of a topic; ``sender`` is a rank."""
+        self._call(lambda: self._mail.setdefault(topic, []).append(callback))
+
+    def on_events(self, callback: Callable[[int, bytes], Any]) -> None:
+        """Call ``callback(rank, batch)`` for the ranks' event batches.
+
+        The first one registered gets the history first; a later one gets what comes from then on.
+        """
+        self._call(lambda: self._on_events.append(callback))
+        with self._changed:
+            if self._subscribed:
+                return
+            self._subscribed = True
+        self._send(m.Subscribe(True))
+
+    def on_stall(self, callback: Callable[[Stall], Any]) -> None:
+        """Call this when a collective has been waiting for long."""
+        self._call(lambda: self._on_stall.append(callback))
+
+    def on_lost(self, callback: Callable[[str], Any]) -> None:
+        """Call this once with the reason if the coordinator is lost; not after :meth:`close`."""
+        self._call(lambda: self._on_lost.append(callback))
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended, from either side."""
+        return bool(self._lost) or self._closing
+
+    def close(self, timeout: float = 5) -> None:
+        """Say goodbye and end the thread. Idempotent; the ranks go on."""
+        with self._changed:
+            first = not self._closing
+            self._closing = True
+        if first:
+            with contextlib.suppress(CoordinatorLostError):
+                self._send(m.Bye("closed"))
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: m.Message) -> None:
+        if self._lost:
+            raise CoordinatorLostError(self._lost)
+        try:
+            done = self._endpoint.send(message)
+        except ConnectionLost as error:
+            raise CoordinatorLostError(str(error)) from error
+        if not done:
+            self._wake()  # the thread has to watch for room
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Run this on the client's thread, after what was asked for before."""
+        self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        # A full pipe wakes as well as one more byte; a closed one means that the thread has ended.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def _wait(self, condition: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(f"waiting for {what} inside a callback of the client would wait for ever")
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._lost, deadline.remaining())
+            if condition():
+                return
+            if self._lost:
+                raise CoordinatorLostError(self._lost)
+        raise TimeoutError(f"{what} did not come within {deadline.seconds:g} s")
+
+    # -- the client's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = "the connection to the coordinator was closed"
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake_reader, selectors.EVENT_READ)
+                selector.register(self._endpoint, selectors.EVENT_READ)
+                self._receive()  # what came along with the handshake does not make the socket readable
+                while not self._closing:
+                    self._step(selector)
+                self._linger()
+        except (ConnectionLost, ProtocolError) as error:
+            reason = f"the coordinator is lost: {error}"
+        finally:
+            self._end(reason)
+
+    def _step(self, selector: selectors.BaseSelector) -> None:
+        writing = selectors.EVENT_WRITE if self._endpoint.backlog else 0
+        selector.modify(self._endpoint, selectors.EVENT_READ | writing)
+        for key, mask in selector.select():
+            if key.fileobj is self._wake_reader:
+                self._wake_reader.recv(4096)
+                continue
+            if mask & selectors.EVENT_WRITE:
+                self._endpoint.flush()
+            if mask & selectors.EVENT_READ:
+                self._receive()
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _receive(self) -> None:
+        self._run_calls()  # a callback that was registered before its answer was asked for must get it
+        for payload in self._endpoint.receive():
+            self._handle(decode_to_peer(payload))
+
+    def _linger(self) -> None:
+        """Let what was sent before close() go out, but not for ever."""
+        deadline = time.monotonic() + 1.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._endpoint, selectors.EVENT_WRITE)
+            while not self._endpoint.flush():
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    return
+
+    def _end(self, reason: str) -> None:
+        lost = not self._closing
+        self._endpoint.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+        self._run_calls()  # a callback registered just now may be for on_lost
+        if lost:
+            for callback in self._on_lost:
+                self._invoke(callback, reason)
+
+    def _handle(self, message: m.ToPeer) -> None:
+        if isinstance(message, m.Mail):
+            for callback in self._mail.get(message.topic, ()):
+                self._invoke(callback, message.sender, message.body)
+        elif isinstance(message, m.RankEvents):
+            for callback in self._on_events:
+                self._invoke(callback, message.rank, message.batch)
+        elif isinstance(message, m.World):
+            self._take_world(message)
+        elif isinstance(message, m.Pong):
+            with self._changed:
+                self._pongs.add(message.number)
+                self._changed.notify_all()
+        elif isinstance(message, m.Ping):
+            self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
+        elif isinstance(message, m.Stalled):
+            c = message.collective
+            stall = Stall(message.process_set, message.seconds, c.kind, c.name, c.waited, c.missing, c.sites)
+            for on_stall in self._on_stall:
+                self._invoke(on_stall, stall)
+
+    def _take_world(self, message: m.World) -> None:
+        membership = Membership(message.expected, message.members, message.deaths, message.epoch)
+        with self._changed:
+            self._membership = membership
+            self._world_seen = True
+            self._changed.notify_all()
+        for callback in self._on_membership:
+            self._invoke(callback, membership)
+
+    def _invoke(self, callback: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            logger.exception("a callback of the hvdlab client failed")

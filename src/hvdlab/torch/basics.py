@@ -122,7 +122,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether the world's collectives go through the mpi plane."""
-    return context.engine("hvd.mpi_enabled()").plane == "mpi"
+    return context.engine("hvd.mpi_enabled()").plane() == "mpi"
 
 
 def mpi_threads_supported() -> bool:
@@ -141,7 +141,7 @@ def gloo_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Whether the world's collectives go through the gloo plane."""
-    return context.engine("hvd.gloo_enabled()").plane == "gloo"
+    return context.engine("hvd.gloo_enabled()").plane() == "gloo"
 
 
 def nccl_built() -> bool:

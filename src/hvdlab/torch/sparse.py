@@ -44,7 +44,7 @@ def sparse_allreduce_async(
         indices, values = outputs
         if chosen is Average:
             values = values / len(parts[0].result.tables)
-        return torch.sparse_coo_tensor(indices.t(), values, shape).coalesce()
+        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True).coalesce()
 
     # Entries are the rows of an allgather, so the indices go transposed.
     operation = Operation(OpKind.ALLGATHER, process_set=set_id(process_set))

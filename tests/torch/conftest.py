@@ -1,0 +1,30 @@
+"""Worlds of 1, 2 and 4 resident ranks for the tests of the torch binding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ranks import Ranks
+
+
+def _world(size: int) -> Iterator[Ranks]:
+    with Ranks(size, imports=["hvdlab.torch"]) as world:
+        yield world
+
+
+@pytest.fixture(scope="session", params=[1, 2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Ranks that live as long as tests use their number."""
+    yield from _world(request.param)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    yield from _world(4)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    yield from _world(2)

@@ -40,11 +40,13 @@ class Engine:
         rank: This rank.
         settings: What it was started with.
         recorder: Spans and metrics of this rank.
+        cell: The cell that runs here now, or ``None``.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int) -> None:
         self.settings = settings
         self.rank = rank
+        self.cell: str | None = None
         self._spans = SpanLog(rank, settings.record)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
@@ -210,11 +212,13 @@ class Engine:
 
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
+        self.cell = cell
         self.recorder.cell_begin(cell)
         self._dispatcher.send(m.CellBegin(cell))
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """A cell ended here; ``error`` is one line that says how it failed."""
+        self.cell = None
         self.recorder.cell_end(cell, error is None)
         self._dispatcher.send(m.CellEnd(cell, error or ""))
         self._dispatcher.schedule_events()

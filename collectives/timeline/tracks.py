@@ -12,7 +12,7 @@ NOTES = "notes"
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",
-    "phases": "phases, summed per operation (order not measured)",
+    "phases": "phases: sums, order not measured",
     "cycles": "orders to execute",
     NOTES: "aborts and notes",
 }

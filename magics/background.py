@@ -1,0 +1,58 @@
+"""The handle of a cell that runs in the background."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.cells.failure import failure_of
+from hvdlab.kernel_ext.cells.results import CellResults
+
+
+class RunningCell(Protocol):
+    """A run of a pool, as :meth:`Pool.start_run` returns it."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> CellResults: ...
+    def interrupt(self) -> None: ...
+
+
+class BackgroundCell:
+    """What ``%%hvd_run --background`` returns; the cell's output goes on to where it was started."""
+
+    def __init__(self, run: RunningCell, shell: InteractiveShell, name: str | None, label: str) -> None:
+        self._run, self._shell, self._name, self._label = run, shell, name, label
+
+    @property
+    def done(self) -> bool:
+        """Whether the cell has ended."""
+        return self._run.done
+
+    def wait(self, timeout: float | None = None) -> CellResults:
+        """The results, once the cell has ended.
+
+        Raises:
+            CellFailed: It failed; the notebook shows the same report as for a cell in the foreground.
+            KeyboardInterrupt: It was interrupted, for example by Ctrl-C during this wait.
+            TimeoutError: It still runs after ``timeout`` seconds, and goes on.
+        """
+        results = self._run.wait(timeout)
+        if self._name and self._shell.user_ns.get(self._name) is self:
+            self._shell.user_ns[self._name] = results
+        failure = failure_of(results)
+        if failure is not None:
+            raise failure
+        return results
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt on its ranks."""
+        self._run.interrupt()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "runs"
+        return f"<cell {self._label} {state} in the background on {format_ranks(self._run.ranks)}; .wait(), .interrupt()>"

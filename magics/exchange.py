@@ -1,0 +1,72 @@
+"""``%hvd_pull`` and ``%hvd_push``: variables between the notebook and the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks
+from hvdlab.magics.session import Session, as_usage_error, ranks_of
+
+
+def pull_parser() -> MagicParser:
+    parser = MagicParser(
+        "%hvd_pull", "Bring variables from the ranks; each becomes a dict from rank to value."
+    )
+    parser.add_argument("names", nargs="+", type=identifier, metavar="NAME", help="variables of the ranks")
+    parser.add_argument(
+        "--ranks", metavar="0,2-3,::2", help="from these ranks only; from one rank comes the value itself"
+    )
+    return parser
+
+
+def push_parser() -> MagicParser:
+    parser = MagicParser("%hvd_push", "Send variables of the notebook to all ranks, under the same names.")
+    parser.add_argument("names", nargs="+", type=identifier, metavar="NAME", help="variables of the notebook")
+    return parser
+
+
+@magics_class
+class ExchangeMagics(Magics):
+    """Magics that move variables."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(pull_parser())
+    def hvd_pull(self, line: str) -> None:
+        """Bring variables from the ranks to the notebook."""
+        parser = pull_parser()
+        if {"-h", "--help"} & set(line.split()):
+            print(parser.format_help())
+            return
+        options = parser.parse(line)
+        pool = self.session.need_pool("%hvd_pull")
+        ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
+        pulled: dict[str, Any] = {}
+        for name in options.names:
+            with as_usage_error():
+                values = pool.pull(name, ranks)
+            pulled[name] = values[ranks[0]] if options.ranks and len(ranks) == 1 else values
+        self.session.shell.user_ns.update(pulled)
+
+    @line_magic
+    @documented(push_parser())
+    def hvd_push(self, line: str) -> None:
+        """Send variables of the notebook to the ranks."""
+        parser = push_parser()
+        if {"-h", "--help"} & set(line.split()):
+            print(parser.format_help())
+            return
+        options = parser.parse(line)
+        pool = self.session.need_pool("%hvd_push")
+        variables = self.session.shell.user_ns
+        missing = [name for name in options.names if name not in variables]
+        if missing:
+            raise UsageError(f"%hvd_push: the notebook has no variable `{missing[0]}`")
+        with as_usage_error():
+            pool.push(**{name: variables[name] for name in options.names})

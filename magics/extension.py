@@ -1,0 +1,85 @@
+"""``%load_ext hvdlab`` and ``%unload_ext hvdlab``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from hvdlab.magics.autohvd import AutoMagics, AutoRun
+from hvdlab.magics.cells import CellMagics
+from hvdlab.magics.exchange import ExchangeMagics
+from hvdlab.magics.pools import PoolMagics
+from hvdlab.magics.session import Session
+
+_ATTRIBUTE = "_hvdlab_extension"
+MAGICS = {
+    "line": ("hvd_run", "hvd_pool", "hvd_pull", "hvd_push", "autohvd"),
+    "cell": ("hvd_run", "hvd_rank", "local"),
+}
+
+
+class Extension:
+    """Everything that loading adds to one shell; :meth:`unload` takes it away again.
+
+    Attributes:
+        session: The pool and its surroundings.
+    """
+
+    def __init__(self, shell: InteractiveShell, session: Session | None = None) -> None:
+        self.shell = shell
+        self.session = session or Session(shell)
+        self._auto = AutoRun()
+
+    def load(self) -> None:
+        for magics in (
+            CellMagics(self.session),
+            PoolMagics(self.session),
+            ExchangeMagics(self.session),
+            AutoMagics(self.session, self._auto),
+        ):
+            self.shell.register_magics(magics)
+        self.shell.events.register("pre_run_cell", self._remember_cell)
+        self.shell.input_transformers_cleanup.append(self._auto)
+        setattr(self.shell, _ATTRIBUTE, self)
+
+    def prewarm(self) -> None:
+        """Begin to start what the first pool needs, in the background."""
+        from hvdlab.kernel_ext.warm import prewarm
+
+        self.session.warm = prewarm()
+
+    def unload(self) -> None:
+        """Stop the pool and remove the magics."""
+        delattr(self.shell, _ATTRIBUTE)
+        self.shell.input_transformers_cleanup.remove(self._auto)
+        self.shell.events.unregister("pre_run_cell", self._remember_cell)
+        for kind, names in MAGICS.items():
+            for name in names:
+                self.shell.magics_manager.magics[kind].pop(name, None)
+        self.session.close()
+
+    def _remember_cell(self, info: Any) -> None:
+        self.session.raw_cell = info.raw_cell or ""
+
+
+def extension_of(shell: InteractiveShell) -> Extension | None:
+    """The extension that is loaded into this shell."""
+    found: Extension | None = getattr(shell, _ATTRIBUTE, None)
+    return found
+
+
+def load(shell: InteractiveShell) -> None:
+    """Load into a shell; a second time nothing happens."""
+    if extension_of(shell) is not None:
+        return
+    extension = Extension(shell)
+    extension.load()
+    extension.prewarm()
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Unload; nothing happens if it is not loaded."""
+    extension = extension_of(shell)
+    if extension is not None:
+        extension.unload()

@@ -1,0 +1,96 @@
+"""``%hvd_pool``: the pool by hand."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
+from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
+from hvdlab.magics.status_table import StatusTable
+
+COMMANDS = ("start", "status", "resize", "repair", "restart", "stop")
+
+
+def pool_parser() -> MagicParser:
+    parser = MagicParser("%hvd_pool", "Start, look at, resize, repair or stop the ranks.")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="status", help="(default: status)")
+    parser.add_argument(
+        "argument", nargs="?", metavar="N|RANKS", help="for resize: number of ranks; for restart: ranks"
+    )
+    add_pool_options(parser)
+    return parser
+
+
+@magics_class
+class PoolMagics(Magics):
+    """Magics about the pool."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(pool_parser())
+    def hvd_pool(self, line: str) -> Any:
+        """Start, look at, resize, repair or stop the ranks."""
+        parser = pool_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return None
+        if options.argument is not None and options.command not in ("start", "resize", "restart"):
+            parser.error(f"`{options.command}` takes no argument, but got `{options.argument}`")
+        command: Callable[[Any], Any] = getattr(self, f"_{options.command}")
+        return command(options)
+
+    def _start(self, options: Any) -> None:
+        np = options.np if options.argument is None else _number("start", options.argument)
+        pool = self.session.pool_for(np, launcher=options.launcher, plane=options.plane, hosts=options.hosts)
+        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+
+    def _status(self, options: Any) -> StatusTable:
+        return StatusTable(self.session.need_pool("%hvd_pool status").status())
+
+    def _resize(self, options: Any) -> None:
+        pool = self.session.need_pool("%hvd_pool resize")
+        if options.argument is None and options.np is None:
+            raise UsageError(
+                "%hvd_pool resize: say how many ranks there shall be, as in `%hvd_pool resize 4`"
+            )
+        np = options.np if options.argument is None else _number("resize", options.argument)
+        with as_usage_error():
+            pool.resize(np)
+        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+
+    def _repair(self, options: Any) -> None:
+        pool = self.session.need_pool("%hvd_pool repair")
+        with as_usage_error():
+            replaced = list(pool.repair() or ())
+        print(f"{say_ranks(replaced)} started again" if replaced else "no rank is missing")
+
+    def _restart(self, options: Any) -> None:
+        pool = self.session.need_pool("%hvd_pool restart")
+        ranks = ranks_of(pool) if options.argument is None else parse_ranks(options.argument, ranks_of(pool))
+        with as_usage_error():
+            pool.restart(ranks)
+        print(f"{say_ranks(ranks)} started again, with empty memory")
+
+    def _stop(self, options: Any) -> None:
+        pool = self.session.pool
+        if pool is None:
+            print("no ranks are running")
+            return
+        pool.stop()
+        print("all ranks have ended")
+
+
+def _number(command: str, text: str) -> int:
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"%hvd_pool {command}: {error}") from None

@@ -1,0 +1,56 @@
+"""Which display area of the notebook belongs to which display of which rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from itertools import count
+
+
+class Areas:
+    """Names areas, and finds them again.
+
+    Ranks choose display ids without knowing of each other, so each rank's id gets an area of its own. After a rank
+    alone has cleared its output, its next displays take the areas of the cleared ones: a plot that is redrawn in a
+    loop stays in its place while the other ranks' output stays untouched.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._names = (f"{prefix}-{n}" for n in count())
+        self._by_id: dict[tuple[int, str], str] = {}
+        self._used: defaultdict[int, list[str]] = defaultdict(list)
+        self._free: defaultdict[int, deque[str]] = defaultdict(deque)
+
+    def find(self, rank: int, display_id: str) -> str | None:
+        """The area that an update goes to, or None if there is none."""
+        return self._by_id.get((rank, display_id))
+
+    def place(self, ranks: tuple[int, ...], display_id: str) -> tuple[str, bool]:
+        """An area for a display, and whether it exists already."""
+        reuse = len(ranks) == 1 and bool(self._free[ranks[0]])
+        area = self._free[ranks[0]].popleft() if reuse else next(self._names)
+        for rank in ranks:
+            if display_id:
+                self._by_id[rank, display_id] = area
+            if len(ranks) == 1:
+                self._used[rank].append(area)
+        return area, reuse
+
+    def clear(self, rank: int) -> list[str]:
+        """A rank cleared its output; returns areas that an earlier clear freed and nothing took."""
+        stale = list(self._free[rank])
+        self._free[rank] = deque(self._used.pop(rank, ()))
+        return stale
+
+    def free(self, rank: int) -> list[str]:
+        """Areas that wait for the rank's next display."""
+        return list(self._free[rank])
+
+    def forget(self) -> None:
+        """All output is gone."""
+        self._by_id.clear()
+        self._used.clear()
+        self._free.clear()
+
+    def leftover(self) -> list[str]:
+        """Areas that were freed and not taken again."""
+        return [area for areas in self._free.values() for area in areas]

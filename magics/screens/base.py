@@ -1,0 +1,77 @@
+"""The interface of a screen, and the sink that feeds one with merged output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
+from hvdlab.kernel_ext.payloads import CellDone, Chunk
+
+
+class Screen(Protocol):
+    """Shows pieces of output, in order."""
+
+    def write(self, piece: Text) -> None: ...
+    def show(self, piece: Shown) -> None: ...
+    def clear(self, piece: Cleared) -> None: ...
+    def live(self, piece: LiveLines) -> None: ...
+
+    def tick(self, now: float) -> float | None:
+        """Show what was held back; returns when to call again, or None."""
+
+    def backlog(self) -> int:
+        """Characters held back."""
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+
+
+class MergingSink:
+    """Output of a run, merged and shown on a screen.
+
+    Args:
+        merger: Makes pieces of what ranks write.
+        screen: Shows them.
+        clock: ``time.monotonic``.
+    """
+
+    def __init__(
+        self, merger: LineMerger, screen: Screen, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._merger, self._screen, self._clock = merger, screen, clock
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self._merger.feed(rank, chunks, self._clock())
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        self._merger.end(rank, self._clock())
+        if not self._merger.running:
+            self._show(self._merger.take(self._clock()))
+            self._screen.finish()
+
+    def note(self, text: str) -> None:
+        self._show(self._merger.take(self._clock()))
+        self._screen.write(Text("stderr", f"{text}\n"))
+
+    def tick(self, now: float) -> float | None:
+        self._show(self._merger.take(now))
+        limits = [t for t in (self._merger.deadline, self._screen.tick(now)) if t is not None]
+        return min(limits, default=None)
+
+    def backlog(self) -> int:
+        return self._screen.backlog()
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text():
+                    self._screen.write(piece)
+                case Shown():
+                    self._screen.show(piece)
+                case Cleared():
+                    self._screen.clear(piece)
+                case LiveLines():
+                    self._screen.live(piece)

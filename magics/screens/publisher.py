@@ -1,0 +1,74 @@
+"""How a notebook's messages leave the kernel: from the cell that runs, or into a cell that has ended."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+from IPython.core.interactiveshell import InteractiveShell
+
+
+class Publisher(Protocol):
+    """Sends output messages of one cell."""
+
+    def stream(self, name: str, text: str) -> None: ...
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
+    ) -> None: ...
+    def clear(self, wait: bool) -> None: ...
+
+
+class CellPublisher:
+    """Into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._last = sys.stdout
+
+    def stream(self, name: str, text: str) -> None:
+        target = sys.stderr if name == "stderr" else sys.stdout
+        if target is not self._last:
+            self._last.flush()
+        self._last = target
+        target.write(text)
+        target.flush()
+
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
+    ) -> None:
+        transient = {"display_id": display_id}
+        self._shell.display_pub.publish(data, metadata, transient=transient, update=update)
+
+    def clear(self, wait: bool) -> None:
+        self._shell.display_pub.clear_output(wait)  # type: ignore[no-untyped-call]  # IPython has no annotation
+
+
+class ParentPublisher:
+    """Into one cell for good, whichever cell runs meanwhile: messages carry the header of that cell's request.
+
+    Any thread; the socket hands messages to the kernel's own output thread.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._session, self._socket = kernel.session, kernel.iopub_socket
+        self._parent = kernel.get_parent("shell")
+
+    def stream(self, name: str, text: str) -> None:
+        self._send("stream", {"name": name, "text": text}, f"stream.{name}")
+
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
+    ) -> None:
+        content = {"data": data, "metadata": metadata, "transient": {"display_id": display_id}}
+        self._send("update_display_data" if update else "display_data", content, "display_data")
+
+    def clear(self, wait: bool) -> None:
+        self._send("clear_output", {"wait": wait}, "clear_output")
+
+    def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
+        self._session.send(self._socket, kind, content, parent=self._parent, ident=topic.encode())
+
+
+def in_notebook(shell: InteractiveShell) -> bool:
+    """Whether the shell belongs to a Jupyter kernel."""
+    return getattr(shell, "kernel", None) is not None

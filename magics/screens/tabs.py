@@ -1,0 +1,119 @@
+"""``--output tabs``: the output of each rank on a page of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.magics.screens.pages import Page, page_html, page_text
+from hvdlab.magics.screens.publisher import Publisher
+
+REFRESH = 0.5
+"""Seconds between two states of the pages."""
+
+
+class View(Protocol):
+    """Shows pages; ``final`` is True the last time."""
+
+    def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class PagesSink:
+    """Collects output by rank and shows it on a view."""
+
+    def __init__(self, ranks: Sequence[int], view: View, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pages = {rank: Page() for rank in ranks}
+        self._running, self._changed = set(ranks), set(ranks)
+        self._view, self._clock, self._next = view, clock, clock()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self._pages[rank].add(chunks)
+        self._changed.add(rank)
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        self._running.discard(rank)
+        self._changed.add(rank)
+
+    def note(self, text: str) -> None:
+        self._view.note(text)
+
+    def tick(self, now: float) -> float | None:
+        if not self._changed:
+            return None
+        if self._running and now < self._next:
+            return self._next
+        self._view.show(self._pages, self._changed, final=not self._running)
+        self._changed = set()
+        # Each state is sent whole: the more there is, the rarer.
+        self._next = now + max(REFRESH, 5 * (self._clock() - now))
+        return None
+
+    def backlog(self) -> int:
+        return 0
+
+
+class SectionsView:
+    """A terminal: one section for each rank, when the cell has ended."""
+
+    def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
+        if not final:
+            return
+        for rank, page in pages.items():
+            text = page_text(page.outputs())
+            sys.stdout.write(f"── rank {rank} ──\n{text}" + ("" if text.endswith("\n") or not text else "\n"))
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class DetailsView:
+    """A notebook without ipywidgets: parts that can be folded."""
+
+    def __init__(self, publisher: Publisher, cell: str) -> None:
+        self._publisher, self._area, self._made = publisher, f"hvdlab-{cell}-pages", False
+        self._html: dict[int, str] = {}
+
+    def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
+        for index, (rank, page) in enumerate(pages.items()):
+            if rank in changed:
+                self._html[rank] = page_html(rank, page.outputs(), opened=index == 0)
+        text = "\n".join(f"── rank {rank} ──\n{page_text(page.outputs())}" for rank, page in pages.items())
+        data = {"text/html": "".join(self._html[rank] for rank in pages), "text/plain": text}
+        self._publisher.display(data, {}, self._area, update=self._made)
+        self._made = True
+
+    def note(self, text: str) -> None:
+        self._publisher.stream("stderr", f"{text}\n")
+
+
+class TabsView:
+    """A notebook with ipywidgets: one tab for each rank."""
+
+    def __init__(self, publisher: Publisher, ranks: Sequence[int], cell: str) -> None:
+        import ipywidgets  # type: ignore[import-untyped]  # it ships no types
+
+        self._publisher = publisher
+        self._outputs: dict[int, Any] = {rank: ipywidgets.Output() for rank in ranks}
+        tab = ipywidgets.Tab(children=list(self._outputs.values()), titles=[f"rank {rank}" for rank in ranks])
+        data = tab._repr_mimebundle_()
+        publisher.display(data, {}, f"hvdlab-{cell}-tabs")
+
+    def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
+        for rank in changed:
+            self._outputs[rank].outputs = pages[rank].outputs()
+
+    def note(self, text: str) -> None:
+        self._publisher.stream("stderr", f"{text}\n")
+
+
+def notebook_view(publisher: Publisher, ranks: Sequence[int], cell: str) -> View:
+    """Tabs if ipywidgets is installed, else parts that can be folded."""
+    if find_spec("ipywidgets") is not None:
+        return TabsView(publisher, ranks, cell)
+    return DetailsView(publisher, cell)

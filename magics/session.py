@@ -1,0 +1,126 @@
+"""What one notebook has: at most one pool, and what is to be undone when the extension is unloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from hvdlab.collectives.errors import HvdlabError, format_ranks
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
+
+    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+
+
+class Session:
+    """The pool of one shell.
+
+    Args:
+        shell: The shell.
+        start: Starts a pool; ``Pool.start``.
+
+    Attributes:
+        pool: The pool, or None if there is none or it was stopped.
+        warm: What was started ahead; the next pool takes it.
+        raw_cell: The notebook's cell that runs now, with its magic line.
+    """
+
+    def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
+        self.shell = shell
+        self.warm: WarmPool | None = None
+        self.raw_cell = ""
+        self._pool: Pool | None = None
+        self._start_pool = start or _start_pool
+
+    @property
+    def pool(self) -> Pool | None:
+        if self._pool is not None and self._pool.state == "stopped":
+            self._pool = None
+        return self._pool
+
+    def need_pool(self, what: str) -> Pool:
+        """The pool; UsageError if there is none."""
+        if self.pool is None:
+            raise UsageError(
+                f"{what}: no ranks are running; start some with `%hvd_pool start -np 8` or a %%hvd_run cell"
+            )
+        return self.pool
+
+    def pool_for(
+        self,
+        np: int | None,
+        *,
+        launcher: str | None = None,
+        plane: str | None = None,
+        hosts: str | None = None,
+        say: Callable[[str], None] = print,
+    ) -> Pool:
+        """The pool with ``np`` ranks: as it is, resized or new.
+
+        Raises:
+            UsageError: It can't be had, with the remedy.
+        """
+        pool = self.pool
+        if pool is None:
+            return self._start(np, launcher or "local", plane or "auto", hosts, say)
+        for option, wanted, has in (("--launcher", launcher, pool.launcher), ("--plane", plane, pool.plane)):
+            if wanted is not None and wanted != has:
+                raise UsageError(
+                    f"{option} {wanted}: the ranks that run were started with {has}; `%hvd_pool stop` ends them, "
+                    "then a new pool can be started"
+                )
+        if np is not None and np != pool.size:
+            with as_usage_error():
+                pool.resize(np)
+        return pool
+
+    def close(self) -> None:
+        """Stop the pool, if there is one, and what was started ahead."""
+        pool, self._pool = self._pool, None
+        warm, self.warm = self.warm, None
+        if pool is not None and pool.state != "stopped":
+            pool.stop()
+        if warm is not None:
+            warm.close()
+
+    def _start(
+        self, np: int | None, launcher: str, plane: str, hosts: str | None, say: Callable[[str], None]
+    ) -> Pool:
+        if np is None and hosts is None:
+            np = max(2, os.cpu_count() or 2)
+            say(f"starting {np} ranks (-np chooses how many)")
+        warm, self.warm = self.warm, None
+        with as_usage_error():
+            self._pool = self._start_pool(np, launcher=launcher, plane=plane, hosts=hosts, warm=warm)
+        return self._pool
+
+
+def _start_pool(*args: Any, **kwargs: Any) -> Pool:
+    from hvdlab.kernel_ext.pool import Pool
+
+    return Pool.start(*args, **kwargs)
+
+
+@contextmanager
+def as_usage_error() -> Iterator[None]:
+    """What the pool can't do is told in one sentence, without a traceback through our own frames."""
+    try:
+        yield
+    except (HvdlabError, TimeoutError, LookupError, ValueError, OSError, ImportError) as error:
+        raise UsageError(str(error)) from None
+
+
+def ranks_of(pool: Pool) -> list[int]:
+    """The ranks that live."""
+    return sorted(pool.ranks)
+
+
+def say_ranks(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0-7``."""
+    return format_ranks(ranks)

@@ -1,0 +1,95 @@
+"""The other magics, and loading and unloading."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import hvdlab
+from magics_fakes import Notebook
+
+
+def test_status_is_a_table(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start -np 2")
+    ran = notebook.run("%hvd_pool status")
+    rows = repr(ran.result).splitlines()
+    assert rows[0].split() == ["rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane"]
+    assert rows[1].split() == ["0", "here", "100", "cpu", "idle", "3", "MiB", "1.2", "s", "auto"]
+    assert "<th" in ran.result._repr_html_()
+
+
+def test_the_pool_by_hand(notebook: Notebook) -> None:
+    assert notebook.run("%hvd_pool start 2").lines == ["ranks 0,1 are ready"]
+    assert notebook.run("%hvd_pool resize 4").lines == ["ranks 0-3 are ready"]
+    assert notebook.run("%hvd_pool restart 1,2").lines == ["ranks 1,2 started again, with empty memory"]
+    assert notebook.pool.restarted == [1, 2]
+    assert notebook.run("%hvd_pool repair").lines == ["no rank is missing"]
+    assert notebook.run("%hvd_pool stop").lines == ["all ranks have ended"]
+    assert notebook.run("%hvd_pool stop").lines == ["no ranks are running"]
+
+
+def test_variables_are_pulled_and_pushed(notebook: Notebook) -> None:
+    notebook.run("%%hvd_run -np 2\nx = rank * 2")
+    notebook.run("%hvd_pull x")
+    assert notebook.shell.user_ns["x"] == {0: 0, 1: 2}
+    notebook.run("%hvd_pull x --ranks 1")
+    assert notebook.shell.user_ns["x"] == 2
+    notebook.run("y = 'hello'\n%hvd_push y")
+    assert notebook.run("%%hvd_run\nprint(y)").lines == ["[0,1] hello"]
+
+
+def test_plain_cells_run_on_the_ranks_while_autohvd_is_on(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    notebook.run("%autohvd")
+    assert notebook.run("print(rank)").lines == ["[0] 0", "[1] 1"]
+    assert notebook.run("%hvd_pool repair").lines == ["no rank is missing"]
+    notebook.run("%%local\nhere = 5")
+    assert notebook.shell.user_ns["here"] == 5
+    assert notebook.run("%autohvd off").lines == ["cells run in the notebook"]
+    assert notebook.run("print(here)").lines == ["5"]
+
+
+def test_line_numbers_count_from_the_first_line_with_autohvd(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    notebook.run("%autohvd")
+    assert "line 2, in <module>" in notebook.run("x = 1\n1 / 0").stdout
+
+
+def test_a_local_cell_that_fails_has_its_own_line_numbers(notebook: Notebook) -> None:
+    ran = notebook.run("%%local\nx = 1\n1 / 0")
+    assert isinstance(ran.error, ZeroDivisionError)
+    assert ran.stdout.count("ZeroDivisionError") == 2
+    assert "line 3" in ran.stdout
+
+
+def test_loading_twice_is_harmless_and_unloading_removes_all(notebook: Notebook) -> None:
+    shell = notebook.shell
+    hvdlab.load_ipython_extension(shell)
+    assert shell.input_transformers_cleanup.count(notebook.extension._auto) == 1
+    hvdlab.unload_ipython_extension(shell)
+    assert shell.find_cell_magic("hvd_run") is None
+    assert notebook.extension._auto not in shell.input_transformers_cleanup
+    hvdlab.unload_ipython_extension(shell)
+    notebook.extension.load()
+
+
+def test_unloading_stops_the_pool(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    pool = notebook.pool
+    notebook.extension.session.close()
+    assert pool.state == "stopped"
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, hvdlab; print([m for m in ('numpy', 'torch', 'IPython', 'msgspec') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pol'"):
+        hvdlab.Pol  # noqa: B018

@@ -1,0 +1,231 @@
+"""A notebook over a pool without processes: ranks are threads that ``exec`` cells, behind the real run machinery."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Stream
+from hvdlab.magics.extension import Extension
+
+
+class _Died(BaseException):
+    pass
+
+
+class FakeRank:
+    """One rank's variables, and what a cell can do on it: print, err, show, block, die."""
+
+    def __init__(self, rank: int, size: Callable[[], int]) -> None:
+        self.rank = rank
+        self.stop = threading.Event()
+        self.emit: Callable[[Chunk], None] = lambda chunk: None
+        self.variables: dict[str, Any] = {
+            "rank": rank,
+            "size": size,
+            "print": lambda *args, end="\n": self.emit(Stream("stdout", " ".join(map(str, args)) + end)),
+            "err": lambda text: self.emit(Stream("stderr", text)),
+            "show": lambda data, **kwargs: self.emit(Display(data, {}, **kwargs)),
+            "block": self._block,
+            "die": self._die,
+        }
+
+    def _block(self) -> None:
+        self.stop.wait(20)
+        raise KeyboardInterrupt
+
+    def _die(self) -> None:
+        raise _Died
+
+    def run(self, source: str, offset: int, cell: str) -> CellDone | None:
+        try:
+            tree = ast.parse("\n" * offset + source)
+            last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            if last is not None:
+                tree.body.pop()
+            exec(compile(tree, "<cell>", "exec"), self.variables)  # noqa: S102
+            value = None
+            if last is not None:
+                value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), self.variables)
+        except _Died:
+            return None
+        except BaseException as error:  # noqa: BLE001
+            lines = tuple(traceback.format_exception(error)[-2:])
+            stopped = isinstance(error, KeyboardInterrupt)
+            failure = CellError(
+                type(error).__name__, str(error), lines, time.monotonic_ns(), interrupted=stopped
+            )
+            return CellDone(cell, failure, 0.1)
+        if value is None:
+            return CellDone(cell, None, 0.1)
+        self.emit(Display({"text/plain": repr(value)}, {}, result=True))
+        return CellDone(cell, None, 0.1, True, pickle.dumps(value), repr(value))
+
+
+class FakePool:
+    """What the magics use of a pool."""
+
+    def __init__(
+        self, np: int | None, *, launcher: str = "local", plane: str = "auto", **kwargs: Any
+    ) -> None:
+        if launcher not in ("local", "mpi"):
+            raise StartError(
+                f"the launcher {launcher!r} is not installed; `pip install hvdlab[{launcher}]` adds it"
+            )
+        self.launcher, self.plane, self.state = launcher, plane, "idle"
+        self._ranks: dict[int, FakeRank] = {}
+        self.resize(np or 2)
+        self.restarted: list[int] = []
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def resize(self, np: int) -> None:
+        for rank in range(np, self.size):
+            del self._ranks[rank]
+        for rank in range(self.size, np):
+            self._ranks[rank] = FakeRank(rank, lambda: self.size)
+
+    def stop(self) -> None:
+        self.state = "stopped"
+        for thread in self._threads:
+            thread.join()
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        self.restarted = list(ranks)
+
+    def repair(self) -> list[int]:
+        return []
+
+    def status(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                rank=r,
+                host="here",
+                pid=100 + r,
+                device="cpu",
+                state="idle",
+                cell="",
+                rss=5 << 20,
+                pss=3 << 20,
+                cpu=1.25,
+                plane=self.plane,
+            )
+            for r in self.ranks
+        ]
+
+    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        return {r: self._ranks[r].variables[name] for r in ranks or self.ranks}
+
+    def push(self, **values: Any) -> None:
+        for rank in self._ranks.values():
+            rank.variables.update(values)
+
+    def run(self, source: str, **kwargs: Any) -> CellResults:
+        return self._start(source, **kwargs).wait()
+
+    def start_run(self, source: str, **kwargs: Any) -> CellHandle:
+        handle = self._start(source, **kwargs)
+        handle.drive_in_background()
+        return handle
+
+    def _start(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int],
+        label: str,
+        line_offset: int,
+        out: Any,
+        timeout: float | None,
+    ) -> CellHandle:
+        chosen = {r: self._ranks[r] for r in ranks}
+        for rank in chosen.values():
+            rank.stop.clear()
+        handle = CellHandle(
+            CellRun("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
+            out,
+            credit=lambda rank, taken: None,
+            interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
+        )
+        for rank in chosen.values():
+            thread = threading.Thread(target=self._run_rank, args=(rank, handle, source, line_offset))
+            self._threads.append(thread)
+            thread.start()
+        return handle
+
+    def _run_rank(self, rank: FakeRank, handle: CellHandle, source: str, offset: int) -> None:
+        total = 0
+
+        def emit(chunk: Chunk) -> None:
+            nonlocal total
+            total += 100
+            handle.feed(OutputArrived(rank.rank, (chunk,), total))
+
+        rank.emit = emit
+        done = rank.run(source, offset, "c")
+        if done is None:
+            handle.feed(RankDied(rank.rank, "killed by SIGKILL", time.monotonic_ns()))
+        else:
+            handle.feed(DoneArrived(rank.rank, done))
+
+
+@dataclass
+class Ran:
+    """What a cell did."""
+
+    stdout: str
+    stderr: str
+    error: BaseException | None
+    result: Any
+    displays: list[Any] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+    @property
+    def usage_error(self) -> str:
+        assert self.stderr.startswith("UsageError: "), self.stderr
+        assert "Traceback" not in self.stderr + self.stdout
+        return self.stderr.removeprefix("UsageError: ").strip()
+
+
+class Notebook:
+    """Runs cells as a frontend would."""
+
+    def __init__(self, shell: InteractiveShell, extension: Extension) -> None:
+        self.shell, self.extension = shell, extension
+
+    def run(self, cell: str) -> Ran:
+        with capture_output() as captured:
+            result = self.shell.run_cell(cell, store_history=True)
+        error = result.error_before_exec or result.error_in_exec
+        return Ran(captured.stdout, captured.stderr, error, result.result, captured.outputs)
+
+    @property
+    def pool(self) -> FakePool:
+        pool = self.extension.session.pool
+        assert isinstance(pool, FakePool)
+        return pool

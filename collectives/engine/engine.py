@@ -40,13 +40,13 @@ class Engine:
         rank: This rank.
         settings: What it was started with.
         recorder: Spans and metrics of this rank.
-        cell: The cell that runs here now, or ``None``.
+        failed_cells: How many cells have ended here with an error, so that bindings can drop what one left half done.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int) -> None:
         self.settings = settings
         self.rank = rank
-        self.cell: str | None = None
+        self.failed_cells = 0
         self._spans = SpanLog(rank, settings.record)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
@@ -212,13 +212,12 @@ class Engine:
 
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
-        self.cell = cell
         self.recorder.cell_begin(cell)
         self._dispatcher.send(m.CellBegin(cell))
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """A cell ended here; ``error`` is one line that says how it failed."""
-        self.cell = None
+        self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
         self._dispatcher.send(m.CellEnd(cell, error or ""))
         self._dispatcher.schedule_events()

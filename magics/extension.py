@@ -6,6 +6,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.exchange import ExchangeMagics
@@ -45,9 +46,7 @@ class Extension:
 
     def prewarm(self) -> None:
         """Begin to start what the first pool needs, in the background."""
-        from hvdlab.kernel_ext.warm import prewarm
-
-        self.session.warm = prewarm()
+        self.session.ahead = Ahead()
 
     def unload(self) -> None:
         """Stop the pool and remove the magics."""

@@ -11,11 +11,10 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.magics.ahead import Ahead
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
-
-    from hvdlab.kernel_ext.warm.prewarm import WarmPool
 
 
 class Session:
@@ -27,13 +26,13 @@ class Session:
 
     Attributes:
         pool: The pool, or None if there is none or it was stopped.
-        warm: What was started ahead; the next pool takes it.
+        ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
     """
 
     def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
         self.shell = shell
-        self.warm: WarmPool | None = None
+        self.ahead: Ahead | None = None
         self.raw_cell = ""
         self._pool: Pool | None = None
         self._start_pool = start or _start_pool
@@ -83,11 +82,11 @@ class Session:
     def close(self) -> None:
         """Stop the pool, if there is one, and what was started ahead."""
         pool, self._pool = self._pool, None
-        warm, self.warm = self.warm, None
+        ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":
             pool.stop()
-        if warm is not None:
-            warm.close()
+        if ahead is not None:
+            ahead.close()
 
     def _start(
         self, np: int | None, launcher: str, plane: str, hosts: str | None, say: Callable[[str], None]
@@ -95,7 +94,8 @@ class Session:
         if np is None and hosts is None:
             np = max(2, os.cpu_count() or 2)
             say(f"starting {np} ranks (-np chooses how many)")
-        warm, self.warm = self.warm, None
+        ahead, self.ahead = self.ahead, None
+        warm = ahead.take() if ahead is not None else None
         with as_usage_error():
             self._pool = self._start_pool(np, launcher=launcher, plane=plane, hosts=hosts, warm=warm)
         return self._pool
@@ -112,7 +112,7 @@ def as_usage_error() -> Iterator[None]:
     """What the pool can't do is told in one sentence, without a traceback through our own frames."""
     try:
         yield
-    except (HvdlabError, TimeoutError, LookupError, ValueError, OSError, ImportError) as error:
+    except (HvdlabError, TimeoutError, OSError, ImportError) as error:
         raise UsageError(str(error)) from None
 
 

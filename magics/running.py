@@ -1,0 +1,86 @@
+"""Runs a cell for a magic and shows what comes of it. Imported when the first cell runs: loading stays quick."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.kernel_ext.cells.failure import failure_of
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.magics.background import BackgroundCell
+from hvdlab.magics.screens.base import MergingSink, Screen
+from hvdlab.magics.screens.notebook import NotebookScreen
+from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, in_notebook
+from hvdlab.magics.screens.tabs import PagesSink, SectionsView, notebook_view
+from hvdlab.magics.screens.terminal import TerminalScreen
+from hvdlab.magics.session import Session, as_usage_error
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
+
+
+def run_cell(
+    session: Session, pool: Pool, source: str, ranks: Sequence[int], options: argparse.Namespace, offset: int
+) -> Any:
+    """Run a cell; returns what the magic returns.
+
+    Args:
+        options: ``output``, ``out``, ``background`` and ``timeout``.
+        offset: Lines of the notebook's cell above the source.
+
+    Raises:
+        CellFailed: The cell failed on a rank.
+        KeyboardInterrupt: The user interrupted it.
+    """
+    shell = session.shell
+    label = f"[{shell.execution_count}]"
+    arguments: dict[str, Any] = {
+        "ranks": ranks,
+        "label": label,
+        "line_offset": offset,
+        "out": make_sink(session, ranks, options.output, background=options.background),
+        "timeout": options.timeout,
+    }
+    if options.background:
+        with as_usage_error():
+            run = pool.start_run(source, **arguments)
+        handle = BackgroundCell(run, shell, options.out, label)
+        if options.out:
+            shell.user_ns[options.out] = handle
+        return handle
+    with as_usage_error():
+        results = pool.run(source, **arguments)
+    return _conclude(session, results, options.out)
+
+
+def _conclude(session: Session, results: CellResults, name: str | None) -> CellResults | None:
+    if name:
+        session.shell.user_ns[name] = results
+    failure = failure_of(results)
+    if failure is not None:
+        raise failure
+    return results if results.has_values else None
+
+
+def make_sink(session: Session, ranks: Sequence[int], output: str, *, background: bool) -> OutputSink:
+    """The sink for ``--output``, in a notebook or a terminal."""
+    if output == "none":
+        return NullSink()
+    cell = uuid.uuid4().hex[:12]
+    publisher = _publisher(session, background=background)
+    if output == "tabs":
+        return PagesSink(
+            ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
+        )
+    screen: Screen = TerminalScreen(ranks) if publisher is None else NotebookScreen(publisher, ranks, cell)
+    return MergingSink(LineMerger(ranks, merge=output == "grouped"), screen)
+
+
+def _publisher(session: Session, *, background: bool) -> Publisher | None:
+    if not in_notebook(session.shell):
+        return None
+    return ParentPublisher(getattr(session.shell, "kernel")) if background else CellPublisher(session.shell)  # noqa: B009

@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterator
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.timeline.records import CellBegin, CellEnd, Event, Members, Metric, Span, encode
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
+from hvdlab.collectives.timeline.records import encode
 
 START_NS = 5_000_000_000
 

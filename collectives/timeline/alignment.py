@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hvdlab.collectives.timeline.records import ClockSample
+from hvdlab.collectives.timeline.events import ClockSample
 
 # Old samples go stale as clocks drift (some 10 us per second at worst); the best of the newest few is used.
 SAMPLES_KEPT = 16

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvdlab.collectives.timeline.alignment import Alignment
-from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.timeline.events import (
     Abort,
     Batch,
     CellBegin,
@@ -23,6 +22,7 @@ from hvdlab.collectives.timeline.records import (
     Metric,
     Span,
 )
+from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
 from hvdlab.collectives.timeline.tracks import NOTES, TraceEvent, Tracks, micros
 
 HOLD_SECONDS = 1.0

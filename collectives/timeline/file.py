@@ -20,7 +20,8 @@ from hvdlab.collectives.timeline.chrome import HOLD_SECONDS, ChromeTrace
 from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.tracks import TraceEvent
 
-QUEUED_BATCHES = 4096
+QUEUED_BYTES = 128 * 1024 * 1024
+"""Batches that may wait for the disk; more than the history that a late subscriber gets at once."""
 WRITE_BYTES = 65536
 EXIT_SECONDS = 10.0
 """How long the end of a process may wait for a disk that is stuck."""
@@ -39,14 +40,15 @@ class TimelineFile:
         *,
         mark_cycles: bool = False,
         hold: float = HOLD_SECONDS,
-        queued: int = QUEUED_BATCHES,
+        queued_bytes: int = QUEUED_BYTES,
     ) -> None:
         self.path = Path(path)
         self.dropped = 0
         self._trace = ChromeTrace(mark_cycles=mark_cycles, hold=hold)
-        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue(queued)
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._room = queued_bytes
+        self._lock = threading.Lock()
         self._closing = False
-        self._asked_to_end = False
         self._done = threading.Event()
         self._error: OSError | None = None
         self._rejected = 0
@@ -76,10 +78,12 @@ class TimelineFile:
         """Hand over a batch of ``Recorder.drain``. Any thread; never blocks; ignored after :meth:`close`."""
         if self._closing:
             return
-        try:
-            self._queue.put_nowait((rank, batch))
-        except queue.Full:
-            self.dropped += 1
+        with self._lock:
+            if len(batch) > self._room:
+                self.dropped += 1
+                return
+            self._room -= len(batch)
+        self._queue.put((rank, batch))
 
     def close(self, timeout: float | None = None) -> None:
         """Write what was fed so far, complete the file and end the thread. May be called again, also after it failed.
@@ -91,18 +95,11 @@ class TimelineFile:
             OSError: Writing had failed; the file holds what was written before.
             TimeoutError: The disk takes longer; the writing goes on.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         self._closing = True
-        if not self._asked_to_end:
-            try:
-                # Unlike a batch this must get in; the thread is taking things out, so there will be room.
-                self._queue.put(None, timeout=timeout)
-            except queue.Full:
-                raise TimeoutError(f"{self.path} could not be completed within {timeout} s") from None
-            # Set afterwards: an interrupt in between makes the next call ask again, which does no harm.
-            self._asked_to_end = True
+        # Once is enough, but an interrupt may have come in between: a second one does no harm.
+        self._queue.put(None)
         # Not by joining: an interrupted join takes a thread for ended that is not.
-        if not self._done.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+        if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
         self._thread.join()
         atexit.unregister(self._close_at_exit)
@@ -143,6 +140,8 @@ class TimelineFile:
             self._write(self._trace.expire(time.monotonic()))
 
     def _take(self, rank: int, data: bytes) -> None:
+        with self._lock:
+            self._room += len(data)
         try:
             batch = decode(data)
             if batch.rank != rank:
@@ -189,6 +188,6 @@ class TimelineFile:
             return
 
     def _discard(self) -> None:
-        """Take what comes until :meth:`close`, so that neither it nor :meth:`feed` finds the queue full for good."""
+        """Take what comes until :meth:`close`, so that it doesn't pile up."""
         while self._queue.get() is not None:
             pass

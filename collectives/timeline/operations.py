@@ -2,7 +2,7 @@
 
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
 members have recorded it and gone on to their next one; how many members there are is known from
-:class:`~hvdlab.collectives.timeline.records.Members`. What does not get complete (a rank died, records were lost, the
+:class:`~hvdlab.collectives.timeline.events.Members`. What does not get complete (a rank died, records were lost, the
 size is not known, it was the last one) is given out after a while as it is.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from hvdlab.collectives.timeline.records import Members, Span
+from hvdlab.collectives.timeline.events import Members, Span
 
 Key = tuple[int, int, int]
 

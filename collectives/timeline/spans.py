@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.timeline import records
 from hvdlab.collectives.timeline.clock import clock_domain
+from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import (
     FLAG_FAILED,
     FLAG_HAS_STEP,
@@ -23,7 +24,6 @@ from hvdlab.collectives.timeline.records import (
     SMALL_FLOAT,
     SPAN,
     RecordType,
-    Span,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Recorder:
         phases: Phases,
         ok: bool = True,
     ) -> None:
-        """Record one tensor of one collective; see :class:`~hvdlab.collectives.timeline.records.Span`.
+        """Record one tensor of one collective; see :class:`~hvdlab.collectives.timeline.events.Span`.
 
         Times are ``time.monotonic_ns()``. A ``ready_ns`` or ``started_ns`` of 0 means that it failed before it got
         there. ``sequence`` and ``batch`` are those of the order to execute and equal on all members.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.timeline.events import (
     Abort,
     CellBegin,
     CellEnd,
@@ -22,9 +22,8 @@ from hvdlab.collectives.timeline.records import (
     Members,
     Metric,
     Span,
-    decode,
-    encode,
 )
+from hvdlab.collectives.timeline.records import decode, encode
 from hvdlab.collectives.timeline.tracks import ARRIVALS_PID
 from timeline_traces import steps
 

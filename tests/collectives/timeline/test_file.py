@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.chrome import ChromeTrace
+from hvdlab.collectives.timeline.events import CellBegin, Metric
 from hvdlab.collectives.timeline.file import TimelineFile
-from hvdlab.collectives.timeline.records import CellBegin, Metric, decode, encode
+from hvdlab.collectives.timeline.records import decode, encode
 from timeline_traces import steps
 
 PATIENCE = 30.0
@@ -117,7 +118,7 @@ def test_a_stuck_disk_never_blocks_who_feeds_and_the_loss_is_in_the_trace(tmp_pa
     fifo = tmp_path / "trace.json"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    trace = TimelineFile(fifo, queued=8)
+    trace = TimelineFile(fifo, queued_bytes=1_000_000)
     batch = encode(0, [Metric("loss", number, number, number) for number in range(2000)])
     begin = time.monotonic()
     for _ in range(200):
@@ -137,7 +138,7 @@ def test_a_stuck_disk_never_blocks_who_feeds_and_the_loss_is_in_the_trace(tmp_pa
 
 
 def test_a_full_disk_is_reported_by_close_and_feeding_goes_on() -> None:
-    trace = TimelineFile(Path("/dev/full"), queued=4)
+    trace = TimelineFile(Path("/dev/full"), queued_bytes=20_000)
     for rank, data in steps(2, 20):
         trace.feed(rank, data)
     for _ in range(2):

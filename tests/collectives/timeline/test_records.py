@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.timeline import records
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.timeline.events import (
     Abort,
+    Batch,
     CellBegin,
     CellEnd,
     ClockSample,
@@ -21,9 +22,8 @@ from hvdlab.collectives.timeline.records import (
     Members,
     Metric,
     Span,
-    decode,
-    encode,
 )
+from hvdlab.collectives.timeline.records import decode, encode
 
 U32 = st.integers(0, 2**32 - 1)
 TIMES = st.integers(0, 2**62)
@@ -69,7 +69,7 @@ def test_what_is_encoded_comes_back(
     rank: int, events: list[Event], clock: int, dropped: int, refused: int
 ) -> None:
     batch = decode(encode(rank, events, clock=clock, dropped=dropped, refused=refused))
-    assert batch == records.Batch(rank, clock, dropped, refused, tuple(events))
+    assert batch == Batch(rank, clock, dropped, refused, tuple(events))
 
 
 def test_a_record_is_64_bytes_of_every_kind() -> None:

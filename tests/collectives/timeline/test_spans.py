@@ -13,7 +13,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.timeline import spans as module
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.timeline.events import (
     Abort,
     Batch,
     CellBegin,
@@ -23,8 +23,8 @@ from hvdlab.collectives.timeline.records import (
     Members,
     Metric,
     Span,
-    decode,
 )
+from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.spans import Recorder
 
 PHASES = Phases(pack=10, transfer=20, unpack=30, wait=40)

@@ -49,8 +49,11 @@ class ExchangeMagics(Magics):
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
         pulled: dict[str, Any] = {}
         for name in options.names:
-            with as_usage_error():
-                values = pool.pull(name, ranks)
+            try:
+                with as_usage_error():
+                    values = pool.pull(name, ranks)
+            except LookupError as error:
+                raise UsageError(str(error)) from None
             pulled[name] = values[ranks[0]] if options.ranks and len(ranks) == 1 else values
         self.session.shell.user_ns.update(pulled)
 

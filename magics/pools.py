@@ -75,7 +75,8 @@ class PoolMagics(Magics):
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
-        ranks = ranks_of(pool) if options.argument is None else parse_ranks(options.argument, ranks_of(pool))
+        everyone = list(range(pool.size))
+        ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():
             pool.restart(ranks)
         print(f"{say_ranks(ranks)} started again, with empty memory")

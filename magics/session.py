@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,6 +76,11 @@ class Session:
         if np is not None and np != pool.size:
             with as_usage_error():
                 pool.resize(np)
+        if pool.lost:
+            rank, reason = next(iter(pool.lost.items()))
+            say(
+                f"{format_ranks(list(pool.lost))} lost (rank {rank}: {reason}); `%hvd_pool repair` starts lost ranks again"
+            )
         return pool
 
     def close(self) -> None:
@@ -91,8 +95,10 @@ class Session:
     def _start(
         self, np: int | None, launcher: str, plane: str, hosts: str | None, say: Callable[[str], None]
     ) -> Pool:
+        from hvdlab.kernel_ext.checks import default_size
+
         if np is None and hosts is None:
-            np = max(2, os.cpu_count() or 2)
+            np = default_size()
             say(f"starting {np} ranks (-np chooses how many)")
         ahead, self.ahead = self.ahead, None
         warm = ahead.take() if ahead is not None else None

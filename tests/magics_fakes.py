@@ -88,6 +88,7 @@ class FakePool:
                 f"the launcher {launcher!r} is not installed; `pip install hvdlab[{launcher}]` adds it"
             )
         self.launcher, self.plane, self.state = launcher, plane, "idle"
+        self.lost: dict[int, str] = {}
         self._ranks: dict[int, FakeRank] = {}
         self.resize(np or 2)
         self.restarted: list[int] = []

@@ -52,7 +52,7 @@ def test_a_new_number_grows_and_shrinks_the_pool(notebook: Notebook) -> None:
 
 
 def test_without_a_number_the_cores_count_and_are_named(notebook: Notebook) -> None:
-    np = max(2, os.cpu_count() or 2)
+    np = max(2, len(os.sched_getaffinity(0)))
     ran = notebook.run("%%hvd_run\nx = 1")
     assert ran.lines == [f"starting {np} ranks (-np chooses how many)"]
     assert notebook.pool.size == np
@@ -124,6 +124,14 @@ def test_a_death_is_told(notebook: Notebook) -> None:
     ran = notebook.run("%%hvd_run -np 2\nif rank: die()")
     assert "rank 1 died: killed by SIGKILL" in ran.stderr
     assert type(ran.error).__name__ == "RankDied"
+
+
+def test_lost_ranks_are_mentioned(notebook: Notebook) -> None:
+    notebook.run("%%hvd_run -np 3\nx = 1")
+    notebook.pool.lost = {2: "killed by SIGKILL"}
+    assert (
+        "rank 2 lost (rank 2: killed by SIGKILL); `%hvd_pool repair`" in notebook.run("%%hvd_run\nx").stdout
+    )
 
 
 def test_the_time_limit_ends_the_cell(notebook: Notebook) -> None:

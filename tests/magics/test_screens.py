@@ -1,0 +1,188 @@
+"""What a notebook gets to see, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
+from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.magics.screens.notebook import MESSAGE_CHARACTERS, NotebookScreen
+from hvdlab.magics.screens.pacing import BURST_BYTES, BURST_MESSAGES, Pacer
+from hvdlab.magics.screens.pages import Page, page_html, page_text
+from hvdlab.magics.screens.tabs import REFRESH, DetailsView, PagesSink
+
+
+class Recorder:
+    """A publisher that remembers."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+
+    def stream(self, name: str, text: str) -> None:
+        self.sent.append((name, text))
+
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
+    ) -> None:
+        self.sent.append(("update" if update else "display", display_id, data))
+
+    def clear(self, wait: bool) -> None:
+        self.sent.append(("clear", wait))
+
+    def areas(self) -> dict[str, Any]:
+        """What each area shows in the end."""
+        shown: dict[str, Any] = {}
+        for message in self.sent:
+            if message[0] == "display":
+                assert message[1] not in shown
+                shown[message[1]] = message[2]
+            elif message[0] == "update":
+                assert message[1] in shown
+                shown[message[1]] = message[2]
+        return shown
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def screen(ranks: int = 3) -> tuple[NotebookScreen, Recorder, Clock]:
+    recorder, clock = Recorder(), Clock()
+    return NotebookScreen(recorder, range(ranks), "c", clock), recorder, clock
+
+
+def html(text: str, **kwargs: Any) -> Display:
+    return Display({"text/html": text}, {}, **kwargs)
+
+
+def test_a_figure_stands_under_its_rank() -> None:
+    notebook, recorder, _ = screen()
+    notebook.show(Shown((1,), html("<b>")))
+    label, figure = recorder.sent
+    assert "rank 1" in label[2]["text/html"]
+    assert figure[2] == {"text/html": "<b>"}
+
+
+def test_one_rank_alone_needs_no_label() -> None:
+    notebook, recorder, _ = screen(1)
+    notebook.show(Shown((0,), html("<b>")))
+    notebook.show(Shown((0,), Display({"text/plain": "x"}, {})))
+    assert [m[2] for m in recorder.sent] == [{"text/html": "<b>"}, {"text/plain": "x"}]
+
+
+def test_plain_text_is_labelled_like_a_line() -> None:
+    notebook, recorder, _ = screen()
+    notebook.show(Shown((0, 2), Display({"text/plain": "a\nb"}, {})))
+    assert recorder.sent[0][2] == {"text/plain": "[0,2] a\n[0,2] b"}
+
+
+def test_updates_find_the_display_of_their_rank() -> None:
+    notebook, recorder, _ = screen()
+    for rank in (0, 1):
+        notebook.show(Shown((rank,), html(f"first {rank}", display_id="x")))
+    notebook.show(Shown((1,), html("second 1", display_id="x", update=True)))
+    shown = [data["text/html"] for area, data in recorder.areas().items() if not area.endswith("label")]
+    assert shown == ["first 0", "second 1"]
+
+
+def test_a_plot_redrawn_by_one_rank_stays_in_its_place() -> None:
+    notebook, recorder, _ = screen()
+    notebook.show(Shown((0,), html("of rank 0")))
+    for step in range(3):
+        notebook.clear(Cleared((1,), True))
+        notebook.show(Shown((1,), html(f"step {step}")))
+    notebook.finish()
+    shown = [data["text/html"] for area, data in recorder.areas().items() if not area.endswith("label")]
+    assert shown == ["of rank 0", "step 2"]
+    assert ("clear", True) not in recorder.sent
+
+
+def test_what_a_rank_cleared_and_did_not_show_again_disappears() -> None:
+    notebook, recorder, _ = screen()
+    notebook.show(Shown((1,), html("one")))
+    notebook.clear(Cleared((1,), True))
+    notebook.finish()
+    assert [
+        data.get("text/html") for area, data in recorder.areas().items() if not area.endswith("label")
+    ] == [""]
+
+
+def test_a_clear_of_all_ranks_clears_the_cell() -> None:
+    notebook, recorder, _ = screen()
+    notebook.clear(Cleared((0, 1, 2), True))
+    assert recorder.sent == [("clear", True)]
+
+
+def test_live_lines_have_one_area_that_is_empty_at_last() -> None:
+    notebook, recorder, _ = screen()
+    notebook.live(LiveLines((((0, 1), "50%"), ((2,), "40%"))))
+    notebook.live(LiveLines((((0, 1, 2), "90%"),)))
+    assert recorder.areas() == {"hvdlab-c-live": {"text/plain": "[0-2] 90%"}}
+    notebook.live(LiveLines(()))
+    assert recorder.areas() == {"hvdlab-c-live": {"text/plain": "", "text/html": ""}}
+
+
+def test_long_text_is_cut_at_line_ends() -> None:
+    notebook, recorder, _ = screen()
+    line = "x" * 999 + "\n"
+    notebook.write(Text("stdout", line * 600))
+    parts = [message[1] for message in recorder.sent]
+    assert "".join(parts) == line * 600
+    assert len(parts) == 3
+    assert all(len(p) <= MESSAGE_CHARACTERS and p.endswith("\n") for p in parts)
+
+
+def test_more_than_a_burst_waits_and_nothing_is_lost() -> None:
+    notebook, recorder, clock = screen()
+    text = ("x" * 99 + "\n") * 100_000
+    notebook.write(Text("stdout", text))
+    assert notebook.backlog() > 0
+    sent = sum(len(message[1]) for message in recorder.sent)
+    assert sent <= BURST_BYTES + MESSAGE_CHARACTERS
+    while (due := notebook.tick(clock.now)) is not None:
+        assert due > clock.now
+        clock.now = due
+    assert "".join(message[1] for message in recorder.sent) == text
+    assert len(text) / clock.now < 1_500_000, "the rate at which the server drops messages is not reached"
+
+
+def test_messages_are_counted_too() -> None:
+    pacer = Pacer(0.0)
+    assert all(pacer.take(1, 0.0) for _ in range(BURST_MESSAGES))
+    assert not pacer.take(1, 0.0)
+    assert pacer.take(1, pacer.ready_at(1, 0.0))
+
+
+def test_pages_keep_ranks_apart() -> None:
+    page = Page()
+    page.add((Stream("stdout", "a\n10%\r20%"), Stream("stdout", "\r30%\n"), Stream("stderr", "e\n")))
+    page.add((Display({"text/plain": "0"}, {}, "id"), Display({"text/plain": "1"}, {}, "id", True)))
+    kinds = [(o.get("name"), o.get("text") or o["data"]) for o in page.outputs()]
+    assert kinds == [("stdout", "a\n10%\r20%\r30%\n"), ("stderr", "e\n"), (None, {"text/plain": "1"})]
+    assert page_text(page.outputs()) == "a\n30%\ne\n1\n"
+    page.add((Clear(True), Stream("stdout", "new")))
+    assert page_text(page.outputs()) == "new"
+
+
+def test_pages_escape_what_ranks_print() -> None:
+    page = Page()
+    page.add((Stream("stdout", "<script>\x1b[31mred"),))
+    assert "&lt;script&gt;red" in page_html(0, page.outputs(), opened=True)
+
+
+def test_pages_are_updated_now_and_then_and_at_the_end() -> None:
+    recorder, clock = Recorder(), Clock()
+    sink = PagesSink(range(2), DetailsView(recorder, "c"), clock)
+    sink.tick(0.0)
+    sink.output(0, (Stream("stdout", "a"),))
+    assert sink.tick(0.1) == REFRESH
+    assert len(recorder.sent) == 1
+    for rank in range(2):
+        sink.done(rank, CellDone("c", None, 0.1))
+    assert sink.tick(0.2) is None
+    (shown,) = recorder.areas().values()
+    assert "<pre>a</pre>" in shown["text/html"]
+    assert len(recorder.sent) == 2

@@ -1,0 +1,202 @@
+"""Putting a pool together, and taking it apart: processes, connections, and who tells whom."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.environment import World, free_port
+from hvdlab.kernel_ext.group import Group, Starter
+from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.launchers.cluster import Companion
+from hvdlab.kernel_ext.launchers.joining import Joining
+from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
+from hvdlab.kernel_ext.runs import Runs
+from hvdlab.kernel_ext.topics import JOIN, JOINED
+from hvdlab.kernel_ext.warm.messages import FromWarm
+from hvdlab.kernel_ext.warm.prewarm import Base, WarmPool
+
+Progress = Callable[[str], None]
+
+QUIET = 1.0
+"""Seconds without a cell after which ipyparallel's controller is started."""
+AT_LATEST = 10.0
+"""Seconds after which it is started even though a cell is running."""
+
+
+class PoolBase:
+    """The parts of a pool, connected. Made by :meth:`start`.
+
+    Attributes:
+        launcher, plane: As asked for.
+        client: The connection to the coordinator.
+        group: The ranks.
+        runs: The cells.
+        companion: ipyparallel's side.
+        joining: Which ranks are engines of ipyparallel.
+    """
+
+    def __init__(self, base: Base, launcher: str, plane: str, hosts: str) -> None:
+        self.launcher, self.plane, self.hosts = launcher, plane, hosts
+        self.client: Client = base.client
+        self.broken = ""
+        self._base = base
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self.joining = Joining(lambda rank, connection: self.client.post(JOIN, connection.encode(), [rank]))
+        self.group = Group(base.client, died=self._died, ready=lambda rank: self.joining.add([rank]))
+        self.companion = Companion(base.warm, self.group.pids, self.joining.connected)
+        self.runs = Runs(
+            base.client,
+            began=lambda: self.companion.bring_up_later(AT_LATEST),
+            ended=lambda: self.companion.bring_up_later(QUIET / 4),
+            reason=self._why_lost,
+        )
+        self._local: LocalRanks | None = None
+        self.group.use(self._starter())
+        base.client.on_mail(JOINED, lambda rank, body: self.joining.answered(rank, body.decode()))
+        base.client.on_lost(self._break)
+        base.warm.listen(self._hear, self._break)
+
+    @classmethod
+    def start(
+        cls,
+        size: int,
+        launcher: str,
+        plane: str,
+        hosts: str,
+        warm: WarmPool | None,
+        deadline: Deadline,
+        progress: Progress,
+    ) -> PoolBase:
+        """Start everything, ranks included. Raises as ``Pool.start`` does; nothing is left behind then."""
+        launcher = launcher.lower()
+        names.check(launcher)
+        checks.check_plane(plane)
+        local = launcher == names.LOCAL
+        if local:
+            if hosts:
+                raise InvalidRequestError(
+                    f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
+                )
+            checks.check_room(size)
+        progress("starting the coordinator")
+        base = _base_for(local, bool(hosts) or launcher not in (names.LOCAL, names.MPI), warm, deadline)
+        try:
+            progress("importing what the ranks share")
+            loaded = base.warm.wait_loaded(deadline)
+            if local:
+                check_loaded(loaded)
+            self = cls(base, launcher, plane, hosts)
+        except BaseException:
+            base.close()
+            raise
+        try:
+            progress(f"starting {size} ranks")
+            self.group.want(range(size), deadline)
+        except BaseException:
+            self.close()
+            raise
+        self.companion.bring_up_later(QUIET)
+        return self
+
+    def _starter(self) -> Starter:
+        coordinator = self._base.coordinator
+        far = self.launcher not in (names.LOCAL, names.MPI) or bool(self.hosts)
+        world = World(
+            coordinator=(coordinator.tls_address or "") if far else coordinator.address,
+            token=coordinator.token,
+            certificate=coordinator.certificate if far else None,
+            plane=self.plane,
+            master_address=coordinator.tls_address.split(":")[1]
+            if far and coordinator.tls_address
+            else "127.0.0.1",
+            master_port=free_port(),
+        )
+        if self.launcher == names.LOCAL:
+            self._local = LocalRanks(self._base.warm, world, self.group.handle)
+            return self._local
+        from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
+
+        return ForeignRanks(self.launcher, self.hosts, self.companion, self.client, world, self.group.handle)
+
+    # -- who tells whom -------------------------------------------------------------------------------------------
+
+    def _hear(self, event: FromWarm) -> None:
+        if self._local is not None:
+            self._local.hear(event)
+        self.companion.hear(event)
+
+    def _died(self, rank: int, reason: str) -> None:
+        self.joining.gone(rank)
+        self.runs.rank_died(rank, reason)
+
+    def _why_lost(self, rank: int) -> str:
+        member = self.group.members.get(rank)
+        return member.reason if member is not None else "it left the pool"
+
+    def _break(self, reason: str) -> None:
+        if not self._closed:
+            self.broken = reason
+            self.group.broken(reason)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def check_resizable(self, size: int) -> None:
+        """Raises ``InvalidRequestError`` if the pool can't get this size."""
+        now = len(self.group.members.wanted)
+        if self.launcher != names.LOCAL and size != now:
+            raise InvalidRequestError(
+                f"a pool of the launcher `{self.launcher}` keeps its {now} ranks; stop it and start one with {size}."
+            )
+        if self.launcher == names.LOCAL:
+            checks.check_room(size, already=min(now, size))
+
+    def check_replaceable(self) -> None:
+        """Raises ``InvalidRequestError`` if single ranks can't be started."""
+        if self.launcher != names.LOCAL:
+            raise InvalidRequestError(
+                f"single ranks of the launcher `{self.launcher}` can't be started; stop the pool and start it anew."
+            )
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+        with self._closing:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        try:
+            self.client.expect(())  # ranks leave by themselves if they can
+        except CoordinatorLostError:
+            pass
+        self.companion.close()
+        for rank, pid in self.group.pids().items():
+            self.runs.rank_died(rank, "the pool was stopped")
+        self._base.close()
+
+
+def _base_for(local: bool, far: bool, warm: WarmPool | None, deadline: Deadline) -> Base:
+    if warm is None:
+        warm = WarmPool.begin(preload=local)
+    base = warm.take(deadline)
+    if not far:
+        return base
+    # Ranks of other hosts reach the coordinator by TLS only.
+    try:
+        base.client.close()
+        base.coordinator.close()
+        base.coordinator = CoordinatorProcess.start(tcp_host="0.0.0.0", timeout=deadline.remaining() or 10)
+        base.client = Client.connect(base.coordinator.address, base.coordinator.token)
+    except BaseException:
+        base.close()
+        raise
+    return base

@@ -1,0 +1,191 @@
+"""The shell around :class:`~hvdlab.kernel_ext.members.Members`: does what it says, and lets callers wait."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.kernel_ext.environment import sizes
+from hvdlab.kernel_ext.members import (
+    Answered,
+    Died,
+    Effect,
+    Ended,
+    Event,
+    Expect,
+    Leave,
+    Members,
+    MemberState,
+    Resized,
+    Start,
+    Wanted,
+)
+from hvdlab.kernel_ext.topics import ENVIRONMENT, READY
+
+LEAVE_WITHIN = 3.0
+"""Seconds after which a rank that was told to leave is killed."""
+
+
+class Starter(Protocol):
+    """Starts and ends the processes of ranks. It reports by :meth:`Group.handle`, from any thread."""
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Begin to start these ranks of a pool of ``size``; does not wait for them."""
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's process."""
+
+
+class Group:
+    """The ranks of a pool.
+
+    Args:
+        client: The connection to the coordinator.
+        died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
+        ready: Called with a rank that became ready. The same holds.
+    """
+
+    def __init__(
+        self, client: Client, *, died: Callable[[int, str], None], ready: Callable[[int], None]
+    ) -> None:
+        self._client = client
+        self._died, self._ready = died, ready
+        self._starter: Starter | None = None
+        self._members = Members()
+        self._changed = threading.Condition(threading.RLock())
+        self._broken = ""
+        client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
+
+    def use(self, starter: Starter) -> None:
+        """Let this start the ranks. Call it once, before anything is wanted."""
+        self._starter = starter
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Members:
+        """Read it only under no obligation to be consistent with what happens at the same time."""
+        return self._members
+
+    def ready(self) -> tuple[int, ...]:
+        """Ranks that take cells."""
+        with self._changed:
+            return self._members.ready
+
+    def pids(self) -> dict[int, int]:
+        """Rank to process id of the ranks that live."""
+        with self._changed:
+            return self._members.living()
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Something happened to a rank. Any thread."""
+        with self._changed:
+            for effect in self._members.handle(event):
+                self._perform(effect)
+            self._changed.notify_all()
+            if isinstance(event, Answered):
+                self._ready(event.rank)
+
+    def broken(self, reason: str) -> None:
+        """What the ranks depend on is gone, and so are they. Any thread."""
+        with self._changed:
+            self._broken = self._broken or reason
+            for rank, pid in self._members.living().items():
+                self.handle(Ended(rank, pid, reason))
+            self._changed.notify_all()
+
+    def _perform(self, effect: Effect) -> None:
+        assert self._starter is not None
+        try:
+            match effect:
+                case Expect(ranks):
+                    self._client.expect(ranks)
+                case Start(ranks, size):
+                    self._starter.start(ranks, size)
+                case Resized(ranks, size):
+                    for rank in ranks:
+                        self._client.post(ENVIRONMENT, msgspec.msgpack.encode(sizes(rank, size)), [rank])
+                case Died(rank, pid, reason):
+                    self._died(rank, reason)
+                    self._client.rank_lost(rank, pid, reason)
+                case Leave():
+                    pass  # the coordinator tells the rank; leave() sees to it
+        except CoordinatorLostError as error:
+            self._broken = self._broken or str(error)
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def want(self, ranks: Sequence[int], deadline: Deadline, *, replace_lost: bool = False) -> None:
+        """Make the pool of these ranks: start those that are missing, end those that are too many, and wait.
+
+        Raises:
+            StartError: A rank could not be started, or not in time. Those that were started by this call are ended
+                again, the others are as before.
+        """
+        with self._changed:
+            before = self._members.wanted
+            self.handle(Wanted(tuple(ranks), replace_lost))
+            new = self._members.in_state(MemberState.STARTING)
+        try:
+            self._wait_ready(new, deadline)
+        except BaseException:
+            ready = self.ready()
+            self.kill([rank for rank in new if rank not in before or rank not in ready])
+            self.handle(Wanted(before))
+            raise
+        self._wait_left(deadline)
+
+    def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """End these ranks' processes, whatever they do; they stay wanted and count as lost."""
+        self.kill(ranks)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not set(ranks) & set(self._members.living()) or self._broken, deadline.remaining()
+            )
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Send SIGKILL to these ranks."""
+        assert self._starter is not None
+        for rank in ranks:
+            self._starter.signal(rank, signal.SIGKILL)
+
+    def _wait_ready(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        def settled() -> bool:
+            waiting = self._members.in_state(MemberState.STARTING)
+            return bool(self._broken or not set(ranks) & set(waiting) or set(ranks) & set(self._members.lost))
+
+        with self._changed:
+            self._changed.wait_for(settled, deadline.remaining())
+            lost = [rank for rank in ranks if rank in self._members.lost]
+            late = [rank for rank in ranks if rank in self._members.in_state(MemberState.STARTING)]
+            if lost:
+                member = self._members.get(lost[0])
+                assert member is not None
+                said = f"; its last words were:\n{member.tail}" if member.tail else ""
+                raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{said}")
+            if self._broken:
+                raise StartError(f"the ranks could not be started: {self._broken}")
+            if late:
+                raise StartError(
+                    f"{format_ranks(late)} did not answer within {deadline.seconds:g} s; give a longer timeout"
+                )
+
+    def _wait_left(self, deadline: Deadline) -> None:
+        """Wait until ranks that are no longer wanted are gone; kill those that take too long."""
+
+        def leaving() -> list[int]:
+            return [rank for rank in self._members.living() if rank not in self._members.wanted]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not leaving() or self._broken, LEAVE_WITHIN):
+                self.kill(leaving())
+                self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining())

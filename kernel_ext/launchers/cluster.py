@@ -1,0 +1,208 @@
+"""A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
+
+For ranks that the warm process forks, all of this is brought up after the ranks are ready and the first cell has run,
+so that nobody waits for it. ``Companion.cluster`` and ``Companion.wait_up`` bring it up at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.messages import (
+    CONTROLLER,
+    ControllerUp,
+    Exited,
+    Forked,
+    ForkFailed,
+    FromWarm,
+    Gone,
+    Guard,
+)
+
+if TYPE_CHECKING:
+    from ipyparallel import Cluster
+
+    from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Companion:
+    """The ipyparallel side of a pool.
+
+    Args:
+        warm: Forks the controller.
+        pids: Gives rank to process id of the ranks that the warm process forked.
+        connected: Called with the controller's connection information for engines (JSON) when it is up. Must not block.
+    """
+
+    def __init__(
+        self, warm: WarmProcess, pids: Callable[[], Mapping[int, int]], connected: Callable[[str], None]
+    ) -> None:
+        self._warm, self._pids, self._connected = warm, pids, connected
+        self._lock = threading.Lock()
+        self._cluster: Cluster | None = None
+        self._controller: ForkControllerLauncher | None = None
+        self._engines: ForkEngineSetLauncher | None = None
+        self._up: Future[str] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="hvdlab-ipyparallel", daemon=True)
+        self._thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster; brought up if it was not yet. Does not wait for engines to register."""
+        self.wait_up(Deadline(60))
+        assert self._cluster is not None
+        return self._cluster
+
+    def bring_up_later(self, seconds: float) -> None:
+        """Bring it up after a while. The last call counts; no effect once it has begun."""
+        self._loop.call_soon_threadsafe(self._set_timer, seconds)
+
+    def bring_up(self) -> Future[str]:
+        """Begin to bring it up, if that was not done yet. The result is the engines' connection information."""
+        with self._lock:
+            if self._up is None:
+                self._up = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+                self._up.add_done_callback(_log_failure)
+            return self._up
+
+    def wait_up(self, deadline: Deadline) -> str:
+        """Bring it up and wait for it. Ctrl-C breaks the wait.
+
+        Raises:
+            StartError: The controller did not start.
+        """
+        try:
+            return self.bring_up().result(deadline.remaining())
+        except (RuntimeError, OSError, TimeoutError) as error:
+            raise StartError(
+                f"ipyparallel's controller could not be started: {error or 'it took too long'}"
+            ) from error
+
+    def hear(self, event: FromWarm) -> None:
+        """A message of the warm process about the controller, or a change of ranks. Warm process's reading thread."""
+        controller = self._controller
+        if controller is not None:
+            match event:
+                case Forked(number, pid) if number == CONTROLLER:
+                    controller.forked.set_result(pid)
+                case ForkFailed(number, text) if number == CONTROLLER:
+                    controller.forked.set_exception(RuntimeError(text))
+                case ControllerUp():
+                    controller.listening.set_result(None)
+                case Exited(number) if number == CONTROLLER:
+                    controller.has_ended(event)
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._update_engines)
+
+    def rank_gone(self, rank: int) -> None:
+        """A rank that the warm process did not fork has ended."""
+        self._warm.send(Gone(rank))
+
+    def call(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
+        """Run a coroutine on the cluster's thread and wait for it. Ctrl-C breaks the wait."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(deadline.remaining())
+
+    def close(self) -> None:
+        """End controller and engines that the cluster started itself, and the thread. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # -- the cluster's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._stop())
+        finally:
+            self._loop.close()
+
+    def _set_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self.bring_up)
+
+    def new_cluster(self, **options: Any) -> Cluster:
+        """Make the cluster object. The cluster's thread."""
+        from ipyparallel import Cluster
+
+        from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+
+        options = {"engine_launcher_class": ForkEngineSetLauncher, **options}
+        self._cluster = Cluster(
+            controller_launcher_class=ForkControllerLauncher,
+            send_engines_connection_env=False,
+            shutdown_atexit=False,
+            parent=None,
+            log=log,
+            **options,
+        )
+        return self._cluster
+
+    async def _start(self) -> str:
+        if self._timer is not None:
+            self._timer.cancel()
+        cluster = self._cluster or self.new_cluster()
+        ours = not cluster.engines
+        cluster.delay = 0
+        starting = asyncio.ensure_future(cluster.start_controller(warm=self._warm))
+        await asyncio.sleep(0)  # the launcher object is made in the first step, before it waits
+        self._controller = cluster.controller
+        self._warm.send(Guard((cluster.cluster_file, *cluster.controller.connection_files.values())))
+        await starting
+        information = json.dumps((await cluster.controller.get_connection_info())["engine"])
+        if ours:
+            await self._take_over_ranks(cluster)
+        self._connected(information)
+        return information
+
+    async def _take_over_ranks(self, cluster: Cluster) -> None:
+        pids = {str(rank): pid for rank, pid in self._pids().items()}
+        name = await cluster.start_engines(len(pids), warm=self._warm, pids=pids)
+        self._engines = cluster.engines[name]
+
+    def _update_engines(self) -> None:
+        cluster, engines = self._cluster, self._engines
+        if cluster is None or engines is None or engines.state == "after":
+            return
+        engines.update(self._pids())
+        if not self._closed:
+            cluster.update_cluster_file()
+
+    async def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        cluster = self._cluster
+        if cluster is None:
+            return
+        if self._engines is not None:
+            self._engines.notify_stop({"exit_code": 0, "identifier": self._engines.identifier})
+            cluster.engines.clear()
+        await cluster.stop_cluster()
+
+
+def _log_failure(up: Future[str]) -> None:
+    """The pool works without ipyparallel's controller; whoever asks for the cluster gets the error."""
+    if not up.cancelled() and up.exception() is not None:
+        log.warning("ipyparallel's controller could not be started: %s", up.exception())

@@ -1,0 +1,91 @@
+"""ipyparallel's controller in one process, without a heartbeat.
+
+ipyparallel runs nine processes (hub, schedulers, heart monitor) and lets the monitor ping every engine every three
+seconds to find dead ones. Here a rank's end is known from the operating system at once, so the hub needs no monitor,
+the schedulers are threads and handlers of one loop, and nothing runs while nothing happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import Any
+
+from ipyparallel.controller.app import IPController
+
+
+class _NoHeartMonitor:
+    """Stands where :class:`IPController` keeps the process of its heart monitor."""
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+
+class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is untyped
+    """A controller that says on a socket when it is up, and hears there which engines have ended."""
+
+    name = "ipcontroller"
+
+    def watch(self, channel: socket.socket) -> None:
+        """Use this connection to the warm process. Call before ``initialize``."""
+        channel.setblocking(False)
+        self._channel = channel
+
+    def init_hub(self) -> None:
+        """Make the hub."""
+        super().init_hub()
+        self.heartmonitor_process = _NoHeartMonitor()
+        self.hub.engine_state_file = ""  # it would stay behind
+        self.hub.query_handlers["registration_request"] = self._register
+
+    def _register(self, requester: Any, message: Any) -> Any:
+        """Take an engine in as soon as it asks, without waiting for its first heartbeat."""
+        engine = self.hub.register_engine(requester, message)
+        heart = message["content"]["uuid"].encode()
+        if heart in self.hub.incoming_registrations:
+            self.hub.finish_registration(heart)
+        return engine
+
+    def _forget(self, engine: int) -> None:
+        """An engine's process has ended."""
+        if engine in self.hub.engines:
+            self.hub.unregister_engine(b"", {"content": {"id": engine}})
+
+    def start(self) -> None:
+        """Run until told to stop, or until the warm process is gone."""
+        self.loop.add_handler(self._channel.fileno(), self._hear, self.loop.READ)
+        self.loop.add_callback(self._channel.send, b"up\n")
+        super().start()
+
+    def init_signal(self) -> None:
+        """End on SIGTERM; Ctrl-C is no business of the controller's."""
+        signal.signal(signal.SIGTERM, self.handle_signal)
+
+    def terminate_children(self) -> None:
+        """There are none."""
+
+    def _hear(self, descriptor: int, events: int) -> None:
+        try:
+            data = self._channel.recv(65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self.loop.remove_handler(descriptor)
+            self.loop.stop()
+            return
+        # Each line is short enough to come in one piece.
+        for line in data.split():
+            self._forget(int(line))
+
+
+def run_forked(argv: tuple[str, ...], channel: int) -> int:
+    """Be the controller, in a child of the warm process. ``argv``: ipcontroller's options."""
+    os.nice(5)  # ranks go first while it starts
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    app = PoolController.instance()
+    app.watch(socket.socket(fileno=channel))
+    app.initialize([*argv])
+    app.start()
+    return 0

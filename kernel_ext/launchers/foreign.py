@@ -1,0 +1,151 @@
+"""Ranks that one of ipyparallel's own launchers starts: MPI, SSH, Slurm and others.
+
+They are started all at once as ``python -m hvdlab.kernel_ext.rank``, find the coordinator by their environment, and
+are known by their connection to it alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives.client import Client, Membership
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.environment import World, common, threads_per_rank
+from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.launchers.cluster import Companion
+from hvdlab.kernel_ext.members import Ended, Event, Started
+
+if TYPE_CHECKING:
+    from ipyparallel import Cluster
+
+ENGINE_COMMAND = ["-m", "hvdlab.kernel_ext.rank"]
+
+
+class ForeignRanks:
+    """Starts ranks by an engine set launcher of ipyparallel's.
+
+    Args:
+        launcher: Its name.
+        hosts: ``a:4,b:4``, or empty for the launcher's own choice.
+        companion: Has the cluster.
+        world: What every rank is told.
+        report: Takes what happens to ranks.
+    """
+
+    def __init__(
+        self,
+        launcher: str,
+        hosts: str,
+        companion: Companion,
+        client: Client,
+        world: World,
+        report: Callable[[Event], None],
+    ) -> None:
+        self._launcher, self._hosts = launcher.lower(), hosts
+        self._companion, self._client, self._world, self._report = companion, client, world, report
+        self._pids: dict[int, int] = {}
+        self._cluster: Cluster | None = None
+        self._size = 0
+        client.on_membership(self._on_membership)
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have them started; possible once.
+
+        Raises:
+            InvalidRequestError: They were started before.
+            StartError: The launcher could not do it.
+        """
+        if self._size:
+            raise InvalidRequestError(
+                f"ranks of the launcher `{self._launcher}` are started together: their number can't be changed, and "
+                "single ranks can't be replaced; stop the pool and start it anew."
+            )
+        self._size = size
+        self._companion.call(self._start(size), Deadline(60))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Ranks of this host get the signal; others are ended by the coordinator's word and the launcher's stop."""
+        from hvdlab.collectives.engine.hosts import host_key
+
+        here = host_key()
+        for member in self._client.membership().members:
+            if member.rank == rank and member.host == here:
+                os.kill(member.pid, number)
+
+    async def _start(self, size: int) -> None:
+        cluster = self._companion.new_cluster(engine_launcher_class=self._class())
+        cluster.on_engines_stopped = self._launcher_stopped  # type: ignore[attr-defined]  # kept for the callback below
+        name = await cluster.start_engines(size, **self.options(size))
+        cluster.engines[name].on_stop(self._launcher_stopped)
+
+    def _class(self) -> Any:
+        if self._launcher == names.MPI:
+            from hvdlab.kernel_ext.launchers.mpi import MpiRanksLauncher
+
+            return MpiRanksLauncher
+        return self._launcher
+
+    def options(self, size: int) -> dict[str, Any]:
+        """Traits of the engine set's launcher."""
+        environment = {**common(self._world), "HVDLAB_SIZE": str(size)}
+        environment.setdefault(
+            "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(size)))
+        )
+        options: dict[str, Any] = {
+            "engine_cmd": [sys.executable if self._launcher == names.MPI else "python3", *ENGINE_COMMAND],
+            "environment": environment,
+        }
+        if self._launcher == names.MPI:
+            options["mpi_cmd"] = names.mpiexec()
+            if self._hosts:
+                options["mpi_args"] = ["-hosts", self._hosts]
+        elif self._hosts:
+            options["engines"] = parse_hosts(self._hosts)
+        return options
+
+    # -- what happens to them -------------------------------------------------------------------------------------
+
+    def _on_membership(self, membership: Membership) -> None:
+        for member in membership.members:
+            if self._pids.get(member.rank) != member.pid:
+                self._pids[member.rank] = member.pid
+                self._report(Started(member.rank, member.pid))
+        for death in membership.deaths:
+            if self._pids.pop(death.rank, None) is not None:
+                self._ended(death.rank, death.pid, death.reason)
+        for rank in set(self._pids) - set(membership.ranks):
+            self._ended(rank, self._pids.pop(rank), "it left")
+
+    def _ended(self, rank: int, pid: int, reason: str) -> None:
+        self._companion.rank_gone(rank)
+        self._report(Ended(rank, pid, reason))
+
+    def _launcher_stopped(self, data: Any) -> None:
+        """The launcher's program has ended. Ranks that never connected will not come any more."""
+        code = (data or {}).get("exit_code")
+        for rank in range(self._size):
+            self._report(Ended(rank, 0, f"the launcher `{self._launcher}` ended with exit code {code}"))
+
+
+def parse_hosts(hosts: str) -> dict[str, int]:
+    """``a:4,b`` to ``{"a": 4, "b": 1}``. Raises ``InvalidRequestError``."""
+    found: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in hosts.split(","))):
+        host, _, slots = part.partition(":")
+        if not host or (slots and not slots.isdigit()):
+            raise InvalidRequestError(f"hosts={hosts!r} can't be read; write them as `a:4,b:4`.")
+        found[host] = found.get(host, 0) + int(slots or 1)
+    if not found:
+        raise InvalidRequestError("hosts= names no host; write them as `a:4,b:4`.")
+    return found
+
+
+def check_process_counts(hosts: str, size: int) -> None:
+    """Raises ``StartError`` if the hosts have fewer places than ranks are wanted."""
+    places = sum(parse_hosts(hosts).values())
+    if places < size:
+        raise StartError(f"hosts={hosts!r} has places for {places} ranks, but {size} are wanted.")

@@ -1,0 +1,146 @@
+"""ipyparallel's view of what a warm process forked: launchers for the controller and for the set of engines.
+
+The pool forks its ranks itself, before there is a ``Cluster``, since a rank does not need ipyparallel to be ready. The
+engine set's launcher takes over the ranks that are there, and serves ipyparallel's requests to signal or stop them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import psutil
+from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, NotRunning
+from traitlets import Any as AnyTrait
+from traitlets import Dict
+
+from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.exits import describe
+from hvdlab.kernel_ext.warm.messages import CONTROLLER, Exited, Fork, Signal
+
+
+class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """Lets the warm process fork the controller.
+
+    Attributes:
+        warm: The warm process.
+        forked, listening, ended: Completed by the pool when the warm process tells so.
+    """
+
+    warm: WarmProcess | None = AnyTrait()
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.forked: Future[int] = Future()
+        self.listening: Future[None] = Future()
+        self.ended: Future[Exited] = Future()
+
+    async def start(self) -> None:
+        """Have it forked; returns when it has a process id."""
+        assert self.warm is not None
+        environment = {**os.environ, **self.get_env()}
+        argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN")
+        self.warm.send(Fork(CONTROLLER, environment, os.getcwd(), tuple(sys.path), argv))
+        self.pid = await asyncio.wrap_future(self.forked)
+        self.process = psutil.Process(self.pid)
+        self.notify_start(self.pid)
+
+    async def get_connection_info(self, timeout: float | None = None) -> Any:
+        """Wait until it listens, and read its connection files."""
+        if self.warm is not None:
+            limit = self.connection_info_timeout if timeout is None else timeout
+            await asyncio.wait_for(asyncio.wrap_future(self.listening), limit if limit >= 0 else None)
+        return await super().get_connection_info(timeout)
+
+    async def stop(self) -> None:
+        """End it."""
+        if self.warm is None:  # found by its file, in another process
+            await super().stop()
+            return
+        if not self.ended.done():
+            self.warm.send(Signal(CONTROLLER, signal.SIGTERM))
+            try:
+                await asyncio.wait_for(
+                    asyncio.shield(asyncio.wrap_future(self.ended)), self.stop_seconds_until_kill
+                )
+            except TimeoutError:
+                self.warm.send(Signal(CONTROLLER, signal.SIGKILL))
+                await asyncio.wrap_future(self.ended)
+        self.notify_stop(
+            {"exit_code": self.ended.result().code, "pid": self.pid, "identifier": self.identifier}
+        )
+
+    def get_output(self, remove: bool = False) -> str:
+        """Its last words, if it has ended."""
+        return self.ended.result().tail if self.ended.done() else ""
+
+    def has_ended(self, event: Exited) -> None:
+        """The warm process reaped it. Any thread."""
+        why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
+        for future in (self.forked, self.listening):
+            if not future.done():
+                future.set_exception(why)
+        if not self.ended.done():
+            self.ended.set_result(event)
+
+
+class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """The ranks of a pool on this host.
+
+    Attributes:
+        warm: The warm process that forked them.
+        pids: Rank to process id; the pool keeps it up to date.
+    """
+
+    warm: WarmProcess | None = AnyTrait()
+    pids: dict[str, int] = Dict().tag(to_dict=True)
+
+    def __init__(self, work_dir: str = ".", config: Any = None, **kwargs: Any) -> None:
+        super().__init__(work_dir=work_dir, config=config, **kwargs)
+        self._stopped: Future[None] = Future()
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any], **kwargs: Any) -> ForkEngineSetLauncher:
+        """The launcher as another process finds it by the cluster's file."""
+        launcher: ForkEngineSetLauncher = super().from_dict(d, **kwargs)
+        launcher.pids = {rank: pid for rank, pid in launcher.pids.items() if psutil.pid_exists(pid)}
+        if not launcher.pids:
+            raise NotRunning("no rank is left")
+        return launcher
+
+    def find_args(self) -> list[str]:
+        """Shown in logs only."""
+        return ["hvdlab ranks"]
+
+    def start(self, n: int) -> list[int]:
+        """Take over the ranks that the pool has forked."""
+        self.n = n
+        self.notify_start(list(self.pids.values()))
+        return list(self.pids.values())
+
+    def signal(self, sig: int) -> None:
+        """Send a signal to every rank."""
+        for rank, pid in list(self.pids.items()):
+            if self.warm is not None:
+                self.warm.send(Signal(int(rank), int(sig)))
+            else:
+                os.kill(pid, sig)
+
+    async def stop(self) -> None:
+        """End every rank."""
+        self.signal(signal.SIGTERM)
+        if self.warm is not None and self.pids:
+            await asyncio.wrap_future(self._stopped)
+        self.notify_stop({"exit_code": 0, "identifier": self.identifier})
+
+    def update(self, pids: Mapping[int, int]) -> None:
+        """The ranks changed."""
+        self.pids = {str(rank): pid for rank, pid in sorted(pids.items())}
+        self.n = len(pids)
+        if not pids and not self._stopped.done():
+            self._stopped.set_result(None)

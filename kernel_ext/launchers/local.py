@@ -1,0 +1,71 @@
+"""Ranks on this host, forked by the warm process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.environment import World, rank_environment
+from hvdlab.kernel_ext.members import Ended, Event, Started
+from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.exits import describe
+from hvdlab.kernel_ext.warm.messages import (
+    CONTROLLER,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    FromWarm,
+    Loaded,
+    Signal,
+)
+
+
+class LocalRanks:
+    """Starts ranks by the warm process.
+
+    Args:
+        warm: The warm process.
+        world: What every rank is told.
+        report: Takes what happens to ranks.
+    """
+
+    def __init__(self, warm: WarmProcess, world: World, report: Callable[[Event], None]) -> None:
+        self._warm, self._world, self._report = warm, world, report
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have them forked, with this process's environment, working directory and ``sys.path`` as they are now."""
+        directory = os.getcwd()
+        for rank in ranks:
+            environment = rank_environment(os.environ, self._world, rank, size)
+            self._warm.send(Fork(rank, environment, directory, tuple(sys.path)))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal, by the warm process, which knows whether the process still is that rank."""
+        self._warm.send(Signal(rank, number))
+
+    def hear(self, event: FromWarm) -> None:
+        """A message of the warm process; those that are not about ranks are ignored."""
+        match event:
+            case Forked(number, pid) if number != CONTROLLER:
+                self._report(Started(number, pid))
+            case ForkFailed(number, text) if number != CONTROLLER:
+                self._report(Ended(number, 0, f"it could not be forked: {text}"))
+            case Exited(number, pid) if number != CONTROLLER:
+                self._report(Ended(number, pid, describe(event), event.tail))
+
+
+def check_loaded(loaded: Loaded) -> None:
+    """Raises ``StartError`` if an import of the warm process failed, with what to do."""
+    if not loaded.failed:
+        return
+    name, text = next(iter(loaded.failed.items()))
+    if name.startswith("hvdlab."):
+        raise StartError(f"hvdlab can't be imported in a new process ({name}): {text}")
+    usable = ",".join(m for m in loaded.modules if "." not in m)
+    raise StartError(
+        f"`import {name}` failed in the process that ranks are made from: {text}. Repair its installation, or set "
+        f"HVDLAB_PRELOAD={usable!r} before the pool starts to do without it."
+    )

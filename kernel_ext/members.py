@@ -1,0 +1,235 @@
+"""The ranks of a pool, from the order to start one to its end: a state machine without I/O.
+
+A rank is wanted or not, and *starting*, *ready*, *leaving* or *lost*. Ranks that stay are never touched by a change
+of the others. A lost rank keeps its number until it is replaced (*repair*) or no longer wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MemberState(str, Enum):
+    """Where a rank is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LEAVING = "leaving"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank.
+
+    Attributes:
+        rank: Its number.
+        pid: Its process, or 0 as long as it has none.
+        state: Where it is.
+        reason: Why it is lost.
+        tail: The last lines of its standard error, if it is lost.
+    """
+
+    rank: int
+    pid: int = 0
+    state: MemberState = MemberState.STARTING
+    reason: str = ""
+    tail: str = ""
+
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The pool is to be made of these ranks; those that are lost are to be started again if ``replace_lost``."""
+
+    ranks: tuple[int, ...]
+    replace_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The rank has a process."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The rank's agent listens."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rank's process has ended, or could not be started (``pid`` 0)."""
+
+    rank: int
+    pid: int
+    reason: str
+    tail: str = ""
+
+
+Event = Wanted | Started | Answered | Ended
+
+
+# -- what to do -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Tell the coordinator which ranks the world is made of."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start these ranks, in a pool of ``size``."""
+
+    ranks: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The rank was told to leave by :class:`Expect`; see that it does."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """Tell these ranks, which stay, that the pool has ``size`` ranks now."""
+
+    ranks: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A rank that was ready is lost."""
+
+    rank: int
+    pid: int
+    reason: str
+
+
+Effect = Expect | Start | Leave | Resized | Died
+
+
+class Members:
+    """All ranks of a pool that are wanted or still alive."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}
+        self._wanted: tuple[int, ...] = ()
+        # Ranks that are wanted again while the process of that number is still leaving.
+        self._again: set[int] = set()
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The ranks that the pool is to be made of."""
+        return self._wanted
+
+    def get(self, rank: int) -> Member | None:
+        """A rank that is wanted or still alive."""
+        return self._members.get(rank)
+
+    def in_state(self, *states: MemberState) -> tuple[int, ...]:
+        """The wanted ranks in one of these states."""
+        return tuple(rank for rank in self._wanted if self._members[rank].state in states)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The wanted ranks that take cells."""
+        return self.in_state(MemberState.READY)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The wanted ranks that have ended."""
+        return self.in_state(MemberState.LOST)
+
+    def living(self) -> dict[int, int]:
+        """Rank to process id of every rank that has a process, leaving ones included."""
+        return {m.rank: m.pid for m in self._members.values() if m.pid and m.state is not MemberState.LOST}
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take what happened; returns what is to be done, in order."""
+        match event:
+            case Wanted():
+                return self._want(event)
+            case Started(rank, pid):
+                member = self._members.get(rank)
+                if member is not None and member.state is not MemberState.LOST:
+                    member.pid = pid
+                return []
+            case Answered(rank):
+                member = self._members.get(rank)
+                if member is not None and member.state is MemberState.STARTING:
+                    member.state = MemberState.READY
+                return []
+            case Ended():
+                return self._ended(event)
+
+    def _want(self, event: Wanted) -> list[Effect]:
+        before, self._wanted = self._wanted, tuple(sorted(set(event.ranks)))
+        starting: list[int] = []
+        effects: list[Effect] = [Expect(self._wanted)]
+        for rank in self._wanted:
+            member = self._members.get(rank)
+            if member is None or (member.state is MemberState.LOST and event.replace_lost):
+                self._members[rank] = Member(rank)
+                starting.append(rank)
+            elif member.state is MemberState.LEAVING:
+                self._again.add(rank)
+        for rank in set(self._members) - set(self._wanted):
+            effects += self._drop(self._members[rank])
+        size = len(self._wanted)
+        staying = self.ready
+        if staying and size != len(before):
+            effects.append(Resized(staying, size))
+        if starting:
+            effects.append(Start(tuple(starting), size))
+        return effects
+
+    def _drop(self, member: Member) -> list[Effect]:
+        self._again.discard(member.rank)
+        if member.state is MemberState.LOST:
+            del self._members[member.rank]
+            return []
+        if member.state is MemberState.LEAVING:
+            return []
+        member.state = MemberState.LEAVING
+        return [Leave(member.rank)]
+
+    def _ended(self, event: Ended) -> list[Effect]:
+        member = self._members.get(event.rank)
+        if (
+            member is None
+            or member.state is MemberState.LOST
+            or (event.pid and member.pid not in (0, event.pid))
+        ):
+            return []
+        if member.state is MemberState.LEAVING:
+            return self._gone(member)
+        was_ready = member.state is MemberState.READY
+        member.state, member.reason, member.tail = MemberState.LOST, event.reason, event.tail
+        return [Died(event.rank, event.pid, event.reason)] if was_ready else []
+
+    def _gone(self, member: Member) -> list[Effect]:
+        """A rank that was to leave has left."""
+        del self._members[member.rank]
+        if member.rank not in self._again:
+            return []
+        self._again.discard(member.rank)
+        self._members[member.rank] = Member(member.rank)
+        return [Start((member.rank,), len(self._wanted))]

@@ -1,0 +1,401 @@
+"""The pool: ranks that stay alive between cells, and everything that a notebook or a script does with them."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.base import PoolBase, Progress
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.payloads import (
+    AskStatus,
+    Complete,
+    Completions,
+    Done,
+    Inspect,
+    Inspection,
+    PullValue,
+    PushValue,
+    Status,
+    Value,
+)
+from hvdlab.kernel_ext.status import RankStatus
+
+if TYPE_CHECKING:
+    from ipyparallel import Cluster
+
+    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+
+ANSWER_WITHIN = 1.0
+"""Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
+
+
+class Pool:
+    """Ranks. Made by :meth:`start`; all methods may be called from any thread.
+
+    Attributes:
+        launcher, plane: As they were asked for.
+    """
+
+    def __init__(self, base: PoolBase) -> None:
+        self._base = base
+        self.launcher, self.plane = base.launcher, base.plane
+        self._changing = threading.RLock()
+        self._stopped = False
+        # Ends it at exit, and when it is forgotten.
+        self._close = weakref.finalize(self, base.close)
+
+    @classmethod
+    def start(
+        cls,
+        np: int | None = None,
+        *,
+        launcher: str = "local",
+        plane: str = "auto",
+        hosts: str | None = None,
+        warm: WarmPool | None = None,
+        timeout: float = 60,
+        on_progress: Progress | None = None,
+    ) -> Pool:
+        """Start ranks and wait until all of them take cells.
+
+        Args:
+            np: How many; by default one for each usable core.
+            launcher: ``local``, ``mpi`` or another of ipyparallel's launchers.
+            plane: Data plane of the collectives, or ``auto``.
+            hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
+            warm: What :func:`hvdlab.kernel_ext.warm.prewarm` began; the pool takes it over, also if this fails.
+            timeout: Seconds.
+            on_progress: Called with a short text at each step, on the calling thread.
+
+        Raises:
+            InvalidRequestError: This pool can't be had; nothing was started.
+            StartError: Something did not start; nothing is left behind.
+        """
+        try:
+            size = checks.check_size(checks.default_size() if np is None else np)
+            base = PoolBase.start(
+                size, launcher, plane, hosts or "", warm, Deadline(timeout), on_progress or _say_nothing
+            )
+        except BaseException:
+            if warm is not None:
+                warm.close()
+            raise
+        return cls(base)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that live and take cells."""
+        return () if self._stopped else self._base.group.ready()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that the pool is made of, lost ones included."""
+        return 0 if self._stopped else len(self._base.group.members.wanted)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that have ended, and why; :meth:`repair` starts them again."""
+        members = self._base.group.members
+        return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
+
+    @property
+    def state(self) -> str:
+        """``idle``, ``running``, ``starting`` (also while the size changes) or ``stopped``."""
+        if self._stopped:
+            return "stopped"
+        if not self._changing.acquire(blocking=False):
+            return "starting"
+        self._changing.release()
+        return "running" if self._base.runs.active else "idle"
+
+    @property
+    def client(self) -> Client:
+        """The connection to the coordinator."""
+        return self._base.client
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
+        self._check_running()
+        return self._base.companion.cluster
+
+    def status(self) -> list[RankStatus]:
+        """What each rank is doing, whether or not it runs a cell. Takes a second at most."""
+        self._check_running()
+        members, runs = self._base.group.members, self._base.runs
+        answers = runs.questions.ask(AskStatus, members.ready, Deadline(ANSWER_WITHIN))
+        hosts = {member.rank: member.host for member in self.client.membership().members}
+        found: list[RankStatus] = []
+        for rank in members.wanted:
+            member, answer = members.get(rank), answers.get(rank)
+            if member is None:
+                continue
+            state = f"lost: {member.reason}" if member.reason else member.state.value
+            if isinstance(answer, Status):
+                found.append(_status(rank, hosts.get(rank, ""), member.pid, answer))
+            else:
+                state = "no answer" if rank in members.ready else state
+                found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
+        return found
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+    ) -> CellResults:
+        """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
+
+        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` tell.
+
+        Args:
+            source: Python source, with IPython's magics and ``!``.
+            ranks: Where; by default everywhere.
+            label: How users know the cell, such as ``[7]``.
+            line_offset: Lines of the notebook's cell above ``source``.
+            out: Takes the output.
+            timeout: Seconds after which the ranks are interrupted.
+            want_value: Whether the last expression's values are wanted.
+
+        Raises:
+            InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
+        """
+        return self._dispatch(source, ranks, label, line_offset, out, timeout, want_value).wait()
+
+    def start_run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+    ) -> CellHandle:
+        """Like :meth:`run`, in the background: returns at once."""
+        handle = self._dispatch(source, ranks, label, line_offset, out, timeout, want_value)
+        handle.drive_in_background()
+        return handle
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
+        self.client.interrupt(self._chosen(ranks))
+
+    def _dispatch(
+        self,
+        source: str,
+        ranks: Sequence[int] | None,
+        label: str,
+        line_offset: int,
+        out: OutputSink | None,
+        timeout: float | None,
+        want_value: bool,
+    ) -> CellHandle:
+        return self._base.runs.dispatch(
+            uuid.uuid4().hex[:12],
+            self._chosen(ranks),
+            source,
+            label=label,
+            line_offset=line_offset,
+            sink=NullSink() if out is None else out,
+            timeout=timeout,
+            want_value=want_value,
+        )
+
+    # -- variables ------------------------------------------------------------------------------------------------
+
+    def push(self, /, ranks: Sequence[int] | None = None, **values: Any) -> None:
+        """Bind variables on these ranks (by default all), after what they are running.
+
+        Raises:
+            HvdlabError: A value can't be pickled, or a rank could not unpickle it.
+        """
+        try:
+            pickles = tuple(cloudpickle.dumps(value) for value in values.values())
+        except Exception as error:
+            raise HvdlabError(
+                f"{', '.join(values)} can't be sent: {type(error).__name__}: {error}"
+            ) from error
+        chosen = self._chosen(ranks)
+        answers = self._ask(lambda ticket: PushValue(ticket, tuple(values), pickles), chosen)
+        failed = {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(values)}: {text}")
+
+    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """The value of a variable or expression on these ranks (by default all), by rank.
+
+        Raises:
+            LookupError: It does not exist on a rank, or can't be sent.
+        """
+        answers = self._ask(lambda ticket: PullValue(ticket, (name,)), self._chosen(ranks))
+        values: dict[int, Any] = {}
+        for rank, answer in sorted(answers.items()):
+            if not isinstance(answer, Value):
+                continue
+            pickled = answer.pickles[0]
+            if pickled is None:
+                raise LookupError(f"rank {rank}: {name}: {answer.errors[0]}")
+            # The bytes come from a rank that this pool started: code that the user runs with his own rights.
+            values[rank] = cloudpickle.loads(pickled)
+        return values
+
+    def complete(
+        self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
+    ) -> Completions | None:
+        """Completions from a rank's variables (by default the first one's); ``None`` if it is busy."""
+        answers = self._base.runs.questions.ask(
+            lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
+        )
+        return next((a for a in answers.values() if isinstance(a, Completions)), None)
+
+    def inspect(
+        self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
+    ) -> Inspection | None:
+        """Documentation from a rank's variables (by default the first one's); ``None`` if it is busy."""
+        answers = self._base.runs.questions.ask(
+            lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
+        )
+        return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+
+    def _ask(self, make: Callable[[int], Any], ranks: Sequence[int]) -> Mapping[int, Any]:
+        return self._base.runs.questions.ask(make, ranks, Deadline(None))
+
+    def _one(self, rank: int | None) -> tuple[int, ...]:
+        return self._chosen(self.ranks[:1] if rank is None else [rank])
+
+    def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        self._check_running()
+        ready = self.ranks
+        chosen = ready if ranks is None else tuple(sorted(set(ranks)))
+        missing = [rank for rank in chosen if rank not in ready]
+        if not missing and chosen:
+            return chosen
+        lost = self.lost
+        if not missing:
+            raise InvalidRequestError(
+                "the pool has no rank that lives; pool.repair() starts the lost ones again."
+            )
+        if missing[0] in lost:
+            raise InvalidRequestError(
+                f"rank {missing[0]} is lost ({lost[missing[0]]}); `%hvd_pool repair` or pool.repair() replaces it."
+            )
+        raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
+
+    # -- size -----------------------------------------------------------------------------------------------------
+
+    def resize(self, np: int, *, timeout: float = 60) -> None:
+        """Change the number of ranks. Those that stay keep their process and variables.
+
+        Raises:
+            InvalidRequestError: This size can't be had; nothing has changed.
+            StartError: A new rank did not start; the others are as before.
+        """
+        self._check_running()
+        wanted = checks.check_size(np)
+        with self._changing:
+            self._base.check_resizable(wanted)
+            self._base.group.want(range(wanted), Deadline(timeout))
+
+    def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
+        """Start lost ranks again under their old numbers, with empty memory. Returns them.
+
+        Raises:
+            StartError: One did not start; it stays lost.
+        """
+        self._check_running()
+        with self._changing:
+            lost = self._base.group.members.lost
+            if lost:
+                self._base.check_replaceable()
+                self._base.group.want(self._base.group.members.wanted, Deadline(timeout), replace_lost=True)
+            return lost
+
+    def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
+        """End ranks (by default all), whatever they are doing, and start them again with empty memory."""
+        self._check_running()
+        with self._changing:
+            self._base.check_replaceable()
+            wanted = self._base.group.members.wanted
+            chosen = wanted if ranks is None else tuple(ranks)
+            if unknown := sorted(set(chosen) - set(wanted)):
+                raise InvalidRequestError(
+                    f"there is no rank {unknown[0]}; the pool has {format_ranks(wanted)}."
+                )
+            deadline = Deadline(timeout)
+            self._base.group.end(chosen, deadline)
+            self._base.group.want(wanted, deadline, replace_lost=True)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all ranks and everything that belongs to the pool. Idempotent; runs in flight end with dead ranks."""
+        with self._changing:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        if self._stopped:
+            return "<Pool stopped>"
+        lost = f", {len(self.lost)} lost" if self.lost else ""
+        return f"<Pool of {self.size} ranks{lost}, {self.state}, launcher {self.launcher}>"
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise InvalidRequestError(
+                "the pool has been stopped; start a new one with `%hvd_pool start` or Pool.start()."
+            )
+        if broken := self._base.broken:
+            raise StartError(f"the pool has broken down: {broken}; stop it and start a new one.")
+
+
+def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
+    return RankStatus(
+        rank,
+        host,
+        pid,
+        answer.device,
+        answer.state,
+        answer.cell,
+        answer.rss,
+        answer.pss,
+        answer.cpu,
+        answer.threads,
+        answer.plane,
+        answer.pending,
+    )
+
+
+def _say_nothing(text: str) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,118 @@
+"""The main program of a rank: a loop on the main thread, in which the agent runs cells.
+
+The rank counts as ready once its agent listens; ipyparallel's side is set up later, when the pool sends the
+controller's address and no cell is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from ipykernel.zmqshell import ZMQInteractiveShell
+from traitlets.config import Config
+
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.settings import Settings
+from hvdlab.kernel_ext.rank.agent import RankAgent
+from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
+from hvdlab.kernel_ext.rank.join import join_controller
+from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY
+
+LEAVE_WITHIN = 2.0
+"""Seconds that a rank gets to end by itself after it was told to leave, whatever its cell does."""
+
+
+class RankProgram:
+    """A rank's process.
+
+    Args:
+        argv: Options for ipyparallel's engine.
+        pipes: Pipes for the output, if who started the rank made them.
+    """
+
+    def __init__(self, argv: Sequence[str], pipes: StdPipes | None) -> None:
+        self._argv = tuple(argv)
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._fds = FdCapture(pipes)
+        self._log = open(self._fds.originals["stderr"], "w", buffering=1, closefd=False)  # noqa: SIM115
+        # What is neither a cell's nor a request's belongs in the log, not in the notebook.
+        sys.stdout = sys.stderr = self._log
+        settings = Settings.from_env()
+        self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
+        self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds)
+        self._joining: asyncio.Task[None] | None = None
+        self._done = threading.Event()
+
+    def run(self) -> int:
+        """Serve until told to leave. Returns the exit code."""
+        signal.signal(signal.SIGTERM, self._terminate)
+        self._agent.start()
+        self._engine.on_mail(ENVIRONMENT, self._on_environment)
+        self._engine.on_mail(JOIN, self._on_join)
+        self._engine.on_leave(self._on_leave)
+        self._engine.post(READY, b"")
+        try:
+            self._loop.run_forever()
+        finally:
+            self._agent.close()
+            self._engine.close(1.0)
+            self._done.set()
+        return 0
+
+    # -- control thread -----------------------------------------------------------------------------------------------
+
+    def _on_environment(self, sender: int, body: bytes) -> None:
+        variables = msgspec.msgpack.decode(body, type=dict[str, str])
+        # On the main thread between cells: a cell sees one environment from its beginning to its end.
+        self._loop.call_soon_threadsafe(os.environ.update, variables)
+
+    def _on_join(self, sender: int, body: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._join, body.decode())
+
+    def _on_leave(self, reason: str = "") -> None:
+        threading.Thread(target=self._end_anyway, name="hvdlab-leave", daemon=True).start()
+
+    def _end_anyway(self) -> None:
+        """A main thread that is stuck in foreign code can't be asked. After the loop's end, exit handlers still run."""
+        if not self._done.wait(LEAVE_WITHIN):
+            os._exit(1)
+
+    # -- main thread --------------------------------------------------------------------------------------------------
+
+    def _join(self, connection: str) -> None:
+        if self._joining is None:
+            self._joining = self._loop.create_task(self._join_controller(connection))
+
+    async def _join_controller(self, connection: str) -> None:
+        failure = await join_controller(self._agent, self._engine.rank, connection, self._argv)
+        self._engine.post(JOINED, failure.encode())
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        """End as a process that SIGTERM ends, but after the exit handlers of the user's code."""
+        self._on_leave()
+        atexit._run_exitfuncs()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def make_shell() -> ZMQInteractiveShell:
+    """The shell that cells and ipyparallel's requests run in. Its history stays in memory."""
+    config = Config()
+    config.HistoryManager.hist_file = ":memory:"
+    config.HistoryManager.enabled = True
+    return ZMQInteractiveShell.instance(config=config)
+
+
+def run(argv: Sequence[str], pipes: StdPipes | None = None) -> int:
+    """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
+    return RankProgram(argv, pipes).run()

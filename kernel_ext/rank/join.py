@@ -1,0 +1,117 @@
+"""A rank as an engine of ipyparallel: ``rc[:]``, ``%%px`` and ipyparallel's tools work beside the pool's cells.
+
+Both use one shell and one main thread. ipyparallel's requests run between cells, with the output streams that
+ipyparallel expects; the cells get theirs back afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import ipyparallel.engine.app as engine_app
+from ipykernel.iostream import OutStream
+from ipykernel.kernelapp import IPKernelApp
+from ipyparallel.engine.kernel import IPythonParallelKernel
+
+from hvdlab.kernel_ext.rank.agent import RankAgent
+
+
+class JoinFailed(Exception):
+    """The controller did not take this engine in."""
+
+
+class RankKernel(IPythonParallelKernel):  # type: ignore[misc]  # ipyparallel is untyped
+    """ipyparallel's kernel, taking turns with the cells."""
+
+    agent: RankAgent
+
+    async def dispatch_shell(self, *args: Any, **kwargs: Any) -> None:
+        """Handle one request between two cells."""
+        async with self.agent.foreign():
+            handled = super().dispatch_shell(*args, **kwargs)
+            if inspect.isawaitable(handled):
+                await handled
+
+
+class RankKernelApp(IPKernelApp):
+    """The part of ipykernel's application that an engine makes use of."""
+
+    def init_code(self) -> None:
+        """Run no startup files: they would change the variables of a rank that has been in use for a while."""
+
+    def init_extensions(self) -> None:
+        """As for startup files."""
+
+    def init_gui_pylab(self) -> None:
+        """Plots are set up by the rank."""
+
+
+class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
+    """An engine that shares its process with a rank, which owns the signals, the loop and the process's end."""
+
+    enable_nanny = False
+
+    def start_heartbeat(self, *args: Any, **kwargs: Any) -> None:
+        """None: the pool knows which ranks live, and the controller does not ask."""
+
+    def init_signal(self) -> None:
+        """Signals belong to the rank."""
+
+    def abort(self) -> None:
+        """There was no answer; the rank goes on without ipyparallel."""
+        raise JoinFailed(f"the controller at {self.registration_url} did not answer in {self.timeout:g} s")
+
+    def exit(self, exit_status: int | str | None = 0) -> None:
+        """As for :meth:`abort`."""
+        raise JoinFailed("the controller's answer could not be used; the lines above tell why")
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Give ipyparallel's requests their streams; descriptors 1 and 2 stay the rank's."""
+        for name in ("stdout", "stderr"):
+            stream = OutStream(self.session, iopub_socket, name, watchfd=False)
+            stream.topic = f"engine.{self.id}.{name}".encode("ascii")
+            setattr(sys, name, stream)
+
+    async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
+        """Build the kernel. ipyparallel names the classes it builds in its module and offers no other way to choose."""
+        engine_app.Kernel, engine_app.IPKernelApp = RankKernel, RankKernelApp
+        await super().complete_registration(*args, **kwargs)
+
+
+async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> str:
+    """Register with ipyparallel's controller as engine number ``rank``. The rank lives on if that fails.
+
+    Args:
+        agent: Whose turns requests take.
+        rank: Engine number to ask for.
+        connection: The controller's connection information for engines, as JSON.
+        argv: Options of ``ipengine``.
+
+    Returns:
+        Why it failed, or an empty text.
+    """
+    RankKernel.agent = agent
+    async with agent.foreign():
+        try:
+            engine = _initialized(rank, connection, argv)
+            await engine.register()
+        except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _initialized(rank: int, connection: str, argv: Sequence[str]) -> RankEngine:
+    # ipyparallel's applications assume that the process is theirs.
+    path, excepthook = sys.path[:], sys.excepthook
+    try:
+        engine = RankEngine.instance(id=rank, connection_info_env=connection, max_heartbeat_misses=0)
+        engine.initialize(list(argv))
+        return engine
+    finally:
+        sys.path[:] = path
+        sys.excepthook = excepthook

@@ -1,0 +1,15 @@
+"""Mail between the pool and the main programs of its ranks, beside the cells of ``payloads``."""
+
+from __future__ import annotations
+
+READY = "hvdlab.pool.ready"
+"""Rank to pool, no body: the rank's agent listens, cells may be sent."""
+
+JOIN = "hvdlab.pool.join"
+"""Pool to rank: ipyparallel's connection information for engines, as JSON. The rank registers when it is idle."""
+
+JOINED = "hvdlab.pool.joined"
+"""Rank to pool: it has registered; the body says why not, if it failed."""
+
+ENVIRONMENT = "hvdlab.pool.environment"
+"""Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""

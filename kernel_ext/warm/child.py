@@ -1,0 +1,139 @@
+"""From a fork of the warm process to a rank or a controller: what is the child's own is set up here."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from hvdlab.kernel_ext.warm.linux import die_with_parent, name_process
+from hvdlab.kernel_ext.warm.messages import CONTROLLER
+from hvdlab.kernel_ext.warm.process import Role
+
+
+def become(role: Role) -> NoReturn:
+    """Be what the role says, in a forked child, and end the process with it."""
+    code = 1
+    try:
+        _set_up(role)
+        code = _program(role)()
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a forked process: exit handlers and flushes, but no tearing down of what is shared with the warm process.
+
+    An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
+    """
+    threading.Thread(target=_end_after, args=(3.0, code), name="hvdlab-exit", daemon=True).start()
+    # atexit has no public way to run the handlers that the user's code registered without ending the interpreter.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)
+
+
+def _end_after(seconds: float, code: int) -> None:
+    """A handler that hangs does not keep the process."""
+    threading.Event().wait(seconds)
+    os._exit(code)
+
+
+def _set_up(role: Role) -> None:
+    order = role.order
+    os.setsid()  # Ctrl-C in the notebook's terminal is the pool's to pass on
+    die_with_parent(role.parent)
+    _connect_standard_descriptors(role)
+    signal.signal(signal.SIGINT, _ignore_interrupt)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.directory if os.path.isdir(order.directory) else os.path.expanduser("~"))
+    sys.path[:] = order.path
+    sys.argv[:] = [""]
+    faulthandler.enable()
+    gc.enable()
+    if order.number == CONTROLLER:
+        name_process("hvd-controller", "hvdlab: ipyparallel controller")
+    else:
+        name_process(f"hvd-rank-{order.number}", f"hvdlab: rank {order.number}")
+        refresh_libraries()
+
+
+def _connect_standard_descriptors(role: Role) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (role.log, 1), (role.log, 2)):
+        os.dup2(source, target, inheritable=True)
+    for source in (nothing, role.log):
+        if source > 2:
+            os.close(source)
+    # The inherited objects may have been made for a terminal or a file.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+def _ignore_interrupt(number: int, frame: object) -> None:
+    """Not SIG_IGN, which programs that the rank starts would inherit."""
+
+
+def _program(role: Role) -> Callable[[], int]:
+    if role.order.number == CONTROLLER:
+        from hvdlab.kernel_ext.launchers.controller import run_forked
+
+        return lambda: run_forked(role.order.argv, role.channel)
+    from hvdlab.kernel_ext.rank.app import run
+
+    return lambda: run(role.order.argv, role.pipes)
+
+
+# -- libraries that were imported before the fork -----------------------------------------------------------------------
+
+
+def refresh_libraries() -> None:
+    """Undo what a fork must not share: random states, and thread pools sized for one process."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+        _size_openblas(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _size_openblas(threads: int) -> None:
+    """The warm process loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
+    if threads <= 1:
+        return
+    pattern = re.compile(r"\S*openblas\S*\.so\S*")
+    libraries = set(pattern.findall(Path("/proc/self/maps").read_text()))
+    names = (
+        "scipy_openblas_set_num_threads64_",
+        "scipy_openblas_set_num_threads",
+        "openblas_set_num_threads",
+    )
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name in names:
+            if hasattr(library, name):
+                getattr(library, name)(threads)
+                break

@@ -1,0 +1,86 @@
+"""How a process ended, in words; and whether the kernel killed it for lack of memory."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from hvdlab.kernel_ext.warm.messages import Exited
+
+_WORDS = {
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGBUS: "bus error",
+    signal.SIGABRT: "aborted (abort() was called)",
+    signal.SIGFPE: "arithmetic error (SIGFPE)",
+    signal.SIGILL: "illegal instruction",
+}
+
+
+def describe(event: Exited) -> str:
+    """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, … with the most memory it had, if known."""
+    if event.out_of_memory:
+        return f"out of memory (killed by the kernel{_memory(event.max_rss)})"
+    if event.signal:
+        return describe_signal(event.signal)
+    return f"exit code {event.code}"
+
+
+def describe_signal(number: int) -> str:
+    """A signal that ended a process, in words."""
+    try:
+        known = signal.Signals(number)
+    except ValueError:
+        return f"killed by signal {number}"
+    return _WORDS.get(known, f"killed by {known.name}")
+
+
+def _memory(max_rss: int) -> str:
+    return f"; it had {max_rss / 2**30:.1f} GiB" if max_rss else ""
+
+
+class OutOfMemoryCounter:
+    """Counts the kernel's out-of-memory kills, in this process's control group if it can be read, else in all.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are; tests pass a directory of their own.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._source = self._find(root)
+        self._last = self._read()
+
+    def increased(self) -> bool:
+        """Whether there was a kill since the last call (or since construction)."""
+        count = self._read()
+        increased = count > self._last
+        self._last = count
+        return increased
+
+    @staticmethod
+    def _find(root: Path) -> Path:
+        try:
+            lines = (root / "proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            lines = []
+        groups = root / "sys/fs/cgroup"
+        candidates: list[Path] = []
+        for line in lines:
+            _, controllers, group = (line.split(":", 2) + ["", ""])[:3]
+            if not controllers:
+                candidates.append(groups / group.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                candidates.append(groups / "memory" / group.lstrip("/") / "memory.oom_control")
+        # Inside a container the group's own directory is often mounted at the top.
+        candidates += [groups / "memory.events", groups / "memory/memory.oom_control"]
+        return next((path for path in candidates if path.exists()), root / "proc/vmstat")
+
+    def _read(self) -> int:
+        try:
+            text = self._source.read_text()
+        except OSError:
+            return 0
+        for line in text.splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+        return 0

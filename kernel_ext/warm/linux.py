@@ -1,0 +1,77 @@
+"""The few calls to Linux that Python has no function for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from functools import cache
+from pathlib import Path
+
+_SET_DEATH_SIGNAL = 1
+_SET_NAME = 15
+_SET_CHILD_SUBREAPER = 36
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if _libc().prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends; end at once if that has happened already.
+
+    The signal comes when the *thread* that forked ends, so the parent must have forked on its main thread.
+    """
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of descendants whose parent ends."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str, title: str) -> None:
+    """Show ``name`` (15 bytes at most) in ``ps -e`` and ``top``, ``title`` in ``ps aux``. For readers only."""
+    with contextlib.suppress(OSError):
+        _prctl(_SET_NAME, name.encode()[:15])
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _write_title(title.encode())
+
+
+def _write_title(title: bytes) -> None:
+    # Field 48 and 49 of stat(5) are where the kernel looks for the command line, in this process's own memory.
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    room = end - start
+    if start and room > 1:
+        ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
+
+
+def raise_on_hangup(descriptor: int, wanted: bool) -> None:
+    """Have SIGIO, which ends the process, sent when the other end of this pipe is closed; or no longer."""
+    import fcntl
+
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
+
+
+def living_children() -> list[int]:
+    """Process ids of this process's children, adopted ones included."""
+    pid = os.getpid()
+    children: list[int] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += [int(number) for number in tasks.read_text().split()]
+    return children

@@ -1,0 +1,151 @@
+"""What the pool and its warm process say to each other, as msgspec structs in frames over a socketpair. No pickle."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.frames import encode_frame
+
+CONTROLLER = -1
+"""Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
+
+
+class WarmMessage(
+    msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False
+):
+    """Base of every message."""
+
+
+# -- pool to warm process ---------------------------------------------------------------------------------------------
+
+
+class Fork(WarmMessage):
+    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`.
+
+    Attributes:
+        environment: The whole environment of the child.
+        directory: Its working directory.
+        path: Its ``sys.path``.
+        argv: Arguments of its main program (ipyparallel's options).
+    """
+
+    number: int
+    environment: dict[str, str]
+    directory: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...] = ()
+
+
+class Signal(WarmMessage):
+    """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
+
+    number: int
+    signal: int
+    group: bool = False
+
+
+class Guard(WarmMessage):
+    """Remove these files when the warm process ends, however the pool ended. Replaces the list so far."""
+
+    paths: tuple[str, ...]
+
+
+class Gone(WarmMessage):
+    """A rank that is not the warm process's child has ended: tell the controller."""
+
+    rank: int
+
+
+class Shutdown(WarmMessage):
+    """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
+
+    grace: float = 1.0
+
+
+# -- warm process to pool ---------------------------------------------------------------------------------------------
+
+
+class Loaded(WarmMessage):
+    """The imports are done.
+
+    Attributes:
+        modules: Names that were imported.
+        failed: Name to the import error's text.
+        seconds: How long it took.
+    """
+
+    modules: tuple[str, ...]
+    failed: dict[str, str]
+    seconds: float
+
+
+class Forked(WarmMessage):
+    """Child ``number`` runs as ``pid``."""
+
+    number: int
+    pid: int
+
+
+class ForkFailed(WarmMessage):
+    """Child ``number`` could not be forked."""
+
+    number: int
+    text: str
+
+
+class Exited(WarmMessage):
+    """A child ended.
+
+    Attributes:
+        code: Exit code, or -1 if a signal ended it.
+        signal: The signal, or 0.
+        max_rss: Most memory it had resident, in bytes.
+        out_of_memory: The kernel killed it for lack of memory.
+        tail: The last lines of its standard error.
+    """
+
+    number: int
+    pid: int
+    code: int
+    signal: int
+    max_rss: int
+    out_of_memory: bool = False
+    tail: str = ""
+
+
+class ControllerUp(WarmMessage):
+    """ipyparallel's controller listens and has written its connection files."""
+
+    pid: int
+
+
+ToWarm = Fork | Signal | Guard | Gone | Shutdown
+FromWarm = Loaded | Forked | ForkFailed | Exited | ControllerUp
+
+_encoder = msgspec.msgpack.Encoder()
+_to_warm: msgspec.msgpack.Decoder[ToWarm] = msgspec.msgpack.Decoder(cast("type[ToWarm]", ToWarm))
+_from_warm: msgspec.msgpack.Decoder[FromWarm] = msgspec.msgpack.Decoder(cast("type[FromWarm]", FromWarm))
+
+
+def encode(message: WarmMessage) -> bytes:
+    """The whole frame of a message."""
+    return encode_frame(_encoder.encode(message))
+
+
+def decode_to_warm(payload: bytes | memoryview) -> ToWarm:
+    """A message to the warm process. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _to_warm.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message to the warm process: {error}") from error
+
+
+def decode_from_warm(payload: bytes | memoryview) -> FromWarm:
+    """A message of the warm process. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _from_warm.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of the warm process: {error}") from error

@@ -1,0 +1,77 @@
+"""What the warm process imports before it forks, so that ranks get it at once and share its memory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+from hvdlab.kernel_ext.warm.messages import Loaded
+
+OWN = ("hvdlab.kernel_ext.rank.app",)
+"""What every rank runs; an import error here is a broken installation."""
+
+USUAL = ("numpy", "torch")
+"""Imported if installed, unless the user says otherwise by ``HVDLAB_PRELOAD``."""
+
+BINDINGS = {"torch": "hvdlab.torch"}
+"""Our binding comes along with its framework."""
+
+LATER = (
+    "pygments.lexers.python",
+    "pygments.formatters.terminal256",
+    "stack_data",
+    "ipykernel.debugger",
+    "hvdlab.kernel_ext.launchers.controller",
+)
+"""Wanted soon after the first cell (to show a traceback, to join ipyparallel); imported when nothing else is to do."""
+
+
+def modules_to_load(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The user's list: ``HVDLAB_PRELOAD`` (names separated by commas), else what is usual and installed."""
+    wanted = environ.get("HVDLAB_PRELOAD")
+    if wanted is None:
+        return tuple(name for name in USUAL if _installed(name))
+    return tuple(name.strip() for name in wanted.split(",") if name.strip())
+
+
+def load(names: Sequence[str]) -> Loaded:
+    """Import the modules; what fails is told, not raised."""
+    began = time.monotonic()
+    loaded: list[str] = []
+    failed: dict[str, str] = {}
+    for name in (*OWN, *names):
+        _load_one(name, loaded, failed)
+        binding = BINDINGS.get(name)
+        if binding and name in loaded and _installed(binding):
+            _load_one(binding, loaded, failed)
+    return Loaded(tuple(loaded), failed, time.monotonic() - began)
+
+
+def load_later(name: str) -> None:
+    """Import a module that is only wanted to be quick; whoever needs it gets the error."""
+    # pydevd, which ipykernel's debugger imports, warns about frozen modules unless told not to.
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return
+
+
+def _load_one(name: str, loaded: list[str], failed: dict[str, str]) -> None:
+    try:
+        importlib.import_module(name)
+    # A module may fail in any way while it is imported; each is an answer here, none may end the warm process.
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+    else:
+        loaded.append(name)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,106 @@
+"""Everything of a pool that does not depend on the number of ranks, started before the first cell asks for it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import threading
+from dataclasses import dataclass
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.warm.client import WarmProcess
+
+
+@dataclass(slots=True)
+class Base:
+    """What a pool stands on. Who takes it closes it."""
+
+    warm: WarmProcess
+    coordinator: CoordinatorProcess
+    client: Client
+
+    def close(self) -> None:
+        """End all three. Ranks first: they should not see their coordinator go."""
+        self.warm.close()
+        self.client.close()
+        self.coordinator.close()
+
+
+class WarmPool:
+    """A :class:`Base` in the making. Made by :meth:`begin`; given to one pool, or closed."""
+
+    def __init__(self, warm: WarmProcess) -> None:
+        self._warm = warm
+        self._lock = threading.Lock()
+        self._base: Base | None = None
+        self._error: BaseException | None = None
+        self._taken = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._prepare, name="hvdlab-prewarm", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def begin(cls, *, preload: bool = True) -> WarmPool:
+        """Start the warm process, and a thread that starts the rest; returns at once.
+
+        Args:
+            preload: Whether the warm process imports what ranks share; it forks no ranks otherwise.
+
+        Raises:
+            StartError: The warm process could not be started.
+        """
+        return cls(WarmProcess.start(os.environ if preload else {**os.environ, "HVDLAB_PRELOAD": ""}))
+
+    def take(self, deadline: Deadline) -> Base:
+        """Wait for it and take it over.
+
+        Raises:
+            StartError: It could not be made in time; nothing is left behind.
+        """
+        if not self._done.wait(deadline.remaining()):
+            self.close()
+            raise StartError(f"the coordinator did not start within {deadline.seconds:g} s")
+        with self._lock:
+            if self._error is not None or self._base is None or self._taken:
+                error = self._error
+            else:
+                self._taken = True
+                atexit.unregister(self.close)
+                return self._base
+        self.close()
+        if isinstance(error, StartError):
+            raise error
+        raise StartError(f"the coordinator could not be started: {error or 'it was closed'}") from error
+
+    def close(self) -> None:
+        """End what was started, unless a pool has taken it. Idempotent."""
+        atexit.unregister(self.close)
+        with self._lock:
+            if self._taken:
+                return
+            self._taken = True
+        self._warm.close()
+        self._thread.join()
+        if self._base is not None:
+            self._base.close()
+
+    def _prepare(self) -> None:
+        try:
+            coordinator = CoordinatorProcess.start()
+            try:
+                client = Client.connect(coordinator.address, coordinator.token)
+            except BaseException:
+                coordinator.close()
+                raise
+            self._base = Base(self._warm, coordinator, client)
+        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread of whoever wants the pool)
+            self._error = error
+        finally:
+            self._done.set()
+        # A pool makes a Cluster once its ranks run; the import is slow, and here it is in nobody's way.
+        importlib.import_module("ipyparallel")

@@ -1,0 +1,286 @@
+"""What goes wrong between real rank processes, and that the group works afterwards."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import RankGone, Ranks
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
+    DuplicateNameError,
+    InvalidRequestError,
+    MismatchError,
+)
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def total(value: float, name: str | None = None) -> list[float]:
+    result: list[float] = api.allreduce(np.full(4, value, np.float32), name, op=api.Sum).tolist()
+    return result
+
+
+def disagree(what: str) -> None:
+    rank = context.engine().rank
+    x = np.ones((4, 4), np.float32)
+    if what == "dtype":
+        api.allreduce(x.astype(np.float64 if rank else np.float32), "bad", op=api.Sum)
+    elif what == "shape":
+        api.allreduce(np.ones((4, 4 + rank), np.float32), "bad", op=api.Sum)
+    elif what == "op":
+        api.allreduce(x, "bad", op=api.Max if rank else api.Sum)
+    elif what == "root":
+        api.broadcast(x, rank, "bad")
+    elif what == "kind":
+        api.broadcast(x, 0, "bad") if rank else api.allreduce(x, "bad")
+    else:
+        api.allgather(np.ones((2 + rank, 3 + rank), np.float32), "bad")
+
+
+def submit_twice() -> None:
+    rank = context.engine().rank
+    first = api.allreduce_async(np.ones(4, np.float32), "twin")
+    if rank == 0:
+        with pytest.raises(DuplicateNameError) as told:
+            api.allreduce_async(np.ones(4, np.float32), "twin")
+        assert str(told.value).count("test_errors.py:") == 2
+    api.synchronize(first)
+
+
+def sleep() -> None:
+    threading.Event().wait(60)
+
+
+def give_up() -> None:
+    operation = api.allreduce_async(np.ones(4, np.float32), "late")
+    with pytest.raises(TimeoutError, match="still in flight"):
+        api.synchronize(operation, timeout=0.05)
+    assert [p.name for p in context.engine().pending()] == ["late"]
+    context.engine()._waiter.withdraw(operation.handles[0], CauseKind.WITHDRAWN, "rank 0 gave up")
+    api.synchronize(operation)
+
+
+def shuffled(seed: int, count: int, rounds: int) -> None:
+    rank, size = context.engine().rank, context.engine().size
+    chance = np.random.default_rng(seed + rank)
+    for _ in range(rounds):
+        operations: dict[int, Any] = {}
+        for i in chance.permutation(count):
+            x = np.full(int(i) + 1, rank + i, np.float32)
+            operations[int(i)] = api.allreduce_async(x, f"t{i}", op=api.Sum)
+        for i in chance.permutation(count):
+            expected = sum(r + i for r in range(size))
+            assert (api.synchronize(operations[int(i)]) == expected).all()
+
+
+def in_flight(count: int) -> None:
+    size = context.engine().size
+    operations = [api.allreduce_async(np.full(2, i, np.int64), f"n{i}", op=api.Sum) for i in range(count)]
+    for i, operation in enumerate(operations):
+        assert (api.synchronize(operation) == size * i).all()
+    assert context.engine().pending() == []
+
+
+def fused(count: int) -> int:
+    """How many operations of the plane it takes for so many tensors of one group."""
+    from hvdlab.collectives.timeline.records import Span, decode
+
+    engine = context.engine()
+    size, rank = engine.size, engine.rank
+    xs = [np.full(100 + i, rank + 1, np.float32) for i in range(count)]
+    for x in api.grouped_allreduce(xs, "group", op=api.Average, prescale_factor=2.0):
+        np.testing.assert_allclose(x, 2 * (size + 1) / 2)
+    spans = [e for batch in engine.recorder.drain() for e in decode(batch).events if isinstance(e, Span)]
+    return len({(s.process_set, s.sequence, s.batch) for s in spans})
+
+
+def initialize_again(times: int) -> tuple[int, int, int, int]:
+    def counts() -> tuple[int, int]:
+        import os
+
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = counts()
+    for number in range(times):
+        context.shutdown()
+        assert not context.is_initialized()
+        context.init()
+        assert total(1.0, f"again{number}") == [context.engine().size] * 4
+    return *before, *counts()
+
+
+def fork_and_try() -> str:
+    import os
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try:
+                api.allreduce(np.ones(2, np.float32))
+                text = "no error"
+            except ValueError as error:
+                text = str(error)
+            os.write(write, text.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["dtype", "shape", "op", "root", "kind", "rest"])
+def test_a_mismatch_names_both_sites_and_the_group_goes_on(two: Ranks, what: str) -> None:
+    for _ in range(2):
+        errors = two.outcomes(disagree, what)
+        assert [type(e) for e in errors] == [MismatchError] * 2
+        assert str(errors[0]) == str(errors[1])
+        assert str(errors[0]).count("test_errors.py:") == 2
+        assert two.run(total, per_rank=[(1.0,), (2.0,)]) == [[3.0] * 4] * 2
+
+
+def test_a_duplicate_name_fails_everywhere_and_the_name_works_afterwards(two: Ranks) -> None:
+    errors = two.outcomes(submit_twice)
+    assert [type(e) for e in errors] == [DuplicateNameError] * 2
+    assert two.run(total, 1.0, "twin") == [[2.0] * 4] * 2
+
+
+def test_survivors_of_a_kill_raise_within_a_second_and_go_on(three: Ranks) -> None:
+    assert three.run(total, 1.0, "w") == [[3.0] * 4] * 3
+    waiting = three.start(total, 1.0, "w", ranks=[0, 1])
+    three.kill(2)
+    killed = time.monotonic()
+    errors = waiting.outcomes()
+    assert time.monotonic() - killed < 1.0
+    for error in errors:
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.RANK_DIED
+        assert error.cause.ranks == (2,)
+        assert "rank 2" in str(error)
+        assert "`w`" in str(error)
+    assert three.run(total, 1.0, "w", ranks=[0, 1]) == [[2.0] * 4] * 2
+    assert three.run(total, 1.0, "w", ranks=[0, 1]) == [[2.0] * 4] * 2
+
+
+def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
+    waiting = two.start(keep_reducing, 1 << 22)
+    time.sleep(0.3)  # whenever it comes, it comes in the middle of something
+    two.kill(1)
+    killed = time.monotonic()
+    error, gone = waiting.outcomes()
+    assert time.monotonic() - killed < 2.0
+    assert isinstance(error, AbortedError)
+    assert isinstance(gone, RankGone)
+    assert two.run(total, 1.0, ranks=[0]) == [[1.0] * 4]
+
+
+def keep_reducing(count: int) -> None:
+    x = np.ones(count, np.float32)
+    while True:
+        api.allreduce_(x, "big", op=api.Max)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupt_ends_the_collective_on_all_ranks_and_keeps_the_group(three: Ranks, busy: bool) -> None:
+    if busy:
+        waiting = three.start(keep_reducing, 1 << 16)
+        time.sleep(0.2)
+    else:
+        waiting = three.start(total, 1.0, "i", ranks=[0, 1])
+        wait_until_pending(three)
+    three.kill(0, signal.SIGINT)
+    errors = waiting.outcomes()
+    assert isinstance(errors[0], KeyboardInterrupt)
+    for error in errors[1:]:
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.INTERRUPTED
+        assert error.cause.ranks == (0,)
+    assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
+
+
+def wait_until_pending(ranks: Ranks) -> None:
+    # The ranks are waiting: the only sign from outside that they are in the collective is that they don't answer.
+    time.sleep(0.2)
+
+
+def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None:
+    (error,) = two.outcomes(give_up, ranks=[0])
+    assert isinstance(error, AbortedError)
+    assert error.cause.kind is CauseKind.WITHDRAWN
+    assert two.run(total, 1.0) == [[2.0] * 4] * 2
+
+
+def test_the_coordinators_death_fails_everything_and_nothing_hangs(two: Ranks) -> None:
+    import os
+
+    waiting = two.start(total, 1.0, "c", ranks=[0])
+    time.sleep(0.1)
+    os.kill(two.coordinator.pid, signal.SIGKILL)
+    (error,) = waiting.outcomes(5)
+    assert isinstance(error, AbortedError)
+    assert error.cause.kind is CauseKind.COORDINATOR_LOST
+    for later in two.outcomes(total, 1.0):
+        assert isinstance(later, AbortedError)
+        assert later.cause.kind is CauseKind.COORDINATOR_LOST
+
+
+def test_ranks_may_submit_in_any_order(three: Ranks) -> None:
+    three.run(shuffled, 7, 50, 4)
+
+
+def test_thousands_of_tensors_in_flight(two: Ranks) -> None:
+    two.run(in_flight, 2000, timeout=60)
+    two.run(in_flight, 2000, timeout=60)
+
+
+def test_a_group_is_one_operation(two: Ranks) -> None:
+    assert two.run(fused, 40) == [1, 1]
+
+
+def test_initializing_again_leaks_nothing(two: Ranks) -> None:
+    for threads, fds, threads_after, fds_after in two.run(initialize_again, 20, timeout=60):
+        assert threads_after == threads
+        assert fds_after == fds
+
+
+def test_a_forked_child_can_not_use_the_engine_and_harms_nobody(two: Ranks) -> None:
+    texts = two.run(fork_and_try)
+    assert all("init()" in text for text in texts), texts
+    assert two.run(total, 1.0) == [[2.0] * 4] * 2
+
+
+def test_a_root_outside_the_set_is_refused_on_the_rank_itself(two: Ranks) -> None:
+    errors = two.outcomes(broadcast_from, 7)
+    assert [type(e) for e in errors] == [InvalidRequestError] * 2
+    assert two.run(total, 1.0) == [[2.0] * 4] * 2
+
+
+def broadcast_from(root: int) -> None:
+    api.broadcast(np.ones(3), root)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+import hvdlab.torch as hvd
 from ranks import Ranks
 
 
@@ -28,3 +30,13 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     yield from _world(2)
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as the only rank."""
+    for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+    hvd.init()
+    yield
+    hvd.shutdown()

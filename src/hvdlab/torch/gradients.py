@@ -7,14 +7,18 @@ starts those that this rank's backward pass did not reach (another rank's may ha
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.errors import CollectiveError, UnsupportedError
+from hvdlab.collectives.errors import CollectiveError, InvalidRequestError, UnsupportedError
 from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compressor
 from hvdlab.torch.handles import Handle, synchronize
@@ -68,8 +72,41 @@ class _Bucket:
         self.work: _InFlight | None = None
 
 
+class _Hook:
+    """Tells a reducer, if there still is one, that a gradient has been accumulated.
+
+    The parameter must not keep the reducer (and with it the optimizer) alive: in a notebook an optimizer is often
+    made anew for the same model, and nobody would collect what the forgotten one starts.
+    """
+
+    __slots__ = ("__weakref__", "_reducer")
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.accumulated(parameter)
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        return self._reducer()
+
+
+def _reducer_of(parameter: torch.Tensor) -> GradientReducer | None:
+    """Who reduces this parameter's gradient so far."""
+    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    found = (hook.reducer for hook in hooks.values() if isinstance(hook, _Hook))
+    return next((reducer for reducer in found if reducer is not None), None)
+
+
 class GradientReducer:
-    """Starts allreduces from hooks of the backward pass, and collects them."""
+    """Starts allreduces from hooks of the backward pass, and collects them.
+
+    A parameter's gradient is reduced by one reducer: the last that was told to :meth:`watch` it. An earlier one then
+    stops altogether, and says so when it is used.
+    """
 
     def __init__(self, settings: ReductionSettings, passes: int) -> None:
         self._settings = settings
@@ -78,6 +115,9 @@ class GradientReducer:
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._left: dict[torch.Tensor, int] = {}
         self._touched = False
+        self._failed_cells = 0
+        self._hooks: list[RemovableHandle] = []
+        self._replaced = False
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -86,9 +126,13 @@ class GradientReducer:
         bucket = _Bucket(name, list(parameters))
         self._buckets.append(bucket)
         for parameter in bucket.parameters:
+            previous = _reducer_of(parameter)
+            if previous is not None and previous is not self:
+                previous.retire()
             self._bucket_of[parameter] = bucket
             self._left[parameter] = self._passes
-            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]  # torch's
+            hook = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]  # torch's
+            self._hooks.append(hook)
 
     def watches(self, parameter: torch.Tensor) -> bool:
         return parameter in self._bucket_of
@@ -98,15 +142,27 @@ class GradientReducer:
         self._passes = passes
         self._left = dict.fromkeys(self._left, passes)
 
+    def retire(self) -> None:
+        """Stop: another reducer has taken over a parameter."""
+        self.drop()
+        self._replaced = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     @property
     def in_progress(self) -> bool:
-        """Whether a backward pass has been made since the last step."""
+        """Whether a backward pass has been made since the last step (and not in a cell that failed)."""
+        self._drop_what_a_failed_cell_left()
         return self._touched
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
         """Hook: autograd has added to ``parameter.grad``."""
+        self._drop_what_a_failed_cell_left()
+        if not self._touched:
+            self._touched, self._failed_cells = True, context.engine().failed_cells
         left = self._left[parameter]
         if left <= 0:
             raise AssertionError(
@@ -114,7 +170,6 @@ class GradientReducer:
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
                 "more of them locally."
             )
-        self._touched = True
         self._left[parameter] = left - 1
         if left == 1:
             bucket = self._bucket_of[parameter]
@@ -128,16 +183,34 @@ class GradientReducer:
         Parameters without a gradient get one of zeros, since another rank may have one. After an error, the gradients
         are undefined and the next backward pass starts afresh.
         """
+        if self._replaced:
+            raise InvalidRequestError(
+                "This DistributedOptimizer no longer reduces gradients: a newer one was made for its parameters. Use "
+                "that one."
+            )
         try:
             for bucket in self._buckets:
                 if bucket.work is None:
                     self._start(bucket)
             self._collect()
         finally:
-            self.reset()
+            self._reset()
 
-    def reset(self) -> None:
-        """Forget the running step: the next backward pass is the first of a new one."""
+    def drop(self) -> None:
+        """Give up the running step: wait for what is in flight, whatever comes of it, and begin anew."""
+        try:
+            for bucket in self._buckets:
+                if bucket.work is not None:
+                    with contextlib.suppress(CollectiveError):
+                        synchronize(bucket.work.handle)
+        finally:
+            self._reset()
+
+    def _drop_what_a_failed_cell_left(self) -> None:
+        if self._touched and self._failed_cells != context.engine().failed_cells:
+            self.drop()
+
+    def _reset(self) -> None:
         self._touched = False
         self._left = dict.fromkeys(self._left, self._passes)
         for bucket in self._buckets:

@@ -117,7 +117,7 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer, distributed or not, and begin a new step."""
-        self._reducer.reset()
+        self._reducer.drop()
         self._synchronized = False
         super().load_state_dict(state_dict)
 

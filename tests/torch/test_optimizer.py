@@ -1,0 +1,446 @@
+"""``DistributedOptimizer`` on real ranks, against one process that has all ranks' batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdlab.torch as hvd
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.torch.optimizer import DistributedMixin
+from ranks import RankFailed, Ranks
+
+BATCH = 3
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2)).double()
+
+
+def batch(step: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(size * BATCH, 4, generator=generator, dtype=torch.float64)
+
+
+def part(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return whole.chunk(size)[rank]
+
+
+def values(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda ps: torch.optim.Adam(ps, 0.05),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, 0.05, fused=True),
+}
+FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "plain": lambda net: {},
+    "named": lambda net: {"named_parameters": net.named_parameters()},
+    "two groups": lambda net: {"named_parameters": net.named_parameters(), "groups": 2},
+    "own groups": lambda net: {"groups": [[*net[0].parameters()], [net[2].weight, net[3].bias]]},  # type: ignore[index]
+    "predivided": lambda net: {"gradient_predivide_factor": 3.0},
+}
+STEPS = 3
+
+
+def _train(kind: str, form: str) -> tuple[list[torch.Tensor], bool]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model(seed=rank)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    inner = OPTIMIZERS[kind](net.parameters())
+    optimizer = hvd.DistributedOptimizer(inner, **FORMS[form](net))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(part(batch(step, size), rank, size)).pow(2).mean().backward()
+        optimizer.step()
+    return values(net), isinstance(optimizer, type(inner))
+
+
+def in_one_process(kind: str, size: int) -> list[torch.Tensor]:
+    net = model()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        net(batch(step, size)).pow(2).mean().backward()
+        optimizer.step()
+    return values(net)
+
+
+def check_equal_models(outcomes: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> None:
+    for outcome in outcomes:
+        assert all(torch.equal(a, b) for a, b in zip(outcome, outcomes[0], strict=True)), "ranks differ"
+        for ours, reference in zip(outcome, expected, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_equals_one_process_on_the_union_batch(ranks: Ranks, kind: str) -> None:
+    outcomes = ranks.run(_train, kind, "named")
+    check_equal_models([parameters for parameters, _ in outcomes], in_one_process(kind, ranks.size))
+    assert all(same_class for _, same_class in outcomes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_with_each_option(four_ranks: Ranks, form: str) -> None:
+    outcomes = four_ranks.run(_train, "sgd", form)
+    check_equal_models([parameters for parameters, _ in outcomes], in_one_process("sgd", 4))
+
+
+def _train_compressed() -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    inner = OPTIMIZERS["sgd"](net.parameters())
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), hvd.Compression.fp16, groups=1)
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    optimizer.step()
+    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in net.parameters())
+    return values(net)
+
+
+def test_compressed_gradients_are_those_of_float16(two_ranks: Ranks) -> None:
+    net = model()
+    net(batch(0, 2)).pow(2).mean().backward()
+    expected = [
+        p.detach() - 0.1 * (p.grad + 0.01 * p.detach()) for p in net.parameters() if p.grad is not None
+    ]
+    for outcome in two_ranks.run(_train_compressed):
+        for ours, reference in zip(outcome, expected, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3)
+        assert not all(torch.equal(a, b) for a, b in zip(outcome, expected, strict=True))
+
+
+def _sum_of_passes(passes: int) -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, net.named_parameters(), backward_passes_per_step=passes, op=hvd.Sum
+    )
+    for step in range(passes):
+        net(part(batch(step, size), rank, size)).pow(2).sum().backward()
+        in_flight = any(bucket.work is not None for bucket in optimizer._reducer._buckets)
+        assert in_flight == (step == passes - 1)
+    optimizer.step()
+    return values(net)
+
+
+def test_gradients_of_several_passes_are_added_up_before_they_are_sent(ranks: Ranks) -> None:
+    net = model()
+    for step in range(2):
+        net(batch(step, ranks.size)).pow(2).sum().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    check_equal_models(ranks.run(_sum_of_passes, 2), values(net))
+
+
+class Branching(nn.Module):
+    """Each rank's forward pass uses a layer of its own, and one that all use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared = nn.Linear(4, 4)
+        self.own = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        result: torch.Tensor = self.own[rank](self.shared(x))
+        return result
+
+
+def _train_branching(groups: int) -> list[torch.Tensor]:
+    net = Branching().double()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), groups=groups)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(part(batch(step, hvd.size()), hvd.rank(), hvd.size()), hvd.rank()).pow(2).mean().backward()
+        optimizer.step()
+    return values(net)
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_parameters_that_a_rank_does_not_use_count_as_zero(four_ranks: Ranks, groups: int) -> None:
+    net = Branching().double()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(2):
+        sgd.zero_grad()
+        parts = [net(x, rank).pow(2).mean() for rank, x in enumerate(batch(step, 4).chunk(4))]
+        torch.stack(parts).mean().backward()
+        sgd.step()
+    check_equal_models(four_ranks.run(_train_branching, groups), values(net))
+
+
+def _closure() -> tuple[list[torch.Tensor], float, int]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4), net.named_parameters(), op=hvd.Sum
+    )
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(part(batch(0, size), rank, size)).pow(2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return hvd.allreduce(loss.detach(), op=hvd.Sum)
+
+    loss = optimizer.step(closure)
+    return values(net), float(loss), calls
+
+
+def test_a_closure_s_gradients_are_reduced_each_time(two_ranks: Ranks) -> None:
+    net = model()
+    lbfgs = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4)
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss: torch.Tensor = net(batch(0, 2)).pow(2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    loss = lbfgs.step(closure).item()  # type: ignore[no-untyped-call]
+    outcomes = two_ranks.run(_closure)
+    check_equal_models([parameters for parameters, _, _ in outcomes], values(net))
+    assert all(ours == pytest.approx(loss) and calls > 1 for _, ours, calls in outcomes)
+
+
+def _clipped() -> tuple[list[torch.Tensor], list[str]]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            optimizer.zero_grad(set_to_none=step == 0)
+            net(part(batch(step, size), rank, size)).pow(2).mean().backward()
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        quiet = len(caught)
+        net(part(batch(3, size), rank, size)).pow(2).mean().backward()
+        optimizer.synchronize()
+        before = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        sums = values(net)
+        optimizer.step()  # averages the averages: nothing changes but the time
+        after = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(torch.allclose(a, b) for a, b in zip(before, after, strict=True))
+    assert quiet == 0
+    return sums, [str(w.message) for w in caught]
+
+
+def test_synchronize_then_skip_it_in_step(two_ranks: Ranks) -> None:
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(2):
+        sgd.zero_grad()
+        net(batch(step, 2)).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        sgd.step()
+    outcomes = two_ranks.run(_clipped)
+    check_equal_models([parameters for parameters, _ in outcomes], values(net))
+    assert all(len(texts) == 1 and "skip_synchronize" in texts[0] for _, texts in outcomes)
+
+
+def _schedule_and_hooks() -> tuple[float, int, int, list[str]]:
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), 1.0)
+    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)  # made before: it has wrapped inner.step
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
+    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    before, after = [], []
+    optimizer.register_step_pre_hook(lambda *_: before.append(1))
+    optimizer.register_step_post_hook(lambda *_: after.append(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net(batch(0, 1)).sum().backward()
+        optimizer.step()
+        late.step()
+    texts = [str(w.message) for w in caught]
+    assert early.optimizer is inner
+    return optimizer.param_groups[0]["lr"], len(before), len(after), texts
+
+
+def test_schedulers_and_step_hooks_work(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_schedule_and_hooks) == [(pytest.approx(0.1), 1, 1, [])] * 2
+
+
+def _added_later() -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net[3].parameters(), 0.1), net.named_parameters())
+    optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.2})
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    optimizer.step()
+    return values(net)
+
+
+def test_parameters_added_later_are_reduced_too(two_ranks: Ranks) -> None:
+    net = model()
+    groups = [{"params": net[3].parameters()}, {"params": net[0].parameters(), "lr": 0.2}]
+    sgd = torch.optim.SGD(groups, 0.1)
+    net(batch(0, 2)).pow(2).mean().backward()
+    sgd.step()
+    check_equal_models(two_ranks.run(_added_later), values(net))
+
+
+def _saved_and_loaded() -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](net.parameters()), net.named_parameters())
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        net(part(batch(number, size), rank, size)).pow(2).mean().backward()
+        optimizer.step()
+
+    step(0)
+    state, weights = optimizer.state_dict(), {k: v.clone() for k, v in net.state_dict().items()}
+    net(part(batch(9, size), rank, size)).sum().backward()  # a step that is given up by loading
+    optimizer.synchronize()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](net.parameters()), net.named_parameters())
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    step(1)
+    step(2)
+    return values(net)
+
+
+def test_state_dict_goes_on_where_it_was_saved(two_ranks: Ranks) -> None:
+    check_equal_models(two_ranks.run(_saved_and_loaded), in_one_process("adam", 2))
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(6, 3, sparse=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.table(rows).pow(2).sum()
+        return result
+
+
+def _train_sparse(as_dense: bool) -> tuple[list[torch.Tensor], bool]:
+    net = Embedding()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), sparse_as_dense=as_dense)
+    net(torch.tensor([hvd.rank(), 5])).backward()
+    optimizer.step()
+    gradient = net.table.weight.grad
+    assert gradient is not None
+    return values(net), gradient.is_sparse
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(ranks: Ranks, as_dense: bool) -> None:
+    net = Embedding()
+    rows = torch.tensor([row for rank in range(ranks.size) for row in (rank, 5)])
+    (net(rows) / ranks.size).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    for parameters, sparse in ranks.run(_train_sparse, as_dense):
+        torch.testing.assert_close(parameters, values(net))
+        assert sparse is not as_dense
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _misuse(which: str) -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    net(batch(0, 1)).sum().backward()
+    try:
+        if which == "zero_grad":
+            optimizer.zero_grad()
+        else:
+            net(batch(0, 1)).sum().backward()
+    finally:
+        optimizer.synchronize()  # the group goes on
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("which", "text"), [("zero_grad", "before step"), ("backward", "backward_passes_per_step")]
+)
+def test_misuse_is_an_error_on_every_rank(two_ranks: Ranks, which: str, text: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        two_ranks.run(_misuse, which)
+    assert [type(error) for error in failure.value.errors.values()] == [AssertionError] * 2
+    assert all(text in str(error) for error in failure.value.errors.values())
+
+
+def _wrong_shape_then_right() -> tuple[str, list[torch.Tensor]]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    odd = nn.Linear(3, 2 + rank).double()
+    both = nn.ModuleList([net, odd])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(both.parameters(), 0.1), both.named_parameters())
+    before = values(net)
+    (net(part(batch(0, size), rank, size)).pow(2).mean() + odd(torch.ones(3).double()).sum()).backward()
+    with pytest.raises(hvd.HorovodInternalError) as error:
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(values(net), before, strict=True)), (
+        "a failed step changed them"
+    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    optimizer.zero_grad()
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    optimizer.step()
+    return str(error.value), values(net)
+
+
+def test_after_a_failed_step_the_next_one_works(two_ranks: Ranks) -> None:
+    net = model()
+    net(batch(0, 2)).pow(2).mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    outcomes = two_ranks.run(_wrong_shape_then_right)
+    check_equal_models([parameters for _, parameters in outcomes], values(net))
+    assert all("grad.1." in text and "disagree" in text for text, _ in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"op": hvd.Adasum}, UnsupportedError, "Adasum"),
+        ({"op": hvd.Max}, InvalidRequestError, "max"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, InvalidRequestError, "Average"),
+        ({"backward_passes_per_step": 0}, InvalidRequestError, "at least 1"),
+        ({"named_parameters": [("a", torch.ones(1))]}, InvalidRequestError, "missing"),
+        ({"groups": -2}, InvalidRequestError, "groups"),
+    ],
+)
+def test_wrong_arguments(
+    world_of_one: None, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text) as raised:
+        hvd.DistributedOptimizer(torch.optim.SGD(model().parameters(), 0.1), **arguments)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_num_groups_is_deprecated(world_of_one: None) -> None:
+    net = model()
+    with pytest.warns(DeprecationWarning, match="groups="):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), num_groups=2)
+    assert isinstance(optimizer, DistributedMixin)
+    assert [len(bucket.parameters) for bucket in optimizer._reducer._buckets] == [3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's, of the reference cycle that it makes
+def test_gradients_that_require_gradients_are_refused(world_of_one: None) -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
+    loss = net(batch(0, 1)).pow(2).sum()
+    with pytest.raises(AssertionError, match="create_graph"):
+        loss.backward(create_graph=True)
+    net.zero_grad()
+    assert optimizer.param_groups

@@ -180,7 +180,7 @@ class Matcher:
     def _mismatch(self, current: Round, now: float) -> None:
         name = current.info.name
         parties = _parties(current.heads)
-        groups = {(d.info.group, d.info.group_size) for d in current.heads.values()}
+        groups = {d.info.group for d in current.heads.values()}
         if len(groups) > 1:
             # Which tensors go together is disputed itself: there is no saying which others the verdict concerns.
             said = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)

@@ -56,6 +56,8 @@ class Membership:
         clients: Connections of clients.
         expected: Ranks that make up the world, or ``None`` as long as nobody has said.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
+        returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
+            again concerns the whole world: one that is back waits until all others have said Bye as well.
         deaths: The last death of each rank that was not replaced.
         changed: Whether clients have to be told.
         urgent: Whether ranks have to be told without delay.
@@ -66,6 +68,7 @@ class Membership:
         self.clients: dict[int, None] = {}
         self.expected: tuple[int, ...] | None = None if expected is None else tuple(sorted(set(expected)))
         self.awaited: set[int] = set(self.expected or ())
+        self.returning: set[int] = set()
         self.deaths: dict[int, Death] = {}
         self.changed = False
         self.urgent = False
@@ -123,6 +126,9 @@ class Membership:
         """A rank said Bye."""
         del self.ranks[gone.rank]
         self._left[gone.rank] = gone.pid
+        if not gone.tracked and self.expected is not None and gone.rank in self.expected:
+            self.returning.add(gone.rank)
+            self.awaited.add(gone.rank)
         self.changed = True
 
     def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
@@ -132,9 +138,9 @@ class Membership:
 
     def record_death(self, rank: int, pid: int, reason: str, now: float, *, explained: bool) -> None:
         """Note how a rank that does not live ended; what the launcher knows beats what a socket tells."""
+        self.awaited.discard(rank)
         if self._left.get(rank) == pid:
             return
-        self.awaited.discard(rank)
         known = self.deaths.get(rank)
         if known is not None and known.pid == pid:
             if not explained or rank not in self._unexplained:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_size
 from hvdlab.collectives.protocol.messages import Member
-
-CHUNK_BYTES = 256 * 1024
-SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +79,4 @@ def _choice(plane: str, members: Sequence[Member], notes: list[str]) -> PlaneCho
     if plane != "shm":
         return PlaneChoice(plane, options, 0, tuple(notes))
     options |= {"chunk_bytes": str(CHUNK_BYTES), "slots": str(SLOTS)}
-    return PlaneChoice(plane, options, segment_bytes(len(members)), tuple(notes))
-
-
-def segment_bytes(members: int) -> int:
-    """Size of the shared memory of a set of so many members, in bytes."""
-    return 64 * 1024 + members * (SLOTS * 2 * CHUNK_BYTES + 4096)
+    return PlaneChoice(plane, options, segment_size(len(members), CHUNK_BYTES, SLOTS), tuple(notes))

@@ -27,6 +27,7 @@ class ProcessSet:
         phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: what executes is finished); or ``ENDED`` (aborted).
             In the latter two ``epoch`` is the one that ``Configure`` will name.
         members: Ranks, by position. peers: their connections, by position.
+        next_members: Ranks that the epoch that is due is for (those of them that live); ``None`` if none is due.
         gone: Members that said Bye. The first collective after that ends the epoch.
         matcher, store, sequence: State of this epoch.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
@@ -41,7 +42,7 @@ class ProcessSet:
         self.epoch = 0
         self.phase = ENDED
         self.members: tuple[int, ...] = ()
-        self.next_members: tuple[int, ...] = ()
+        self.next_members: tuple[int, ...] | None = None
         self.peers: tuple[int, ...] = ()
         self.gone: set[int] = set()
         self.failure: tuple[float, int, str] | None = None
@@ -99,7 +100,7 @@ class ProcessSets:
             ps.epoch += 1
         ps.phase = phase
         if phase == ENDED:
-            ps.next_members = ps.next_members or ps.members
+            ps.next_members = ps.members if ps.next_members is None else ps.next_members
         ps.clear()
 
     # -- beginnings -----------------------------------------------------------------------------------------------
@@ -122,9 +123,9 @@ class ProcessSets:
     def configure(self, ps: ProcessSet) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
-        members = tuple(r for r in sorted(ps.next_members) if r in ranks and not ranks[r].leaving)
+        members = tuple(r for r in sorted(ps.next_members or ()) if r in ranks and not ranks[r].leaving)
         ps.members = members
-        ps.next_members = ()
+        ps.next_members = None
         ps.gone.clear()
         ps.peers = tuple(ranks[r].peer for r in members)
         ps.clear()
@@ -153,7 +154,7 @@ class ProcessSets:
     def configure_due(self) -> None:
         """Open all epochs that are due."""
         for ps in list(self):
-            if ps.phase != OPEN and ps.next_members:
+            if ps.phase != OPEN and ps.next_members is not None:
                 self.configure(ps)
 
     def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
@@ -170,7 +171,7 @@ class ProcessSets:
         for id, ps in self.by_id.items():
             assert ps.id == id
             assert ps.phase == OPEN or not ps.members, (id, ps.phase)
-            assert not ps.next_members
+            assert ps.next_members is None
             assert ps.gone <= set(ps.members)
             assert ps.matcher.ranks == ps.members
             for rank, peer in zip(ps.members, ps.peers, strict=True):

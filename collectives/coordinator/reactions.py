@@ -108,12 +108,15 @@ def admit(state: CoordinatorState) -> None:
         return
     assert membership.expected is not None
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
-    current = world.next_members or world.members
+    current = world.members if world.next_members is None else world.next_members
     new = [rank for rank in there if rank not in current or rank in world.gone]
     if any(cells.active(rank) for rank in current):
         new = [rank for rank in new if rank not in cells.idle]
+    stay = [rank for rank in current if rank in there and rank not in world.gone]
+    if any(not membership.ranks[rank].tracked for rank in stay):
+        new = [rank for rank in new if rank not in membership.returning]
     if new:
-        stay = [rank for rank in current if rank in there]
+        membership.returning.difference_update(new)
         state.sets.switch(world, tuple(sorted({*stay, *new})))
 
 
@@ -265,7 +268,7 @@ def end_deadlock(state: CoordinatorState) -> None:
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     dropped = state.membership.expect(message.ranks)
-    state.cells.keep(message.ranks)
+    state.cells.keep({*message.ranks, *state.membership.ranks})
     for rank in dropped:
         state.outbox.send((rank.peer,), m.Leave("the world was resized"))
     leaving = {rank.rank for rank in dropped}

@@ -15,6 +15,7 @@ class Interned:
 
     Attributes:
         references: How many definitions use it.
+        group: Equal for the tensors that are released together; empty for one that stands alone.
         fuse_key: Equal for allreduces that may be one operation; ``None`` for what is never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
     """
@@ -25,7 +26,7 @@ class Interned:
         self.signature = signature
         self.name = signature.name
         self.kind = signature.kind
-        self.group = signature.group if signature.group_size > 0 else ""
+        self.group = f"{signature.group_size}:{signature.group}" if signature.group_size > 0 else ""
         self.group_size = signature.group_size
         self.references = 0
         self.nbytes = _nbytes(signature)

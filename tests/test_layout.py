@@ -1,0 +1,128 @@
+"""The rooms are real directories, reached by links as one package, and every build has each module exactly once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("collectives", "kernel_ext", "magics", "widgets")
+HEAVY = ("numpy", "torch", "IPython", "ipykernel", "ipyparallel", "traitlets", "zmq")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+needs_git = pytest.mark.skipif(
+    not (ROOT / ".git").exists() or shutil.which("git") is None,
+    reason="not a git checkout: no index to look at",
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_a_real_directory_that_the_package_links_to(room: str) -> None:
+    link = ROOT / "src" / "hvdlab" / room
+    assert link.is_symlink(), f"{link} must be a symbolic link; this checkout has none (core.symlinks=false?)"
+    assert str(link.readlink()) == f"../../{room}"
+    assert not (ROOT / room).is_symlink()
+    assert (ROOT / room / "__init__.py").is_file()
+
+
+@needs_git
+def test_the_links_are_committed_as_links() -> None:
+    lines = git("ls-files", "-s", *(f"src/hvdlab/{room}" for room in ROOMS)).splitlines()
+    assert [line.split()[0] for line in lines] == ["120000"] * len(ROOMS)
+
+
+def expected_modules() -> set[str]:
+    """Names in a wheel of all modules that git knows."""
+    places = [*ROOMS, "src/hvdlab"]
+    tracked = [Path(name) for name in git("ls-files", *places).splitlines()]
+    present = [path for path in tracked if path.suffix == ".py" and (ROOT / path).is_file()]
+    return {str(path.relative_to("src") if path.parts[0] == "src" else "hvdlab" / path) for path in present}
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A wheel of this tree, and a wheel of the source distribution of this tree."""
+    out = tmp_path_factory.mktemp("builds")
+    for target in ("wheel", "sdist"):
+        done = run("-m", "hatchling", "build", "-t", target, "-d", str(out / target))
+        assert done.returncode == 0, done.stderr
+    (sdist,) = (out / "sdist").iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out / "unpacked", filter="data")
+    (unpacked,) = (out / "unpacked").iterdir()
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out / "second")]
+    subprocess.run(build, cwd=unpacked, capture_output=True, check=True)
+    (first,), (second,) = (out / "wheel").iterdir(), (out / "second").iterdir()
+    return first, second
+
+
+def names_in(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+@needs_git
+@pytest.mark.parametrize("which", [0, 1], ids=["wheel", "wheel of the sdist"])
+def test_a_wheel_has_every_module_once_and_nothing_else_at_the_top(
+    builds: tuple[Path, Path], which: int
+) -> None:
+    names = names_in(builds[which])
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    modules = {name for name in names if name.endswith(".py")}
+    assert expected_modules() - modules == set(), "hatchling visits a directory once: reach it by one path"
+    assert {name.split("/")[0] for name in names} == {"hvdlab", names[-1].split("/")[0]}
+    assert names[-1].split("/")[0].endswith(".dist-info")
+    assert "hvdlab/py.typed" in names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
+
+
+def test_the_wheel_of_the_sdist_is_the_wheel(builds: tuple[Path, Path]) -> None:
+    first, second = (sorted(names_in(wheel)) for wheel in builds)
+    assert first == second
+
+
+def test_the_package_under_test_is_this_tree() -> None:
+    import hvdlab.collectives.errors as module
+
+    assert Path(module.__file__).resolve() == ROOT / "collectives" / "errors.py"
+
+
+def test_the_arrows_between_rooms_point_as_agreed() -> None:
+    done = run(
+        "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "hvdlab",
+        "hvdlab.collectives",
+        "hvdlab.collectives.errors",
+        "hvdlab.collectives.coordinator.__main__",
+        "hvdlab.collectives.coordinator.process",
+        "hvdlab.collectives.timeline.spans",
+        "hvdlab.collectives.timeline.file",
+        "hvdlab.collectives.timeline.check",
+    ],
+)
+def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
+    done = run("-c", code)
+    assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr

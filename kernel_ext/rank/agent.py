@@ -91,6 +91,7 @@ class RankAgent:
     def close(self) -> None:
         """Send what is left, and give the shell, the streams and SIGINT back. Main thread; the engine stays open."""
         if self._worker is not None:
+            self._leaving, self._leave = True, lambda: None
             self._worker.cancel()
             self._worker = None
         self._capture.close()
@@ -113,6 +114,8 @@ class RankAgent:
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         mail = decode_to_rank(body)
+        if self._leaving:
+            return
         if isinstance(mail, Credit):
             self._capture.credit(mail.cell, mail.taken)
         elif isinstance(mail, AskStatus):

@@ -25,6 +25,10 @@ BATCH = 64 << 10
 """Bytes that are sent without waiting for the interval."""
 INTERVAL = 0.05
 """Seconds between two messages of a rank that writes slowly."""
+LINGER = 0.003
+"""Seconds that even the first output waits for the rest of its line, as ``print`` writes the line's end separately."""
+GAP = 0.0002
+"""Seconds between two writes in which a subprocess may have written something; none starts and ends in less."""
 PIECE = 256 << 10
 """A single write is taken apart into pieces of this many characters."""
 MESSAGE = 1 << 20
@@ -118,7 +122,7 @@ class Capture:
             # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
             # looking is only worth a system call when some has passed.
             now = time.monotonic()
-            if now - self._last_write > 0.001:
+            if now - self._last_write > GAP:
                 self._drain_fds()
             self._last_write = now
         if len(text) > PIECE:
@@ -215,23 +219,24 @@ class Capture:
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ)
-            sent, watching = 0.0, False
+            due, queued, watching = 0.0, False, False
             while True:
                 watching = self._watch(selector, watching)
                 now = time.monotonic()
-                timeout = max(0.0, sent + INTERVAL - now) if self._entries else None
-                due = timeout == 0.0 or (self._urgent and self._entries)
-                ready = selector.select(0 if due else timeout)
-                if any(key.fd == self._wake_fd for key, _ in ready):
-                    os.eventfd_read(self._wake_fd)
-                if self._fds is not None and any(key.fd != self._wake_fd for key, _ in ready):
-                    self._drain_fds()
-                if self._closed:
-                    return
-                if self._entries and (self._urgent or time.monotonic() >= sent + INTERVAL):
+                if self._entries and not queued:
+                    due = max(due, now + LINGER)
+                queued = bool(self._entries)
+                if queued and (self._urgent or now >= due):
                     with self._sending:
                         self._send_queued()
-                    sent = time.monotonic()
+                    due, queued = time.monotonic() + INTERVAL, False
+                for key, _ in selector.select(due - now if queued else None):
+                    if key.fd == self._wake_fd:
+                        os.eventfd_read(self._wake_fd)
+                    else:
+                        self._drain_fds()
+                if self._closed:
+                    return
 
     def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
         """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""

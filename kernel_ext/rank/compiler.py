@@ -6,6 +6,7 @@ lines. The file name is the same on all ranks, so that warnings and tracebacks o
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import linecache
 import re
@@ -31,16 +32,17 @@ class CellCompiler(CachingCompiler):
         super().__init__()  # type: ignore[no-untyped-call]  # IPython is partly untyped
         self._source: str | None = None
         self._name = ""
+        self._lines = 0
         self._names: dict[str, str] = {}
 
-    def expect(self, source: str, label: str) -> None:
-        """The next code to be named is ``source``, known to users as ``label``."""
+    def expect(self, source: str, label: str, lines: int) -> None:
+        """The next code to be compiled is ``source``, known to users as ``label``, with ``lines`` lines above it."""
         name = f"<cell {label}>"
         known = self._names.setdefault(name, source)
         if known != source:  # another notebook, or a restarted one, has the same numbers
             name = f"<cell {label} {hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
             self._names[name] = source
-        self._source, self._name = source, name
+        self._source, self._name, self._lines = source, name, lines
         register_label(name, f"cell {label}")
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
@@ -48,6 +50,18 @@ class CellCompiler(CachingCompiler):
         if self._source is not None and raw_code == self._source:
             return self._name
         return str(super().get_code_name(raw_code, transformed_code, number))
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        """Name the code and keep its lines for tracebacks."""
+        if self._source is not None and raw_code == self._source:
+            transformed_code = "\n" * self._lines + transformed_code
+        return super().cache(transformed_code, number, raw_code)
+
+    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
+        """Parse, with the line numbers of the notebook."""
+        if filename == self._name:
+            source = "\n" * self._lines + source
+        return super().ast_parse(source, filename, symbol)
 
     def format_code_name(self, name: str) -> Any:
         """What a traceback calls it."""
@@ -60,11 +74,6 @@ class CellCompiler(CachingCompiler):
         """Drop the sources from Python's line cache."""
         for name in self._names:
             linecache.cache.pop(name, None)
-
-
-def moved_down(transformed: str, lines: int) -> str:
-    """The code with ``lines`` empty lines above it."""
-    return "\n" * lines + transformed
 
 
 def without_blank_head(source: str) -> tuple[str, int]:

@@ -1,12 +1,16 @@
 """When an interrupt may hit the main thread, and whom it is for.
 
-SIGINT can arrive at any instruction of the main thread. It must become a KeyboardInterrupt in the user's code of the
+A signal can arrive at any instruction of the main thread. It must become a KeyboardInterrupt in the user's code of the
 very cell that was meant, never in the code around it (which would end the rank's loop), never in the next cell.
 
-The control thread notes which run it means before it sends the signal, so a late signal is recognised. The handler runs
-on the main thread and looks at the stack that it interrupted: if a frame of guarded code is on it, raising is safe,
-since the exception passes through that frame to the runner, which waits for it. Otherwise the interrupt is remembered
-until the next guarded code begins, and forgotten when the cell ends.
+The pool's interrupts come as :data:`SIGNAL`, after a note which run is meant, so a late one is recognised. The handler
+runs on the main thread and looks at the stack that it interrupted: if a frame of guarded code is on it, raising is
+safe, since the exception passes through that frame to the runner, which waits for it. Otherwise the interrupt is
+remembered until the next guarded code begins, and forgotten when the cell ends.
+
+A signal that comes after Python's last look and before a blocking system call is noted but does not break the call.
+That is not as rare as it sounds: the main thread gives the interpreter's lock away just there, and the thread that
+sends the signal waited for it. So the signal is sent again until the handler has run.
 """
 
 from __future__ import annotations
@@ -18,7 +22,12 @@ from collections.abc import Callable, Coroutine, Generator
 from types import CodeType, FrameType, coroutine
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
+SIGNAL = signal.SIGURG
+"""Ignored by default, so it can do no harm to what does not expect it; SIGINT is left to whoever sends it from outside."""
+FIRST_RETRY = 0.005
+LAST_RETRY = 1.0
+
+Handler = Callable[[int, FrameType | None], Any] | int
 
 
 class InterruptGate:
@@ -31,6 +40,9 @@ class InterruptGate:
         self._loop = loop
         self._main = threading.main_thread().ident or 0
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._insist = threading.Thread(target=self._send_again, name="hvdlab-interrupts", daemon=True)
         self._run = 0  # number of the cell that is running or ran last
         self._running = False
         self._requested: int | None = None  # run that the signal under way is meant for
@@ -38,7 +50,7 @@ class InterruptGate:
         self._guarded: list[CodeType] = []
         self._suspended: asyncio.Task[Any] | None = None
         self._cancelled = False
-        self._previous: Handler = None
+        self._previous: dict[int, Handler] = {}
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -48,29 +60,56 @@ class InterruptGate:
             if not self._running:
                 return False
             self._requested = self._run
-            signal.pthread_kill(self._main, signal.SIGINT)
+            signal.pthread_kill(self._main, SIGNAL)
+            self._changed.notify_all()
             return True
+
+    def _under_way(self) -> bool:
+        return self._running and self._requested == self._run
+
+    def _send_again(self) -> None:
+        with self._changed:
+            delay = FIRST_RETRY
+            while not self._closed:
+                if not self._under_way():
+                    delay = FIRST_RETRY
+                    self._changed.wait()
+                    continue
+                self._changed.wait(delay)
+                if self._under_way():
+                    signal.pthread_kill(self._main, SIGNAL)
+                    delay = min(2 * delay, LAST_RETRY)
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take SIGINT over; user code may have changed the handler since, so this is done for each cell."""
-        previous = signal.getsignal(signal.SIGINT)
-        if previous != self._on_signal:
-            self._previous = previous
-            signal.signal(signal.SIGINT, self._on_signal)
+        """Take the signals over."""
+        self._take_signals()
+        self._insist.start()
 
     def uninstall(self) -> None:
-        """Give SIGINT back."""
-        if signal.getsignal(signal.SIGINT) == self._on_signal:
-            signal.signal(signal.SIGINT, self._previous if self._previous is not None else signal.SIG_DFL)
+        """Give the signals back."""
+        with self._changed:
+            self._closed, self._running = True, False
+            self._changed.notify_all()
+        self._insist.join()
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, SIGNAL):
+            current = signal.getsignal(number)
+            if current != self._on_signal:
+                self._previous[number] = current if current is not None else signal.SIG_DFL
+                signal.signal(number, self._on_signal)
 
     def begin(self) -> None:
         """A cell begins: interrupts from now on are for it."""
-        self.install()
+        self._take_signals()  # an earlier cell may have changed them
         with self._lock:
             self._run += 1
-            self.pending = False
+            self.pending = self._cancelled = False
             self._running = True
 
     def end(self) -> None:
@@ -129,13 +168,12 @@ class InterruptGate:
             self._suspended.cancel()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        requested, self._requested = self._requested, None
+        if number == SIGNAL:
+            requested, self._requested = self._requested, None
+            if requested != self._run:
+                return  # meant for a cell that has ended since, or sent once too often
         if not self._running:
-            if requested is None and callable(self._previous):
-                self._previous(number, frame)
-            return
-        if requested is not None and requested != self._run:
-            return  # meant for a cell that has ended since
+            return  # a rank without a cell has nothing to interrupt, and its loop must live
         if self._is_guarded(frame):
             raise KeyboardInterrupt
         if self._suspended is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, RunCell, encode
 from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, moved_down, without_blank_head
+from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
 from hvdlab.kernel_ext.rank.display import RankDisplayHook
 from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
 from hvdlab.kernel_ext.rank.fds import CStdout
@@ -85,7 +85,7 @@ class CellRunner:
 
     async def _run_in_shell(self, request: RunCell) -> Any:
         source, blank = without_blank_head(request.source)
-        self._compiler.expect(source, request.label or request.cell)
+        self._compiler.expect(source, request.label or request.cell, request.line_offset + blank)
         broken = None
         try:
             transformed = self._shell.transform_cell(source)
@@ -96,7 +96,7 @@ class CellRunner:
         return await self._shell.run_cell_async(
             source,
             store_history=request.store_history,
-            transformed_cell=moved_down(transformed, request.line_offset + blank),
+            transformed_cell=transformed,
             preprocessing_exc_tuple=broken,
         )
 

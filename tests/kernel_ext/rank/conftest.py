@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -189,6 +191,18 @@ class Rank:
         # pytest has put streams of its own in place since the fixture was set up.
         self.agent._setup.pause()
         self.agent._setup.resume()
+        with contextlib.ExitStack() as redirected:
+            if self.fds is not None:
+                for fd, writer in enumerate(self.fds._writers, 1):
+                    saved = os.dup(fd)
+                    os.dup2(writer, fd)
+                    redirected.callback(os.close, saved)
+                    redirected.callback(os.dup2, saved, fd)
+            self._play(script, failure)
+        if failure:
+            raise failure[0]
+
+    def _play(self, script: Callable[[Pool], None], failure: list[BaseException]) -> None:
 
         def act() -> None:
             try:
@@ -202,8 +216,6 @@ class Rank:
         thread.start()
         self.loop.run_forever()
         thread.join()
-        if failure:
-            raise failure[0]
 
     def run(self, source: str, **options: Any) -> Ran:
         """Run one cell and return what the pool saw."""

@@ -1,0 +1,375 @@
+"""What a cell writes arrives complete, in order, early, and not faster than the pool takes it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hvdlab.kernel_ext import payloads
+from hvdlab.kernel_ext.payloads import CellDone, Clear, Credit, Display, Output, Stream
+from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture
+from hvdlab.kernel_ext.rank.streams import RankStream
+
+if TYPE_CHECKING:
+    from tests.kernel_ext.rank.conftest import Pool, Rank
+
+PATIENCE = 20.0
+
+
+class Sent:
+    """What a Capture posted."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.some = threading.Event()
+
+    def __call__(self, topic: str, body: bytes) -> None:
+        mail = payloads.decode_to_pool(body)
+        assert isinstance(mail, Output)
+        self.outputs.append(mail)
+        self.some.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(c.text for o in self.outputs for c in o.chunks if isinstance(c, Stream))
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def capture(sent: Sent) -> Iterator[Capture]:
+    capture = Capture(sent)
+    capture.start()
+    yield capture
+    capture.close()
+
+
+# -- order and batches ------------------------------------------------------------------------------------------------
+
+
+def test_chunks_keep_their_order(rank: Rank) -> None:
+    ran = rank.run(
+        "import sys\nfrom IPython.display import display, clear_output\n"
+        "print('a')\nprint('b', file=sys.stderr)\ndisplay('c')\nprint('d')\nclear_output(wait=True)\nprint('e')"
+    )
+    kinds = [(type(c).__name__, getattr(c, "name", ""), getattr(c, "text", "")) for c in ran.chunks]
+    assert kinds == [
+        ("Stream", "stdout", "a\n"),
+        ("Stream", "stderr", "b\n"),
+        ("Display", "", ""),
+        ("Stream", "stdout", "d\n"),
+        ("Clear", "", ""),
+        ("Stream", "stdout", "e\n"),
+    ]
+    assert ran.clears[0].wait
+
+
+def test_neighbouring_texts_are_one_chunk(capture: Capture, sent: Sent) -> None:
+    with capture._sending:  # the thread that sends has to wait
+        for i in range(100):
+            capture.write("stdout", f"{i}\n")
+    capture.flush()
+    assert sum(len(o.chunks) for o in sent.outputs) <= 2
+    assert sent.text == "".join(f"{i}\n" for i in range(100))
+
+
+def test_the_first_output_leaves_before_the_cell_ends(rank: Rank) -> None:
+    rank.shell.user_ns["seen"] = seen = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start("print('begun')\nassert seen.wait(20)\nprint('ended')")
+        first = pool.expect(Output)
+        assert first.chunks == (Stream("stdout", "begun\n"),)
+        seen.set()
+        assert pool.finish(cell).text() == "ended\n"
+
+    rank.play(script)
+
+
+def test_many_prints_make_few_messages(rank: Rank) -> None:
+    ran = rank.run("for i in range(20000): print('line', i)")
+    assert ran.text() == "".join(f"line {i}\n" for i in range(20000))
+    assert sum(name == "Output" for name, _ in rank.engine.log) < 40
+
+
+def test_all_output_comes_before_the_end(rank: Rank) -> None:
+    rank.run("print('x')\n1 / 0")
+    names = [name for name, _ in rank.engine.log]
+    assert names.index("Output") < names.index("CellDone")
+
+
+def test_total_counts_bytes(rank: Rank) -> None:
+    rank.run("print('ä' * 10, end='')")
+    outputs = [mail for name, mail in rank.engine.log if name == "Output"]
+    assert outputs[-1].total == 20
+
+
+def test_totals_begin_anew_with_each_cell(rank: Rank) -> None:
+    rank.run("print('x' * 1000)")
+    rank.run("print('y', end='')")
+    outputs = [mail for name, mail in rank.engine.log if name == "Output"]
+    assert outputs[-1].total == 1
+    assert outputs[-1].cell == "cell-1"  # the second play of a pool that counts anew
+
+
+def test_a_monstrous_write_is_taken_apart(capture: Capture, sent: Sent) -> None:
+    text = "x" * (3 * PIECE + 17)
+    capture.write("stdout", text)
+    capture.flush()
+    assert sent.text == text
+    assert (
+        max(len(c.text) for o in sent.outputs for c in o.chunks if isinstance(c, Stream)) <= (1 << 20) + PIECE
+    )
+
+
+def test_surrogates_do_not_break_the_wire(rank: Rank) -> None:
+    assert "\\udc80" in rank.run("print('a\\udc80b')").text()
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_of_a_cell_may_print(rank: Rank) -> None:
+    ran = rank.run(
+        "import threading\n"
+        "def work(i):\n    for j in range(200): print(f'{i}:{j}')\n"
+        "threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]\n"
+        "for t in threads: t.start()\n"
+        "for t in threads: t.join()"
+    )
+    lines = ran.text().split("\n")
+    for i in range(4):
+        assert [text for text in ran.text().replace("\n\n", "\n").split("\n") if text.startswith(f"{i}:")]
+    assert sum(line.count(":") for line in lines) == 800
+
+
+def test_output_after_the_end_belongs_to_the_last_cell(rank: Rank) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "import threading\n"
+            "def late():\n    go.wait()\n    print('late')\n"
+            "thread = threading.Thread(target=late)\nthread.start()"
+        )
+        assert pool.finish(cell).text() == ""
+        go.set()
+        output = pool.expect(Output)
+        assert output.cell == cell
+        assert output.chunks == (Stream("stdout", "late\n"),)
+        pool.run("thread.join()")
+
+    rank.play(script)
+
+
+def test_a_finalizer_may_print_anywhere(capture: Capture, sent: Sent) -> None:
+    with capture._lock:  # as if the collector ran inside of write
+        capture.write("stdout", "from __del__")
+    capture.flush()
+    assert sent.text == "from __del__"
+
+
+# -- the window -------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_waits_for_the_pool_and_goes_on(rank: Rank) -> None:
+    source = "for i in range(3000): print('x' * 9999)\n'done'"
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(source)
+        received = 0
+        while received < WINDOW - PIECE:  # without credit the rank stops at the window
+            received = pool.expect(Output).total
+        assert received <= WINDOW
+        pool.engine.settle()
+        assert rank.agent._state == "running"
+        pool.engine.mail(Credit(cell, received))
+        assert len(pool.finish(cell).text()) == 3000 * 10000 - received
+
+    rank.play(script)
+
+
+def test_an_interrupt_breaks_the_wait(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start("while True: print('x' * 9999)")
+        while pool.expect(Output).total < WINDOW - PIECE:
+            pass
+        pool.engine.interrupt()
+        done = pool.expect(CellDone)
+        assert done.error is not None
+        assert done.error.interrupted
+        assert done.cell == cell
+        assert pool.run("print('next')").text() == "next\n"
+
+    rank.play(script)
+
+
+def test_credit_of_an_older_cell_is_ignored(capture: Capture) -> None:
+    capture.begin_cell("new")
+    capture.credit("old", 1 << 40)
+    assert capture._taken == 0
+
+
+def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
+    capture = Capture(sent)
+    capture.start()
+    writer = threading.Thread(target=lambda: [capture.write("stdout", "x" * PIECE) for _ in range(100)])
+    writer.start()
+    while sum(o.total for o in sent.outputs[-1:]) < WINDOW - PIECE:
+        assert sent.some.wait(PATIENCE)
+        sent.some.clear()
+    capture.close()
+    writer.join(PATIENCE)
+    assert not writer.is_alive()
+
+
+def test_what_is_larger_than_the_window_passes(capture: Capture, sent: Sent) -> None:
+    capture.begin_cell("cell")
+    capture.put(Display({"text/html": "x" * (WINDOW + 1)}, {}))
+    capture.flush()
+    assert isinstance(sent.outputs[0].chunks[0], Display)
+
+
+# -- the streams' face ------------------------------------------------------------------------------------------------
+
+
+def test_streams_look_like_text_files(capture: Capture, sent: Sent) -> None:
+    stream = RankStream(capture, "stdout", None)
+    assert isinstance(stream, io.TextIOBase)
+    assert not stream.isatty()
+    assert stream.writable()
+    assert stream.encoding == "utf-8"
+    assert stream.write("four") == 4
+    stream.writelines(["a", "b"])
+    stream.close()
+    assert not stream.closed
+    print("after close", file=stream, flush=True)
+    with pytest.raises(TypeError, match="must be str, not bytes"):
+        stream.write(b"x")  # type: ignore[arg-type]  # the mistake is the test
+    with pytest.raises(io.UnsupportedOperation):
+        stream.fileno()
+    capture.flush()
+    assert sent.text == "fourabafter close\n"
+
+
+def test_bytes_may_be_torn_apart(capture: Capture, sent: Sent) -> None:
+    stream = RankStream(capture, "stdout", None)
+    raw = "ä".encode()
+    stream.buffer.write(raw[:1])
+    stream.buffer.write(raw[1:])
+    stream.buffer.flush()
+    capture.flush()
+    assert sent.text == "ä"
+
+
+def test_the_interval_is_short() -> None:
+    assert INTERVAL <= 0.05
+
+
+# -- below Python -----------------------------------------------------------------------------------------------------
+
+
+def test_subprocesses_write_into_the_cell(fd_rank: Rank) -> None:
+    ran = fd_rank.run(
+        "import subprocess, sys, os\n"
+        "print('1')\n"
+        "subprocess.run(['echo', '2'])\n"
+        "print('3')\n"
+        "os.system('echo 4; echo e >&2')\n"
+        "print('5', file=sys.stdout)\n"
+        "subprocess.run(['echo', '6'], stdout=sys.stdout, stderr=sys.stderr);"
+    )
+    assert ran.text() == "1\n2\n3\n4\n5\n6\n"
+    assert ran.text("stderr") == "e\n"
+
+
+def test_c_code_writes_into_its_cell(fd_rank: Rank) -> None:
+    fd_rank.run("import ctypes; libc = ctypes.CDLL(None)")
+    assert fd_rank.run("libc.printf(b'from C\\n');").text() == "from C\n"
+    assert fd_rank.run("1").text() == ""
+
+
+def test_the_interpreters_own_streams_are_captured(fd_rank: Rank) -> None:
+    ran = fd_rank.run("import os\nos.write(1, b'out\\n')\nos.write(2, b'err\\n');")
+    assert (ran.text(), ran.text("stderr")) == ("out\n", "err\n")
+
+
+def test_much_output_of_a_subprocess_arrives(fd_rank: Rank) -> None:
+    ran = fd_rank.run(
+        f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'for i in range(200000): print(i)']);"
+    )
+    assert ran.text() == "".join(f"{i}\n" for i in range(200000))
+
+
+def test_a_subprocess_waits_for_the_pool_too(fd_rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "import subprocess\nsubprocess.run('head -c 30000000 /dev/zero | tr \"\\\\0\" x', shell=True);"
+        )
+        received = 0
+        while received < WINDOW:
+            received = pool.expect(Output).total
+        assert received <= WINDOW + PIECE
+        pool.engine.mail(Credit(cell, received))
+        assert len(pool.finish(cell).text()) == 30000000 - received
+
+    fd_rank.play(script)
+
+
+def test_a_process_that_outlives_its_cell_still_arrives(fd_rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "import subprocess\np = subprocess.Popen('read x; echo late', shell=True, stdin=subprocess.PIPE)"
+        )
+        pool.finish(cell)
+        fd_rank.shell.user_ns["p"].communicate(b"\n")
+        assert pool.expect(Output).chunks == (Stream("stdout", "late\n"),)
+
+    fd_rank.play(script)
+
+
+def test_reading_standard_input_ends_at_once(fd_rank: Rank) -> None:
+    assert fd_rank.run("import os\nos.read(0, 1)").done.error is None
+
+
+def test_children_by_multiprocessing_print_too(fd_rank: Rank) -> None:
+    ran = fd_rank.run(
+        "import multiprocessing as mp\n"
+        "def work(i):\n    print('child', i)\n"
+        "p = mp.get_context('fork').Process(target=work, args=(7,))\n"
+        "p.start(); p.join()\ncode = p.exitcode\np.close()\ncode"
+    )
+    assert ran.text() == "child 7\n"
+    assert ran.done.value_repr == "0"
+
+
+def test_descriptors_are_given_back() -> None:
+    script = (
+        "import os\nfrom hvdlab.kernel_ext.rank.fds import FdCapture\n"
+        "c = FdCapture()\nos.write(1, b'captured')\n"
+        "with c.lock: text = ''.join(t for _, t in c.read(100))\n"
+        "c.close()\nos.write(1, b'back: ' + text.encode())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    assert ran.stdout == "back: captured"
+
+
+def test_a_gibberish_stream_is_replaced_not_lost(fd_rank: Rank) -> None:
+    ran = fd_rank.run("import os\nos.write(1, b'a\\xffb');")
+    assert ran.text() == "a\ufffdb"
+
+
+def test_ranks_streams_name_their_descriptor(fd_rank: Rank) -> None:
+    assert fd_rank.run("import sys\nsys.stdout.fileno(), sys.stderr.fileno()").done.value_repr == "(1, 2)"

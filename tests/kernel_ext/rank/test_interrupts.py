@@ -1,0 +1,260 @@
+"""An interrupt ends the cell it was meant for, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hvdlab.kernel_ext.payloads import CellDone
+
+if TYPE_CHECKING:
+    from tests.kernel_ext.rank.conftest import Pool, Rank
+
+PATIENCE = 20.0
+
+
+def interrupt_once_running(rank: Rank, source: str, **options: Any) -> Any:
+    """Interrupt a cell that says by ``started.set()`` that it is where it is to be hit."""
+    started = threading.Event()
+    rank.shell.user_ns["started"] = started
+    ran = []
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(source, **options)
+        assert started.wait(PATIENCE)
+        pool.engine.interrupt()
+        ran.append(pool.finish(cell))
+
+    rank.play(script)
+    return ran[0]
+
+
+LOOPS = {
+    "python": "started.set()\nwhile True:\n    pass",
+    "sleep": "import time\nstarted.set()\ntime.sleep(1000)",
+    "lock": "import threading\nstarted.set()\nthreading.Event().wait()",
+    "printing": "started.set()\nwhile True:\n    print('x' * 100)",
+    "await": "import asyncio\nstarted.set()\nawait asyncio.sleep(1000)",
+    "await a task": (
+        "import asyncio\nasync def deep():\n    started.set()\n    await asyncio.Event().wait()\n"
+        "await asyncio.gather(deep(), asyncio.sleep(1000))"
+    ),
+    "async loop": "import asyncio\nstarted.set()\nwhile True:\n    await asyncio.sleep(0)",
+    "subprocess": (
+        "import subprocess\np = subprocess.Popen(['sleep', '1000'])\n"
+        "try:\n    started.set()\n    p.wait()\nfinally:\n    p.kill()\n    p.wait()"
+    ),
+    "repr": "class R:\n    def __repr__(self):\n        started.set()\n        while True: pass\nR()",
+}
+
+
+@pytest.mark.parametrize("source", LOOPS.values(), ids=LOOPS)
+def test_interrupts_reach_the_cell(rank: Rank, source: str) -> None:
+    ran = interrupt_once_running(rank, source)
+    assert ran.error.ename == "KeyboardInterrupt"
+    assert ran.error.interrupted
+    assert dict(rank.engine.log)["end"] == "KeyboardInterrupt"
+    assert rank.run("'alive'").done.value_repr == "'alive'"
+
+
+def test_the_traceback_of_an_interrupt_ends_in_the_cell(rank: Rank) -> None:
+    ran = interrupt_once_running(rank, "def f():\n    started.set()\n    while True: pass\nf()", label="[7]")
+    text = "\n".join(ran.error.traceback)
+    assert "Cell In[7], line 4, in f()" in text
+    assert "gate" not in text
+
+
+def test_an_awaiting_cell_may_handle_its_interrupt(rank: Rank) -> None:
+    ran = interrupt_once_running(
+        rank,
+        "import asyncio\ntry:\n    started.set()\n    await asyncio.sleep(1000)\n"
+        "except KeyboardInterrupt:\n    await asyncio.sleep(0)\n    x = 'handled'\nx",
+    )
+    assert ran.done.error is None
+    assert ran.done.value_repr == "'handled'"
+
+
+def test_a_handled_interrupt_leaves_room_for_the_next(rank: Rank) -> None:
+    again = rank.shell.user_ns["again"] = threading.Event()
+    started = rank.shell.user_ns["started"] = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "try:\n    started.set()\n    while True: pass\nexcept KeyboardInterrupt:\n    again.set()\nwhile True: pass"
+        )
+        assert started.wait(PATIENCE)
+        pool.engine.interrupt()
+        assert again.wait(PATIENCE)
+        pool.engine.interrupt()
+        assert pool.finish(cell).error.interrupted
+
+    rank.play(script)
+
+
+def test_an_interrupt_between_cells_is_dropped(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        for _ in range(20):
+            pool.engine.interrupt()
+            pool.engine.settle()
+            assert pool.run("1").done.error is None
+
+    rank.play(script)
+
+
+def at(rank: Rank, point: str, hit: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call ``hit`` on the main thread at a point of the next cell's life."""
+    runner, shell = rank.agent._runner, rank.shell
+
+    def before(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            hit()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    match point:
+        case "before it begins":
+            before(rank.agent._capture, "begin_cell")
+        case "while it is compiled":
+            before(shell, "transform_cell")
+        case "before its first statement":
+            before(shell, "run_ast_nodes")
+        case "while its end is reported":
+            before(runner, "_end_for_others")
+        case "while its last output is sent":
+            before(rank.agent._capture, "flush")
+
+
+@pytest.mark.parametrize("point", ["while it is compiled", "before its first statement"])
+def test_an_early_interrupt_is_kept_for_the_cell(
+    rank: Rank, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(rank, point, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    ran = rank.run("while True:\n    pass")
+    assert ran.error.interrupted
+    monkeypatch.undo()
+    assert rank.run("1").done.error is None
+
+
+@pytest.mark.parametrize("point", ["while its end is reported", "while its last output is sent"])
+@pytest.mark.parametrize("source", ["1", "1 / 0"])
+def test_a_late_interrupt_is_dropped(
+    rank: Rank, point: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(rank, point, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    ran = rank.run(source)
+    assert ran.done.error is None or not ran.done.error.interrupted
+    monkeypatch.undo()
+    assert rank.run("2").done.value_repr == "2"
+
+
+def test_an_interrupt_between_statements_ends_the_cell(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_code = rank.agent._runner._run_code
+    count = []
+
+    async def wrapped(*args: Any, **kwargs: Any) -> bool:
+        failed = await run_code(*args, **kwargs)
+        count.append(failed)
+        if len(count) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return failed
+
+    monkeypatch.setattr(rank.agent._runner, "_run_code", wrapped)
+    ran = rank.run("x = 1\nx = 2\nx = 3")
+    assert ran.error.interrupted
+    assert rank.shell.user_ns["x"] == 1
+
+
+def test_a_signal_that_is_late_does_not_hit_the_next_cell(rank: Rank) -> None:
+    rank.shell.user_ns["started"], rank.shell.user_ns["go"] = started, go = (
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def script(pool: Pool) -> None:
+        first = pool.start(
+            "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])\nstarted.set()\ngo.wait()"
+        )
+        assert started.wait(PATIENCE)
+        pool.engine.interrupt()
+        pool.engine.settle()
+        go.set()
+        assert pool.finish(first).done.error is None
+        ran = pool.run(
+            "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGURG])\nfor _ in range(1000): pass\n'unharmed'"
+        )
+        assert ran.done.value_repr == "'unharmed'"
+
+    rank.play(script)
+
+
+def test_an_interrupt_ends_the_drawing_of_figures(rank: Rank) -> None:
+    started = threading.Event()
+
+    def draw() -> None:
+        started.set()
+        while True:
+            pass
+
+    rank.shell.events.register("post_execute", draw)
+    try:
+
+        def script(pool: Pool) -> None:
+            cell = pool.start("1")
+            assert started.wait(PATIENCE)
+            pool.engine.interrupt()
+            assert "KeyboardInterrupt" in pool.finish(cell).text("stderr")
+
+        rank.play(script)
+    finally:
+        rank.shell.events.unregister("post_execute", draw)
+
+
+def test_an_interrupt_ends_the_pickling_of_a_value(rank: Rank) -> None:
+    ran = interrupt_once_running(
+        rank,
+        "class Slow:\n    def __reduce__(self):\n        started.set()\n        while True: pass\n"
+        "    def __repr__(self):\n        return 'slow'\nSlow()",
+    )
+    assert ran.done.error is None
+    assert ran.done.value is None
+    assert "interrupted" in ran.done.value_note
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_storm_of_interrupts_loses_nothing(rank: Rank, seed: int) -> None:
+    chance = random.Random(seed)
+    sources = [
+        "x = 1",
+        "for _ in range(300): print('x')",
+        "import asyncio; await asyncio.sleep(0)",
+        "sum(range(10000))",
+    ]
+
+    def script(pool: Pool) -> None:
+        outcomes = []
+        for _ in range(40):
+            cells = [pool.start(chance.choice(sources)) for _ in range(chance.randrange(1, 4))]
+            for _ in range(chance.randrange(4)):
+                pool.engine.interrupt()
+            if chance.random() < 0.3:
+                pool.engine.settle()
+            for cell in cells:
+                if chance.random() < 0.3:
+                    pool.engine.interrupt()
+                done: CellDone = pool.finish(cell).done
+                assert done.error is None or done.error.interrupted
+                outcomes.append(done.error)
+        pool.engine.settle()
+        assert pool.run("'alive'").done.value_repr == "'alive'"
+
+    rank.play(script)
+    ends = [name for name, _ in rank.engine.log]
+    assert ends.count("begin") == ends.count("end") == ends.count("CellDone")

@@ -9,6 +9,10 @@ from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_siz
 from hvdlab.collectives.protocol.messages import Member
 
 
+SHM_LIMIT = 1024
+"""Ranks of one host that may share a segment: each chunk is divided among them."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneChoice:
     """A plane with its options.
@@ -41,7 +45,7 @@ def choose_plane(members: Sequence[Member]) -> PlaneChoice:
     if len(members) == 1:
         return _choice("local", members, notes)
     one_host = len({member.host for member in members}) == 1
-    if one_host and all("shm" in member.planes for member in members):
+    if one_host and len(members) <= SHM_LIMIT and all("shm" in member.planes for member in members):
         return _choice("shm", members, notes)
     return _choice("gloo", members, notes)
 
@@ -63,6 +67,9 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
         notes.append(f"the ranks ask for different planes ({said}); taking {plane} of rank {rank}")
     if plane == "local" and len(members) > 1:
         notes.append(f"plane local has room for one rank, not {len(members)}; choosing another")
+        return ""
+    if plane == "shm" and len(members) > SHM_LIMIT:
+        notes.append(f"plane shm has room for {SHM_LIMIT} ranks, not {len(members)}; choosing another")
         return ""
     if plane == "shm" and len({member.host for member in members}) > 1:
         notes.append("plane shm was asked for, but the ranks are on several hosts; choosing another")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator_simulation import SimulatedRank, Simulation, signature
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator_simulation import SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.process_sets import OPEN
 from hvdlab.collectives.coordinator.state import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind

@@ -1,0 +1,224 @@
+"""Matching of one process set's submissions, by hand-made schedules."""
+
+from __future__ import annotations
+
+from coordinator_simulation import signature
+from hvdlab.collectives.coordinator.matching import DuplicateName, Matcher, Mismatch
+from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
+from hvdlab.collectives.protocol.messages import Definition
+
+
+class Bench:
+    """A matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.matcher = Matcher(tuple(range(size)))
+        self.table = SignatureTable()
+        self.definitions: list[dict[int, Defined]] = [{} for _ in range(size)]
+
+    def submit(
+        self, rank: int, name: str, *, shape: tuple[int, ...] = (4,), group: str = "", size: int = 0
+    ) -> int:
+        sig = signature(name, shape=shape, group=group, group_size=size)
+        known = self.definitions[rank]
+        local = next((n for n, d in known.items() if d.info.signature == sig), len(known))
+        if local not in known:
+            self.table.define(known, Definition(local, sig, f"line {rank}"))
+        self.matcher.submit(rank, known[local], (), 0.0)
+        return local
+
+    def ready(self) -> list[str]:
+        ready, self.matcher.ready = self.matcher.ready, []
+        return [current.info.name for current in ready]
+
+    def rejected(self) -> list[tuple[int, str]]:
+        """(rank, name of the rejected submission) since the last call."""
+        told, self.matcher.rejections = self.matcher.rejections, []
+        return sorted((rank, self.definitions[rank][local].info.name) for rank, local, _ in told)
+
+    def verdicts(self) -> list[object]:
+        return list({id(v): v for _, _, v in self.matcher.rejections}.values())
+
+
+def test_a_name_is_ready_when_all_have_submitted_it_in_any_order() -> None:
+    bench = Bench()
+    for rank, name in [(0, "a"), (0, "b"), (1, "b"), (2, "b"), (2, "a"), (1, "a")]:
+        bench.submit(rank, name)
+    assert bench.ready() == ["b", "a"]
+    assert not bench.matcher.pending
+
+
+def test_submissions_of_one_name_match_in_order() -> None:
+    bench = Bench(2)
+    for shape in [(1,), (2,), (3,)]:
+        bench.submit(0, "n", shape=shape)
+    for shape in [(1,), (2,), (3,)]:
+        bench.submit(1, "n", shape=shape)
+    assert bench.ready() == ["n"] * 3
+    assert bench.rejected() == []
+    assert not bench.matcher.pending
+
+
+def test_a_mismatch_is_decided_before_the_last_rank_comes_and_holds_for_it() -> None:
+    bench = Bench()
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))
+    (verdict,) = bench.verdicts()
+    assert isinstance(verdict, Mismatch)
+    assert [(p.ranks, p.request, p.site) for p in verdict.parties] == [
+        ((0,), "allreduce float32[4] sum", "line 0"),
+        ((1,), "allreduce float32[5] sum", "line 1"),
+    ]
+    assert bench.rejected() == [(0, "a"), (1, "a")]
+    bench.submit(2, "a", shape=(4,))
+    assert bench.verdicts() == [verdict]
+    assert bench.rejected() == [(2, "a")]
+    assert bench.matcher.owes == 0
+
+
+def test_ranks_that_try_again_after_a_mismatch_meet_in_a_round_of_their_own() -> None:
+    bench = Bench()
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))
+    bench.rejected()
+    bench.submit(0, "a")
+    bench.submit(1, "a")
+    bench.submit(2, "a", shape=(9,))  # its first try: the old verdict
+    assert bench.rejected() == [(2, "a")]
+    assert bench.ready() == []
+    bench.submit(2, "a")
+    assert bench.ready() == ["a"]
+
+
+def test_a_mismatch_among_several_in_flight_concerns_one_round_only() -> None:
+    bench = Bench(2)
+    for shape in [(1,), (2,), (3,)]:
+        bench.submit(0, "n", shape=shape)
+    for shape in [(1,), (7,), (3,)]:
+        bench.submit(1, "n", shape=shape)
+    assert bench.ready() == ["n", "n"]
+    assert bench.rejected() == [(0, "n"), (1, "n")]
+    assert not bench.matcher.pending
+
+
+def test_other_names_are_not_concerned_by_a_mismatch() -> None:
+    bench = Bench(2)
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(0, "b")
+    bench.submit(1, "a", shape=(5,))
+    bench.submit(1, "b")
+    assert bench.ready() == ["b"]
+
+
+def test_a_group_is_released_as_a_whole() -> None:
+    bench = Bench(2)
+    for rank in (0, 1):
+        bench.submit(rank, "x", group="g", size=2)
+    assert bench.ready() == []
+    assert bench.matcher.pending
+    for rank in (0, 1):
+        bench.submit(rank, "y", group="g", size=2)
+    assert bench.ready() == ["x", "y"]
+
+
+def test_a_mismatch_ends_the_whole_group_on_every_rank() -> None:
+    bench = Bench()
+    for rank in range(3):
+        bench.submit(rank, "x", group="g", size=3)  # complete, held back
+    bench.submit(0, "y", group="g", size=3)
+    bench.submit(0, "z", group="g", size=3)
+    bench.submit(1, "z", group="g", size=3, shape=(9,))
+    assert bench.rejected() == [(0, "x"), (0, "y"), (0, "z"), (1, "x"), (1, "z"), (2, "x")]
+    bench.submit(1, "y", group="g", size=3)
+    bench.submit(2, "y", group="g", size=3)
+    bench.submit(2, "z", group="g", size=3)
+    assert bench.rejected() == [(1, "y"), (2, "y"), (2, "z")]
+    assert bench.matcher.owes == 0
+    for name in "xyz":
+        for rank in range(3):
+            bench.submit(rank, name, group="g", size=3)
+    assert bench.ready() == ["x", "y", "z"]
+
+
+def test_a_mismatch_in_one_group_leaves_the_next_one_of_that_name_alone() -> None:
+    bench = Bench(2)
+    for _ in range(2):
+        for _ in range(2):
+            bench.submit(0, "n", group="g", size=2)
+    bench.submit(1, "n", group="g", size=2)
+    bench.submit(1, "n", group="g", size=2, shape=(9,))
+    assert bench.rejected() == [(0, "n"), (0, "n"), (1, "n"), (1, "n")]
+    for _ in range(2):
+        bench.submit(1, "n", group="g", size=2)
+    assert bench.ready() == ["n", "n"]
+    assert not bench.matcher.pending
+
+
+def test_disagreeing_about_the_group_itself_is_a_conflict() -> None:
+    bench = Bench(2)
+    bench.submit(0, "x", group="g", size=2)
+    bench.submit(1, "x")
+    assert "disagree about `x`" in bench.matcher.conflict
+
+
+def test_a_duplicate_name_fails_everywhere_also_where_it_comes_later() -> None:
+    bench = Bench()
+    bench.submit(0, "a")
+    bench.submit(1, "a")
+    bench.matcher.duplicate("a", 0, "line 1", "line 2", 0.0)
+    (verdict,) = bench.verdicts()
+    assert isinstance(verdict, DuplicateName)
+    assert (verdict.rank, verdict.first_site, verdict.second_site) == (0, "line 1", "line 2")
+    assert bench.rejected() == [(0, "a"), (1, "a")]
+    bench.submit(2, "a")
+    assert bench.rejected() == [(2, "a")]
+
+
+def test_a_duplicate_of_what_was_released_changes_nothing() -> None:
+    bench = Bench(1)
+    bench.submit(0, "a")
+    assert bench.ready() == ["a"]
+    bench.matcher.duplicate("a", 0, "", "", 0.0)
+    assert bench.rejected() == []
+    assert bench.matcher.owes == 0
+
+
+def test_a_duplicate_in_a_held_group_ends_the_group() -> None:
+    bench = Bench(2)
+    for rank in (0, 1):
+        bench.submit(rank, "x", group="g", size=2)
+    bench.matcher.duplicate("x", 0, "", "", 0.0)
+    assert bench.rejected() == [(0, "x"), (1, "x")]
+    for rank in (0, 1):
+        bench.submit(rank, "y", group="g", size=2)
+    assert bench.rejected() == [(0, "y"), (1, "y")]
+
+
+def test_a_rank_that_will_not_submit_owes_nothing_any_more() -> None:
+    bench = Bench()
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))
+    bench.rejected()
+    bench.matcher.forgive(2)
+    for rank in range(3):
+        bench.submit(rank, "a")
+    assert bench.ready() == ["a"]
+
+
+def test_equal_signatures_are_one_object_until_nobody_defines_them() -> None:
+    bench = Bench(2)
+    bench.submit(0, "a")
+    bench.submit(1, "a")
+    assert len(bench.table) == 1
+    bench.table.forget(bench.definitions[0])
+    assert len(bench.table) == 1
+    bench.table.forget(bench.definitions[1])
+    assert len(bench.table) == 0
+
+
+def test_a_local_id_may_be_defined_anew() -> None:
+    table, known = SignatureTable(), dict[int, Defined]()
+    table.define(known, Definition(0, signature("a"), ""))
+    table.define(known, Definition(0, signature("b"), ""))
+    assert [info.name for info in table] == ["b"]
+    assert known[0].info.name == "b"

@@ -1,0 +1,191 @@
+"""Endpoints over real sockets: partial writes, descriptors, ends."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import decode_to_peer, encode
+from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.messages import Mail, Message, Ping
+
+Pair = tuple[Endpoint, Endpoint]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    a, b = socket.socketpair()
+    sender, receiver = Endpoint(a), Endpoint(b, descriptors=True)
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def receive(endpoint: Endpoint) -> list[Message]:
+    assert select.select([endpoint], [], [], 5)[0], "nothing arrives"
+    return [decode_to_peer(payload) for payload in endpoint.receive()]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_messages_arrive_in_order(pair: Pair) -> None:
+    sender, receiver = pair
+    assert sender.send(Ping(1))
+    assert sender.send(Ping(2))
+    assert receive(receiver) == [Ping(1), Ping(2)]
+
+
+def test_receive_never_blocks(pair: Pair) -> None:
+    assert pair[1].receive() == []
+
+
+def test_what_the_socket_does_not_take_waits_and_is_flushed_in_order(pair: Pair) -> None:
+    sender, receiver = pair
+    large = Mail("t", 0, bytes(3_000_000))
+    assert not sender.send(large)
+    assert not sender.send(Ping(2))
+    assert sender.backlog > 0
+    found: list[Message] = []
+    while len(found) < 2:
+        found += [decode_to_peer(payload) for payload in receiver.receive()]
+        sender.flush()
+    assert found == [large, Ping(2)]
+    assert sender.backlog == 0
+    assert sender.flush()
+
+
+def test_a_descriptor_comes_with_its_frame(pair: Pair) -> None:
+    sender, receiver = pair
+    descriptor = os.memfd_create("x")
+    os.write(descriptor, b"shared")
+    sender.send(Ping(1))
+    sender.send(Ping(2), descriptor)
+    os.close(descriptor)
+    found: list[Message] = []
+    while len(found) < 2:
+        found += receive(receiver)
+    received = receiver.take_descriptor()
+    assert os.pread(received, 6, 0) == b"shared"
+    assert not os.get_inheritable(received)
+    os.close(received)
+
+
+def test_a_descriptor_that_has_to_wait_outlives_the_senders_copy(pair: Pair) -> None:
+    sender, receiver = pair
+    before = open_files()
+    while sender.send(Mail("t", 0, bytes(50_000))):
+        pass
+    descriptor = os.memfd_create("x")
+    os.write(descriptor, b"waited")
+    sender.send(Ping(9), descriptor)
+    os.close(descriptor)
+    found: list[Message] = []
+    while Ping(9) not in found:
+        found += [decode_to_peer(payload) for payload in receiver.receive()]
+        sender.flush()
+    received = receiver.take_descriptor()
+    assert os.pread(received, 6, 0) == b"waited"
+    os.close(received)
+    assert open_files() == before
+
+
+def test_a_missing_descriptor_is_a_protocol_error(pair: Pair) -> None:
+    with pytest.raises(ProtocolError):
+        pair[1].take_descriptor()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed() -> None:
+    before = open_files()
+    a, b = socket.socketpair()
+    receiver = Endpoint(b, descriptors=True)
+    many = [os.memfd_create(str(i)) for i in range(DESCRIPTOR_LIMIT)]
+    for i in range(3):
+        a.sendmsg([encode(Ping(i))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", many))])
+        receive(receiver)
+    for descriptor in many:
+        os.close(descriptor)
+    assert open_files() == before + 2 + DESCRIPTOR_LIMIT
+    receiver.close()
+    a.close()
+    assert open_files() == before
+
+
+def test_an_endpoint_that_takes_no_descriptors_gets_none() -> None:
+    a, b = socket.socketpair()
+    receiver = Endpoint(b)
+    before = open_files()
+    a.sendmsg([encode(Ping(1))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [a.fileno()]))])
+    assert receive(receiver) == [Ping(1)]
+    assert open_files() == before
+    receiver.close()
+    a.close()
+
+
+def test_end_of_file_comes_after_everything_that_was_sent(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.send(Ping(1))
+    sender.close()
+    assert receive(receiver) == [Ping(1)]
+    with pytest.raises(ConnectionLost, match=r"closed the connection$"):
+        receiver.receive()
+
+
+def test_end_of_file_in_the_middle_of_a_message_is_told() -> None:
+    a, b = socket.socketpair()
+    receiver = Endpoint(b)
+    a.send(encode(Ping(1))[:-1])
+    a.close()
+    assert receiver.receive() == []
+    with pytest.raises(ConnectionLost, match="middle of a message"):
+        receiver.receive()
+    receiver.close()
+
+
+def test_sending_to_a_closed_peer_is_a_lost_connection(pair: Pair) -> None:
+    sender, receiver = pair
+    receiver.close()
+    with pytest.raises(ConnectionLost):
+        sender.send(Ping(1))
+
+
+def test_a_closed_endpoint_sends_nothing(pair: Pair) -> None:
+    sender, _ = pair
+    sender.close()
+    sender.close()
+    assert sender.closed
+    with pytest.raises(ConnectionLost):
+        sender.send(Ping(1))
+    with pytest.raises(ConnectionLost):
+        sender.flush()
+
+
+def test_many_threads_can_send_without_mixing_their_frames(pair: Pair) -> None:
+    sender, receiver = pair
+
+    def send_some(number: int) -> None:
+        for i in range(200):
+            sender.send(Mail(str(number), i, bytes(1000)))
+
+    threads = [threading.Thread(target=send_some, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    found: list[Mail] = []
+    while len(found) < 800:
+        sender.flush()
+        for message in receiver.receive():
+            mail = decode_to_peer(message)
+            assert isinstance(mail, Mail)
+            found.append(mail)
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        assert [mail.sender for mail in found if mail.topic == str(number)] == list(range(200))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.torch.optimizer import DistributedMixin
 from ranks import RankFailed, Ranks
@@ -406,6 +408,65 @@ def test_after_a_failed_step_the_next_one_works(two_ranks: Ranks) -> None:
     outcomes = two_ranks.run(_wrong_shape_then_right)
     check_equal_models([parameters for _, parameters in outcomes], values(net))
     assert all("grad.1." in text and "disagree" in text for text, _ in outcomes)
+
+
+def _made_again() -> tuple[list[torch.Tensor], str]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    first = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    net(part(batch(7, size), rank, size)).pow(2).mean().backward()  # in flight while the next one is made
+    second = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    second.zero_grad()
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    second.step()
+    with pytest.raises(InvalidRequestError) as error:
+        first.step()
+    return values(net), str(error.value)
+
+
+def test_an_optimizer_made_anew_takes_over(two_ranks: Ranks) -> None:
+    net = model()
+    net(batch(0, 2)).pow(2).mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    outcomes = two_ranks.run(_made_again)
+    check_equal_models([parameters for parameters, _ in outcomes], values(net))
+    assert all("newer" in text for _, text in outcomes)
+
+
+def _forgotten() -> int:
+    net = model()
+    hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    gc.collect()
+    if hvd.rank() == 0:  # nobody else would take part
+        net(batch(0, 1)).sum().backward()
+    return len(context.engine().pending())
+
+
+def test_a_forgotten_optimizer_reduces_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_forgotten) == [0, 0]
+
+
+def _after_a_failed_cell() -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    engine = context.engine()
+    engine.begin_cell("first")
+    net(part(batch(7, size), rank, size)).pow(2).mean().backward()
+    engine.end_cell("first", "NameError: a slip between backward and step")
+    engine.begin_cell("second")
+    optimizer.zero_grad()
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    optimizer.step()
+    engine.end_cell("second")
+    return values(net)
+
+
+def test_a_cell_that_failed_after_backward_can_be_run_again(two_ranks: Ranks) -> None:
+    net = model()
+    net(batch(0, 2)).pow(2).mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    check_equal_models(two_ranks.run(_after_a_failed_cell), values(net))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,236 @@
+"""Initialization, ranks, queries, process sets, and that the public names and signatures are Horovod's."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlab.torch as hvd
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from ranks import Ranks
+
+SIGNATURES = {
+    "allgather": "tensor, name, process_set",
+    "allgather_async": "tensor, name, process_set",
+    "allgather_object": "obj, name",
+    "allreduce": "tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set",
+    "allreduce_": "tensor, average, name, op, prescale_factor, postscale_factor, process_set",
+    "allreduce_async": "tensor, average, name, op, prescale_factor, postscale_factor, process_set",
+    "allreduce_async_": "tensor, average, name, op, prescale_factor, postscale_factor, process_set",
+    "alltoall": "tensor, splits, name, process_set",
+    "alltoall_async": "tensor, splits, name, process_set",
+    "add_process_set": "process_set",
+    "barrier": "process_set",
+    "broadcast": "tensor, root_rank, name, process_set",
+    "broadcast_": "tensor, root_rank, name, process_set",
+    "broadcast_async": "tensor, root_rank, name, process_set",
+    "broadcast_async_": "tensor, root_rank, name, process_set",
+    "broadcast_object": "obj, root_rank, name, process_set",
+    "broadcast_optimizer_state": "optimizer, root_rank, model",
+    "broadcast_parameters": "params, root_rank",
+    "DistributedOptimizer": "optimizer, named_parameters, compression, backward_passes_per_step, op, "
+    "gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set",
+    "grouped_allgather": "tensors, name, process_set",
+    "grouped_allgather_async": "tensors, name, process_set",
+    "grouped_allreduce": "tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set",
+    "grouped_allreduce_": "tensors, average, name, op, prescale_factor, postscale_factor, process_set",
+    "grouped_allreduce_async": "tensors, average, name, op, prescale_factor, postscale_factor, process_set",
+    "grouped_allreduce_async_": "tensors, average, name, op, prescale_factor, postscale_factor, process_set",
+    "grouped_reducescatter": "tensors, name, compression, op, process_set, prescale_factor, postscale_factor",
+    "grouped_reducescatter_async": "tensors, name, op, process_set, prescale_factor, postscale_factor",
+    "poll": "handle",
+    "reducescatter": "tensor, name, compression, op, process_set, prescale_factor, postscale_factor",
+    "reducescatter_async": "tensor, name, op, process_set, prescale_factor, postscale_factor",
+    "remove_process_set": "process_set",
+    "sparse_allreduce_async": "tensor, name, op, process_set",
+    "start_timeline": "file_path, mark_cycles",
+    "synchronize": "handle",
+}
+DEFAULTS = {
+    "average": None,
+    "name": None,
+    "compression": hvd.Compression.none,
+    "prescale_factor": 1.0,
+    "postscale_factor": 1.0,
+    "process_set": hvd.global_process_set,
+    "splits": None,
+    "model": None,
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_horovod_s(name: str) -> None:
+    parameters = inspect.signature(getattr(hvd, name)).parameters
+    given = [p for p in parameters if (name, p) != ("allgather_object", "process_set")]  # ours has one more
+    assert ", ".join(given) == SIGNATURES[name]
+    for parameter in parameters.values():
+        if parameter.name in DEFAULTS and parameter.default is not inspect.Parameter.empty:
+            assert (
+                parameter.default is DEFAULTS[parameter.name] or parameter.default == DEFAULTS[parameter.name]
+            )
+
+
+def test_operators_have_horovod_s_numbers() -> None:
+    assert [int(op) for op in (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in hvd.__all__:
+        value = getattr(hvd, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert value.__doc__, name
+
+
+def test_init_shutdown_and_init_again(world_of_one: None) -> None:
+    for _ in range(2):
+        assert hvd.is_initialized()
+        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+        assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+        assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+    hvd.init()  # nothing happens
+    with pytest.raises(UnsupportedError, match="communicator"):
+        hvd.init(comm=[0])
+
+
+def _place() -> tuple[Any, ...]:
+    return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def test_places_of_ranks_on_one_host(ranks: Ranks) -> None:
+    size = ranks.size
+    assert ranks.run(_place) == [(rank, size, rank, size, 0, 1) for rank in range(size)]
+
+
+def _queries() -> tuple[bool, ...]:
+    return (
+        hvd.mpi_built(),
+        hvd.mpi_enabled(),
+        hvd.mpi_threads_supported(),
+        hvd.gloo_built(),
+        hvd.nccl_built(),
+        hvd.cuda_built(),
+        hvd.rocm_built(),
+        hvd.ddl_built(),
+        hvd.ccl_built(),
+    )
+
+
+def test_queries_tell_what_there_is(two_ranks: Ranks) -> None:
+    # No MPI launcher started these ranks; gloo comes with torch.
+    assert two_ranks.run(_queries) == [(False, False, False, True, False, False, False, False, False)] * 2
+
+
+# -- process sets -----------------------------------------------------------------------------------------------------
+
+
+def _global_set() -> tuple[Any, ...]:
+    whole = hvd.global_process_set
+    return whole.process_set_id, whole.ranks, whole.size(), whole.rank(), whole.included()
+
+
+def test_the_global_process_set(ranks: Ranks) -> None:
+    everyone = list(range(ranks.size))
+    assert ranks.run(_global_set) == [(0, everyone, ranks.size, rank, True) for rank in everyone]
+
+
+def _some_ranks() -> dict[str, Any]:
+    outer = hvd.add_process_set([0, 3])
+    inner = hvd.ProcessSet([2, 1])
+    before = (inner.size(), inner.rank(), inner.included())
+    assert hvd.add_process_set(inner) is inner
+    mine = outer if outer.included() else inner
+    rank = hvd.rank()
+    leaf = torch.ones(2, requires_grad=True)
+    gathered = hvd.allgather(leaf * rank, process_set=mine)
+    (gathered * (rank + 1)).sum().backward()
+    outcome = {
+        "before": before,
+        "place": (mine.ranks, mine.size(), mine.rank()),
+        "sum": hvd.allreduce(torch.tensor(rank), op=hvd.Sum, process_set=mine).item(),
+        "broadcast": hvd.broadcast(torch.tensor(rank), 3 if mine is outer else 2, process_set=mine).item(),
+        "gathered": gathered.tolist(),
+        "gradient": leaf.grad.tolist() if leaf.grad is not None else None,
+        "objects": hvd.allgather_object(rank, process_set=mine),
+        "everyone": hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item(),
+    }
+    hvd.barrier(process_set=mine)
+    with pytest.raises(InvalidRequestError):
+        hvd.allreduce(torch.ones(1), process_set=inner if mine is outer else outer)
+    assert hvd.remove_process_set(outer)
+    assert hvd.remove_process_set(inner)
+    assert not hvd.remove_process_set(inner)
+    with pytest.raises(InvalidRequestError, match="add_process_set"):
+        hvd.allreduce(torch.ones(1), process_set=mine)
+    return outcome
+
+
+def test_process_sets(four_ranks: Ranks) -> None:
+    for rank, outcome in enumerate(four_ranks.run(_some_ranks)):
+        members = [0, 3] if rank in (0, 3) else [1, 2]
+        mean = sum(member + 1 for member in members) / 2
+        assert outcome == {
+            "before": (None, None, None),
+            "place": (members, 2, members.index(rank)),
+            "sum": 3,
+            "broadcast": members[1],
+            "gathered": [float(members[0])] * 2 + [float(members[1])] * 2,
+            "gradient": [mean * rank] * 2,
+            "objects": members,
+            "everyone": 6,
+        }
+
+
+@pytest.mark.parametrize("ranks_of_it", ["0", [0, 0], [-1], [0.5]])
+def test_ranks_of_a_process_set_are_checked(ranks_of_it: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="ranks"):
+        hvd.ProcessSet(ranks_of_it)
+
+
+def test_the_global_set_stays(world_of_one: None) -> None:
+    with pytest.raises(InvalidRequestError, match="removed"):
+        hvd.remove_process_set(hvd.global_process_set)
+
+
+def test_process_sets_given_to_init(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
+    hvd.shutdown()
+    alone = hvd.ProcessSet([0])
+    hvd.init(process_sets=[alone])
+    assert alone.included()
+    assert hvd.allreduce(torch.ones(1), process_set=alone).item() == 1.0
+    assert hvd.remove_process_set(alone)
+
+
+# -- timeline ---------------------------------------------------------------------------------------------------------
+
+
+def _timeline(path: str) -> None:
+    if hvd.rank() == 0:
+        hvd.start_timeline(path, mark_cycles=True)
+    hvd.barrier()
+    for _ in range(3):
+        hvd.allreduce(torch.ones(10), name="seen")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        hvd.stop_timeline()
+
+
+def test_timeline(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    two_ranks.run(_timeline, str(path))
+    assert "seen" in path.read_text()
+    assert json.loads(path.read_text())

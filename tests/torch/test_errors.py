@@ -1,0 +1,188 @@
+"""What is refused at once, what fails on all ranks, and that the group works afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlab.torch as hvd
+from hvdlab.collectives.errors import (
+    AbortedError,
+    DuplicateNameError,
+    InvalidRequestError,
+    MismatchError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from ranks import Ranks
+
+
+def _works() -> float:
+    return hvd.allreduce(torch.ones(2), op=hvd.Sum)[0].item()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "average and op": (
+        lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum),
+        InvalidRequestError,
+        "only op",
+    ),
+    "unknown op": (lambda: hvd.allreduce(torch.ones(1), op=17), InvalidRequestError, "op=17"),
+    "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), UnsupportedError, "Adasum"),
+    "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),  # type: ignore[arg-type]
+    "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),  # type: ignore[arg-type]
+    "complex": (lambda: hvd.allgather(torch.ones(2, dtype=torch.cfloat)), UnsupportedError, "view_as_real"),
+    "bool sum": (lambda: hvd.allreduce(torch.ones(2) > 0, op=hvd.Sum), UnsupportedError, "bool"),
+    "sparse maximum": (lambda: hvd.allreduce(torch.eye(2).to_sparse(), op=hvd.Max), UnsupportedError, "max"),
+    "sparse gather": (lambda: hvd.allgather(torch.eye(2).to_sparse()), UnsupportedError, "to_dense"),
+    "scatter of nothing": (lambda: hvd.reducescatter(torch.tensor(1.0)), InvalidRequestError, "0-d"),
+    "alltoall of nothing": (lambda: hvd.alltoall(torch.tensor(1.0)), InvalidRequestError, "0-d"),
+    "splits": (lambda: hvd.alltoall(torch.ones(3), splits=[1.5]), InvalidRequestError, "integers"),
+    "negative splits": (lambda: hvd.alltoall(torch.ones(3), splits=[-1]), InvalidRequestError, "negative"),
+    "sum of splits": (
+        lambda: hvd.alltoall(torch.ones(3), splits=[9] * hvd.size()),
+        InvalidRequestError,
+        "splits",
+    ),
+    "root": (lambda: hvd.broadcast(torch.ones(3), 99), InvalidRequestError, "99"),
+    "root type": (lambda: hvd.broadcast(torch.ones(3), "0"), InvalidRequestError, "root_rank"),  # type: ignore[arg-type]
+    "process set": (lambda: hvd.allreduce(torch.ones(3), process_set=0), InvalidRequestError, "ProcessSet"),  # type: ignore[arg-type]
+    "unregistered set": (
+        lambda: hvd.allreduce(torch.ones(3), process_set=hvd.ProcessSet([0])),
+        InvalidRequestError,
+        "add_process_set",
+    ),
+    "handle": (lambda: hvd.synchronize(3), InvalidRequestError, "handle"),  # type: ignore[arg-type]
+}
+
+
+def _refused(case: str) -> tuple[type[Exception], str, float]:
+    call, kind, _ = REFUSED[case]
+    with pytest.raises(kind) as error:
+        call()
+    return type(error.value), str(error.value), _works()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_are_refused_and_nothing_is_sent(two_ranks: Ranks, case: str) -> None:
+    _, kind, text = REFUSED[case]
+    for found, message, after in two_ranks.run(_refused, case):
+        assert issubclass(found, kind)
+        assert issubclass(found, ValueError)
+        assert text in message
+        assert after == 2.0
+
+
+def _average_is_deprecated() -> list[Any]:
+    mine = torch.tensor(float(hvd.rank()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mean = hvd.allreduce(mine, average=True).item()
+        total = hvd.allreduce(mine, average=False).item()
+        hvd.synchronize(hvd.grouped_allreduce_async_([mine], average=True))
+    told = [w.category is DeprecationWarning and w.filename == __file__ for w in caught]
+    return [mean, total, mine.item(), told]
+
+
+def test_average_argument_still_works(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_average_is_deprecated) == [[0.5, 1.0, 0.5, [True] * 3]] * 2
+
+
+def _mismatch(which: str) -> tuple[str, bool, float]:
+    rank = hvd.rank()
+    calls: dict[str, Callable[[], Any]] = {
+        "shape": lambda: hvd.allreduce(torch.ones(3 + rank), name="loss"),
+        "dtype": lambda: hvd.allreduce(torch.ones(3, dtype=[torch.int32, torch.float32][rank]), name="loss"),
+        "operator": lambda: hvd.allreduce(torch.ones(3), name="loss", op=[hvd.Sum, hvd.Max][rank]),
+        "root": lambda: hvd.broadcast_(torch.ones(3), rank, name="loss"),
+        "row": lambda: hvd.allgather(torch.ones(3, 1 + rank), name="loss"),
+        "kind": lambda: (hvd.allreduce if rank else hvd.allgather)(torch.ones(3), name="loss"),  # type: ignore[operator]
+        "group": lambda: hvd.grouped_allreduce([torch.ones(3), torch.ones(2 + rank)], name="loss"),
+    }
+    with pytest.raises(MismatchError) as error:
+        calls[which]()
+    is_horovod_s = isinstance(error.value, hvd.HorovodInternalError) and isinstance(error.value, RuntimeError)
+    return str(error.value), is_horovod_s, _works()
+
+
+@pytest.mark.parametrize("which", ["shape", "dtype", "operator", "root", "row", "kind", "group"])
+def test_disagreement_is_an_error_on_all_ranks_with_their_lines(two_ranks: Ranks, which: str) -> None:
+    outcomes = two_ranks.run(_mismatch, which)
+    assert len({text for text, _, _ in outcomes}) == 1
+    for text, is_horovod_s, after in outcomes:
+        assert "`loss" in text
+        assert "test_errors.py:" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
+        assert is_horovod_s
+        assert after == 2.0
+
+
+def _inputs_survive() -> bool:
+    mine = torch.full((4,), float(hvd.rank()))
+    with pytest.raises(MismatchError):
+        hvd.allreduce(mine.view(2 + 2 * hvd.rank(), -1), name="survivor")
+    return bool((mine == hvd.rank()).all())
+
+
+def test_inputs_are_untouched_after_an_error(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_inputs_survive) == [True, True]
+
+
+def _duplicate() -> tuple[str, float]:
+    hvd.barrier()
+    handles = []
+    if hvd.rank() == 0:
+        handles.append(hvd.allreduce_async(torch.ones(1), name="twice"))
+        with pytest.raises(DuplicateNameError) as refused:
+            hvd.allreduce_async(torch.ones(1), name="twice")
+        text = str(refused.value)
+    else:
+        text = ""
+    for handle in handles:
+        with pytest.raises((hvd.HorovodInternalError, DuplicateNameError)):
+            hvd.synchronize(handle)
+    return text, _works()
+
+
+def test_a_name_in_flight_twice_is_refused(two_ranks: Ranks) -> None:
+    (text, first), (_, second) = two_ranks.run(_duplicate)
+    assert "`twice`" in text
+    assert text.count("test_errors.py:") == 2
+    assert (first, second) == (2.0, 2.0)
+
+
+def _one_is_missing() -> tuple[str, float]:
+    text = ""
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(1), name="lonely")
+        with pytest.raises(AbortedError) as error:
+            hvd.synchronize(handle)
+        with pytest.raises(AbortedError):
+            hvd.synchronize(handle)  # the same answer as before
+        assert hvd.poll(handle)
+        text = str(error.value)
+    else:
+        with pytest.raises(AbortedError):
+            hvd.broadcast(torch.ones(2), 0, name="other")
+    return text, _works()
+
+
+def test_a_deadlock_ends_with_an_error_and_the_group_works(two_ranks: Ranks) -> None:
+    (text, first), (_, second) = two_ranks.run(_one_is_missing)
+    assert "`lonely`" in text
+    assert (first, second) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [hvd.rank, hvd.size, lambda: hvd.allreduce(torch.ones(1)), hvd.barrier, lambda: hvd.broadcast_object(1)],
+)
+def test_everything_asks_for_init_first(call: Callable[[], Any]) -> None:
+    assert not hvd.is_initialized()
+    with pytest.raises(NotInitializedError, match=r"hvd\.init"):
+        call()

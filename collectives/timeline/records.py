@@ -54,6 +54,10 @@ SPAN = struct.Struct("<BBBBIIIIQQ7I")
 SMALL = struct.Struct("<BBBBIIIQqq24x")
 SMALL_FLOAT = struct.Struct("<BBBBIIIQdq24x")
 
+# Looking up is several times faster than calling the enumeration.
+_KINDS = {int(kind): kind for kind in OpKind}
+_DTYPES = {int(dtype): dtype for dtype in DType}
+
 FLAG_FAILED = 0x80
 FLAG_NOT_STARTED = 0x40
 FLAG_NOT_READY = 0x20
@@ -232,13 +236,17 @@ def _read_span(data: bytes, offset: int, names: dict[int, str]) -> Span:
         data, offset
     )
     shift = flags & SHIFT_MASK
-    ready, started, finished, pack, transfer, wait, unpack = (d << shift for d in distances)
+    if shift:
+        distances = [d << shift for d in distances]
+    ready, started, finished, pack, transfer, wait, unpack = distances
+    if kind not in _KINDS or dtype not in _DTYPES:
+        raise ValueError("a span has an unknown kind or element type")
     if not ready <= started <= finished:
         raise ValueError("the times of a span are out of order")
     return Span(
         names[name],
-        OpKind(kind),
-        DType(dtype),
+        _KINDS[kind],
+        _DTYPES[dtype],
         process_set,
         sequence,
         batch,

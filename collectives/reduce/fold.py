@@ -78,7 +78,7 @@ class DirectFold:
                 part = out[start : start + BLOCK]
                 scaled = self._scaled[: len(part)]
                 self._scale(source[start : start + BLOCK], scaled, prescale)
-                self._ufunc(part, scaled, part)
+                self._ufunc(part, scaled, out=part)
 
     def _scale(self, source: Buffer, out: Buffer, factor: float) -> None:
         np.multiply(source, factor, out)
@@ -108,6 +108,6 @@ def fold_plain(ufunc: Ufunc, sources: Sequence[Buffer], out: Buffer) -> None:
         if sources[0] is not out:
             np.copyto(out, sources[0])
         return
-    ufunc(sources[0], sources[1], out)
+    ufunc(sources[0], sources[1], out=out)
     for source in sources[2:]:
-        ufunc(out, source, out)
+        ufunc(out, source, out=out)

@@ -103,7 +103,7 @@ class HalfFold:
             widen(source, addend)
             if prescale != 1.0:
                 np.multiply(addend, prescale, addend)
-            self._ufunc(total, addend, total)
+            self._ufunc(total, addend, out=total)
         if postscale != 1.0:
             np.multiply(total, postscale, total)
         self._conversion.narrow(total, out)

@@ -9,6 +9,12 @@ import pytest
 from conformance.harness import PlaneUnderTest, WorkerGroup
 from conformance.planes_under_test import PLANES
 
+SEVERAL = [
+    pytest.param((plane, size), id=f"{plane.name}-{size}")
+    for plane in PLANES
+    for size in plane.sizes
+    if size > 1
+]
 GROUPS = [pytest.param((plane, size), id=f"{plane.name}-{size}") for plane in PLANES for size in plane.sizes]
 _reasons: dict[str, str | None] = {}
 
@@ -43,9 +49,9 @@ def group(resident_group: WorkerGroup) -> WorkerGroup:
     return resident_group
 
 
-@pytest.fixture(params=GROUPS)
+@pytest.fixture(params=SEVERAL)
 def mortal_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """A configured group of one test, whose workers may be killed."""
+    """A configured group of several members for one test, whose workers may be killed."""
     plane, size = request.param
     skip_unless_available(plane, "survive")
     group = WorkerGroup(plane, size)

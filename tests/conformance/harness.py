@@ -247,7 +247,9 @@ class WorkerGroup:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]  # no None here
             if not ready:
                 stuck = sorted(waiting.values())
-                failures = [f"worker {w}: {o.traceback}" for w, o in outcomes.items() if isinstance(o, Failure)]
+                failures = [
+                    f"worker {w}: {o.traceback}" for w, o in outcomes.items() if isinstance(o, Failure)
+                ]
                 text = "\n".join([f"{what}: no answer from workers {stuck}", *failures, self._dump(stuck)])
                 self.kill()
                 raise WorkersHung(text)

@@ -18,6 +18,10 @@ def shm_memory(size: int, options: Mapping[str, str]) -> int:
 PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,)),
     PlaneUnderTest(
-        "shm", "hvdlab.collectives.planes.shm:ShmPlane", memory=shm_memory, options={"chunk_bytes": str(CHUNK)}
+        "shm",
+        "hvdlab.collectives.planes.shm:ShmPlane",
+        memory=shm_memory,
+        options={"chunk_bytes": str(CHUNK)},
+        environment={"PYTHONWARNINGS": "error"},
     ),
 )

@@ -3,7 +3,11 @@
 ::
 
     page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
-    then      slots of member 0 | slots of member 1 | …
+    then      slots of member 0 | slots of member 1 | …, each half a page into a page
+
+The half page is there because x86 copies slowly (down to a fortieth, where ``rep movsb`` does it) if the target lies
+a little further into its page than the source into its own. Large tensors begin near the start of a page, so this way
+both directions, into a slot and out of it, are far from that.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from dataclasses import dataclass
 
 CHUNK_BYTES = 512 * 1024
 """Default size of a slot: with it all that two members touch at a time stays in their second-level caches."""
-SLOTS = 4
+SLOTS = 5
 """Default number of slots per member; see ``pipeline`` for how it limits how far ahead a member may run."""
 
 PAGE = 4096
+PHASE = PAGE // 2
 LINE = 64
 WORD = 8
 
@@ -27,8 +32,8 @@ class Layout:
 
     Attributes:
         members: Members of the process set.
-        chunk_bytes: Size of a slot, a multiple of ``LINE``.
-        slots: Slots per member, at least 4.
+        chunk_bytes: Size of a slot, in whole pages; at least ``LINE`` for each member.
+        slots: Slots per member, at least 5: what the three-stage pipeline needs to overlap.
     """
 
     members: int
@@ -38,11 +43,11 @@ class Layout:
     def __post_init__(self) -> None:
         if self.members < 1:
             raise ValueError(f"a segment needs at least one member, not {self.members}")
-        if self.slots < 4:
-            raise ValueError(f"a member needs at least 4 slots, not {self.slots}")
-        if self.chunk_bytes < LINE * self.members or self.chunk_bytes % LINE:
+        if self.slots < 5:
+            raise ValueError(f"a member needs at least 5 slots, not {self.slots}")
+        if self.chunk_bytes < LINE * self.members or self.chunk_bytes % PAGE or self.chunk_bytes <= 0:
             raise ValueError(
-                f"chunk_bytes must be a multiple of {LINE} and at least {LINE} for each of the {self.members} members, "
+                f"chunk_bytes must be a multiple of {PAGE}, at least {LINE} for each of the {self.members} members, "
                 f"not {self.chunk_bytes}"
             )
 
@@ -61,7 +66,7 @@ class Layout:
 
     def slot(self, member: int, slot: int) -> int:
         """Offset of a slot."""
-        return self.control_bytes + (member * self.slots + slot) * self.chunk_bytes
+        return self.control_bytes + PHASE + (member * self.slots + slot) * self.chunk_bytes
 
     @property
     def size(self) -> int:
@@ -73,7 +78,7 @@ def segment_size(members: int, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOT
     """Bytes of the memfd for a group. A page costs memory only once it is touched.
 
     Raises:
-        ValueError: Fewer than 1 member or 4 slots, or chunks that are no multiple of 64 bytes or too small.
+        ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.
     """
     return Layout(members, chunk_bytes, slots).size
 

@@ -58,6 +58,7 @@ class ShmPlane(Plane):
         super().__init__(context)
         self._index, self._size, self._fd = context.index, context.size, context.memory_fd
         self._layout = layout_from(context.options, context.size)
+        self._small = min(SMALL_BYTES, self._layout.chunk_bytes)
         self._step = 0
         self._alltoalls = 0
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
@@ -118,12 +119,12 @@ class ShmPlane(Plane):
         postscale: float,
         phases: Phases,
     ) -> None:
+        self._check()
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
-        if len(ins) == 1 and 0 < ins[0].nbytes <= SMALL_BYTES <= self._layout.chunk_bytes:
+        if len(ins) == 1 and 0 < ins[0].nbytes <= self._small:
             self._reduce_small(ins[0], outs[0], fold, prescale, postscale, phases)
             return
         total = sum(len(b) for b in ins)
-        self._check()
         if not total:
             return
         chunk = self._chunk(total, dtype.itemsize)
@@ -275,6 +276,7 @@ class ShmPlane(Plane):
         self._step = base + work.steps
 
     def _check(self) -> None:
+        # Before an operation touches the memory: others may still run and must not see steps of a spent member.
         if self._aborted:
             raise PlaneAborted
 

@@ -1,0 +1,240 @@
+"""What a data plane costs by itself, beside others on the same buffers, without negotiation.
+
+    python benchmarks/planes.py -n 2                      # shm, torch Gloo, one memcpy
+    mpiexec -n 2 python benchmarks/planes.py              # the same with MPI
+    python benchmarks/planes.py -n 4 --sizes 4,64M --op allgather --contenders shm
+
+The contenders take turns within one run, so that a noisy neighbour hits all of them. A figure is the median over the
+rounds of the slowest rank's time, from a barrier on; in brackets, relative to the memcpy of the same bytes that all
+ranks do at the same time. ``--sizes`` are bytes per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.shm import ShmPlane
+from hvdlab.collectives.planes.shm.layout import layout_from
+
+Array = npt.NDArray[Any]
+OPS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where this process stands, and what the ranks share."""
+
+    rank: int
+    size: int
+    memory_fd: int
+    rendezvous: str
+    world: Any  # mpi4py's COMM_WORLD, or None
+
+
+@dataclass
+class Buffers:
+    source: Array
+    target: Array
+    gathered: Array
+
+
+def shm(group: Group, options: dict[str, str]) -> tuple[Plane, Callable[[str, Buffers], None]]:
+    """Our plane, connected, and how to run one operation on it."""
+    plane = ShmPlane(PlaneContext(
+        0, 1, group.rank, group.size, tuple(range(group.size)), ("here",) * group.size,
+        memory_fd=group.memory_fd, options=options,
+    ))  # fmt: skip
+    plane.connect(30)
+
+    def run(op: str, b: Buffers) -> None:
+        n, share = group.size, [len(b.source) // group.size] * group.size
+        if op == "allreduce":
+            plane.allreduce([b.source], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+        elif op == "inplace":
+            plane.allreduce([b.target], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+        elif op == "allgather":
+            plane.allgather(b.source, [len(b.source)] * n, b.gathered, Phases())
+        elif op == "broadcast":
+            plane.broadcast(b.target, 0, Phases())
+        elif op == "reducescatter":
+            plane.reducescatter(
+                b.source[: sum(share)], share, b.target[: share[0]], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases()
+            )
+        else:
+            plane.alltoall(b.source[: sum(share)], share, share, b.target[: sum(share)], Phases())
+
+    return plane, run
+
+
+def mpi(group: Group) -> Callable[[str, Buffers], None]:
+    from mpi4py import MPI
+
+    world = group.world
+
+    def run(op: str, b: Buffers) -> None:
+        share = len(b.source) // group.size
+        if op == "allreduce":
+            world.Allreduce(b.source, b.target)
+        elif op == "inplace":
+            world.Allreduce(MPI.IN_PLACE, b.target)
+        elif op == "allgather":
+            world.Allgather(b.source, b.gathered)
+        elif op == "broadcast":
+            world.Bcast(b.target, 0)
+        elif op == "reducescatter":
+            world.Reduce_scatter_block(b.source[: share * group.size], b.target[:share])
+        else:
+            world.Alltoall(b.source[: share * group.size], b.target[: share * group.size])
+
+    return run
+
+
+def gloo(group: Group) -> Callable[[str, Buffers], None]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(group.rendezvous, group.size)
+    dist.init_process_group(
+        "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=60)
+    )
+
+    def run(op: str, b: Buffers) -> None:
+        source, target = torch.from_numpy(b.source), torch.from_numpy(b.target)
+        if op == "allreduce":
+            target.copy_(source)
+            dist.all_reduce(target)
+        elif op == "inplace":
+            dist.all_reduce(target)
+        elif op == "allgather":
+            dist.all_gather_into_tensor(torch.from_numpy(b.gathered), source)
+        elif op == "broadcast":
+            dist.broadcast(target, 0)
+        else:
+            raise NotImplementedError(op)
+
+    return run
+
+
+def memcpy(op: str, b: Buffers) -> None:
+    np.copyto(b.target, b.source)
+
+
+def measure(
+    plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, size: int
+) -> dict[str, float]:
+    """Medians in microseconds over the rounds of the slowest rank, by contender."""
+    times: dict[str, list[int]] = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, run in runners.items():
+            plane.barrier(Phases())
+            start = perf_counter_ns()
+            run()
+            times[name].append(perf_counter_ns() - start)
+    medians = {}
+    for name, mine in times.items():
+        everybody = np.empty(rounds * size, np.int64)
+        plane.allgather(np.array(mine, np.int64), [rounds] * size, everybody, Phases())
+        slowest = everybody.reshape(size, rounds).max(0)
+        medians[name] = statistics.median(slowest[rounds // 5 :].tolist()) / 1e3
+    return medians
+
+
+def work(group: Group, arguments: argparse.Namespace) -> None:
+    options = dict(pair.split("=", 1) for pair in arguments.option)
+    plane, ours = shm(group, options)
+    runners = {"shm": ours, "memcpy": memcpy}
+    if group.world is not None and "mpi" in arguments.contenders:
+        runners["mpi"] = mpi(group)
+    if "gloo" in arguments.contenders and arguments.op in ("allreduce", "inplace", "allgather", "broadcast"):
+        runners["gloo"] = gloo(group)
+    if group.rank == 0:
+        print(f"{arguments.op} float32, {group.size} ranks {options or ''}", flush=True)
+    for nbytes in arguments.sizes:
+        count = max(1, nbytes // 4)
+        buffers = Buffers(
+            np.ones(count, np.float32), np.ones(count, np.float32), np.ones(count * group.size, np.float32)
+        )
+        rounds = arguments.rounds or max(11, min(400, (256 << 20) // max(nbytes, 1)))
+        calls = {name: (lambda r=run: r(arguments.op, buffers)) for name, run in runners.items()}
+        medians = measure(plane, calls, rounds, group.size)
+        if group.rank == 0:
+            print(f"{nbytes:>11}  " + "  ".join(
+                f"{name} {us:9.1f} us ({us / medians['memcpy']:5.2f})" for name, us in medians.items()
+            ), flush=True)  # fmt: skip
+    plane.close()
+
+
+def parse_size(text: str) -> int:
+    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=2, help="ranks; under mpiexec its number counts")
+    parser.add_argument("--op", default="allreduce", choices=(*OPS, "inplace"))
+    parser.add_argument("--sizes", default="4,4K,64K,1M,16M,64M", type=lambda s: [parse_size(p) for p in s.split(",")])
+    parser.add_argument("--contenders", default="shm,mpi,gloo", type=lambda s: s.split(","))
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--option", action="append", default=[], help="plane option, such as chunk_bytes=262144")
+    arguments = parser.parse_args(argv)
+    options = dict(pair.split("=", 1) for pair in arguments.option)
+    if {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+        under_mpi(arguments, options)
+    else:
+        forked(arguments, options)
+
+
+def memory(size: int, options: dict[str, str]) -> int:
+    fd = os.memfd_create("planes")
+    os.ftruncate(fd, layout_from(options, size).size)
+    return fd
+
+
+def under_mpi(arguments: argparse.Namespace, options: dict[str, str]) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    fd = memory(world.size, options) if world.rank == 0 else -1
+    directory = tempfile.mkdtemp() if world.rank == 0 else ""
+    where, directory = world.bcast((f"/proc/{os.getpid()}/fd/{fd}", directory))
+    if world.rank:
+        fd = os.open(where, os.O_RDWR)
+    world.Barrier()
+    work(Group(world.rank, world.size, fd, str(Path(directory) / "store"), world), arguments)
+
+
+def forked(arguments: argparse.Namespace, options: dict[str, str]) -> None:
+    fd = memory(arguments.n, options)
+    with tempfile.TemporaryDirectory() as directory:
+        pids = []
+        for rank in range(arguments.n):
+            pid = os.fork()
+            if not pid:
+                work(Group(rank, arguments.n, fd, str(Path(directory) / "store"), None), arguments)
+                sys.stdout.flush()
+                os._exit(0)
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise SystemExit(f"exit codes {codes}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, Layout, layout_from, segment_size
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
+def test_nothing_overlaps(members: int) -> None:
+    layout = Layout(members, chunk_bytes=8192, slots=5)
+    rows = [(layout.row(n), layout.row(n) + members * 8) for n in range(5)]
+    slots = [(layout.slot(m, s), layout.slot(m, s) + 8192) for m in range(members) for s in range(5)]
+    areas = [(0, 4), *rows, *slots]
+    assert all(end <= start for (_, end), (start, _) in pairwise(areas))
+    assert slots[-1][1] <= layout.size == segment_size(members, 8192, 5)
+
+
+def test_counters_start_on_cache_lines_and_the_segment_on_pages() -> None:
+    layout = Layout(9)
+    assert all(layout.row(n) % 64 == 0 for n in range(5))
+    assert layout.size % 4096 == 0
+    assert layout.size >= 9 * CHUNK_BYTES * SLOTS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((0,), "member"),
+        ((2, 4096, 4), "slots"),
+        ((2, 1000), "chunk_bytes"),
+        ((65, 4096), "65 members"),
+        ((2, 0), "chunk"),
+    ],
+)
+def test_impossible_layouts_are_refused(arguments: tuple[int, ...], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        segment_size(*arguments)
+
+
+def test_options_override_the_defaults() -> None:
+    assert layout_from({}, 2) == Layout(2)
+    assert layout_from({"chunk_bytes": "65536", "slots": "8"}, 2) == Layout(2, 65536, 8)
+
+
+def test_the_coordinator_can_size_a_segment_without_numpy() -> None:
+    code = (
+        "import sys; from hvdlab.collectives.planes.shm.layout import segment_size; segment_size(8);"
+        "from hvdlab.collectives.reduce.support import check_supported; assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

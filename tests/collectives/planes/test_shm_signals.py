@@ -1,0 +1,171 @@
+"""Waiting and waking, with members as threads of one process: they share the memory as processes do."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
+from hvdlab.collectives.planes.shm import futex
+from hvdlab.collectives.planes.shm.layout import Layout
+from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
+
+LAYOUT = Layout(3, 4096, 5)
+
+
+@pytest.fixture
+def members() -> Iterator[list[Signals]]:
+    memory = mmap.mmap(-1, LAYOUT.size)
+    signals = [Signals(memory, LAYOUT, index, spins=0) for index in range(3)]
+    yield signals
+    for signal in signals:
+        signal.close()
+    memory.close()
+
+
+def in_threads(works: list[Callable[[], None]]) -> None:
+    """Run all to their end; the first error is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(w,)) for w in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(t.is_alive() for t in threads), "a wake-up was lost"
+    if errors:
+        raise errors[0]
+
+
+def asleep(thread_id: int) -> None:
+    """Return when the thread sleeps in the kernel."""
+    while True:
+        with open(f"/proc/self/task/{thread_id}/wchan") as file:
+            where = file.read()
+        if "futex" in where:
+            return
+        with open(f"/proc/self/task/{thread_id}/stat") as file:
+            if not where.strip("0") and file.read().rpartition(")")[2].split()[0] == "S":
+                return
+        os.sched_yield()
+
+
+def test_a_wait_ends_when_the_last_member_has_posted(members: list[Signals]) -> None:
+    order: list[str] = []
+    ready = threading.Event()
+
+    def wait() -> None:
+        ready.set()
+        members[0].post(ARRIVED, 1)
+        members[0].wait(ARRIVED, 1)
+        order.append("woken")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ready.wait()
+    members[1].post(ARRIVED, 1)
+    asleep(thread.native_id or 0)
+    members[2].post(REDUCED, 1)  # another row: no reason to wake up
+    order.append("posted")
+    members[2].post(ARRIVED, 1)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert order == ["posted", "woken"]
+
+
+def test_no_wake_up_is_lost_over_many_rounds(members: list[Signals]) -> None:
+    rounds = 4000
+
+    def run(index: int) -> None:
+        rng = random.Random(index)
+        for value in range(1, rounds):
+            members[index].post(ARRIVED, value)
+            if rng.random() < 0.2:
+                os.sched_yield()
+            members[index].wait(ARRIVED, value)
+            if value % 3 == 0:
+                members[index].post(REDUCED, value)
+                members[index].wait(REDUCED, value)
+
+    in_threads([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]  # mypy can't infer a lambda's default
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_abort_at_any_moment_ends_a_wait(members: list[Signals], seed: int) -> None:
+    begun = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        members[0].wait(ARRIVED, 1)
+
+    def abort() -> None:
+        begun.wait()
+        for _ in range(random.Random(seed).randrange(200)):
+            os.sched_yield()
+        members[0].abort()
+
+    with pytest.raises(PlaneAborted):
+        in_threads([wait, abort])
+    with pytest.raises(PlaneAborted):
+        members[0].wait(ARRIVED, 1)
+
+
+def test_an_abort_of_one_member_leaves_the_others_waiting(members: list[Signals]) -> None:
+    members[1].abort()
+    woken: list[int] = []
+
+    def wait() -> None:
+        members[0].wait(ARRIVED, 1)
+        woken.append(0)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    asleep(thread.native_id or 0)
+    members[2].abort()
+    asleep(thread.native_id or 0)
+    assert not woken
+    for member in members:
+        member.post(ARRIVED, 1)
+    thread.join(10)
+    assert woken == [0]
+
+
+def test_a_deadline_names_who_is_missing(members: list[Signals]) -> None:
+    members[0].post(ARRIVED, 1)
+    members[1].post(ARRIVED, 1)
+    start = time.monotonic()
+    with pytest.raises(PlaneBroken, match=r"\[2\]"):
+        members[0].wait(ARRIVED, 1, deadline=start + 0.05)
+    assert 0.05 <= time.monotonic() - start < 5
+
+
+def test_a_satisfied_wait_makes_no_system_call(
+    members: list[Signals], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a system call")
+
+    monkeypatch.setattr(futex, "wait", forbidden)
+    monkeypatch.setattr(futex, "wake", forbidden)
+    for member in members:
+        member.post(ARRIVED, 5)
+    for member in members:
+        member.wait(ARRIVED, 5)
+
+
+def test_calls_after_close_do_nothing(members: list[Signals]) -> None:
+    members[0].close()
+    members[0].close()
+    members[0].abort()

@@ -1,0 +1,146 @@
+"""Cases in which a member does not get what it waits for. They run inside workers."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from conformance import cases
+from conformance.actor import CollectiveActor
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import PlaneAborted
+
+WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "allgather", "broadcast",
+           "reducescatter", "alltoall", "barrier")  # fmt: skip
+
+
+def start(actor: CollectiveActor, what: str, count: int) -> None:
+    """One operation of ``count`` elements per member, on zeros."""
+    n, dtype = actor.size, DType.BF16 if what == "allreduce-bf16" else DType.F32
+    buffer = np.zeros(count * n, storage_type(dtype))
+    if what.startswith("allreduce"):
+        parts = [buffer[:5], buffer[5:]] if what == "allreduce-fused" else [buffer]
+        actor.allreduce([buffer[:9]] if what == "allreduce" else parts, dtype, ReduceOp.SUM, 1.0, 1.0, False)
+    elif what == "allgather":
+        actor.allgather(buffer[:count], [count] * n, dtype)
+    elif what == "broadcast":
+        actor.broadcast(buffer, n - 1, dtype)
+    elif what == "reducescatter":
+        actor.reducescatter(buffer, [count] * n, dtype, ReduceOp.SUM, 1.0, 1.0)
+    elif what == "alltoall":
+        actor.alltoall(buffer, [count] * n, [count] * n, dtype)
+    else:
+        actor.barrier()
+
+
+def abort_while_waiting(actor: CollectiveActor, what: str, count: int) -> float:
+    """Enter an operation that not all enter; abort it once this thread sleeps. Returns seconds from abort to return."""
+    waiter = threading.get_native_id()
+    called = [0.0]
+
+    def abort() -> None:
+        until_asleep(waiter)
+        called[0] = time.monotonic()
+        actor.abort()
+
+    with helper(abort):
+        ended = aborted_at(lambda: start(actor, what, count))
+    assert_spent(actor)
+    return ended - called[0]
+
+
+def abort_at_random(actor: CollectiveActor, seed: int) -> float:
+    """Abort a sequence of operations somewhere; returns seconds from abort to return."""
+    called = [0.0]
+
+    def abort() -> None:
+        time.sleep(
+            np.random.default_rng([seed, actor.index]).uniform(0, 0.02)
+        )  # a moment, not a synchronisation
+        called[0] = time.monotonic()
+        actor.abort()
+
+    def operations() -> None:
+        for round_ in range(100_000):
+            cases.mixture(actor, seed + round_, 10)
+
+    with helper(abort):
+        ended = aborted_at(operations)
+    assert_spent(actor)
+    return ended - called[0]
+
+
+def abort_first(actor: CollectiveActor) -> None:
+    """Nothing starts after an abort; aborting again, and after closing, does nothing."""
+    actor.abort()
+    actor.abort()
+    assert_spent(actor)
+    actor.close()
+    actor.close()
+    actor.abort()
+
+
+def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> float | None:
+    """Work until the victim has killed itself and someone told this member so; returns seconds from then on."""
+    called = [0.0]
+
+    def die() -> None:
+        time.sleep(0.05)  # somewhere in the middle
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hear() -> None:
+        fd = os.pidfd_open(victim_pid)
+        select.select([fd], [], [])
+        os.close(fd)
+        called[0] = time.monotonic()
+        actor.abort()
+
+    def operations() -> None:
+        while True:
+            start(actor, what, count)
+
+    with helper(die if actor.index == victim else hear):
+        ended = aborted_at(operations)
+    return ended - called[0]
+
+
+def aborted_at(operation: Callable[[], None]) -> float:
+    try:
+        operation()
+    except PlaneAborted:
+        return time.monotonic()
+    raise AssertionError("the operation was not aborted")
+
+
+def assert_spent(actor: CollectiveActor) -> None:
+    """After an abort every operation is refused, without waiting for anybody."""
+    for what in WAITING:
+        aborted_at(lambda w=what: start(actor, w, 100))  # type: ignore[misc]  # mypy can't infer a lambda's default
+
+
+@contextmanager
+def helper(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def until_asleep(thread: int) -> None:
+    """Return when a thread of this process has slept for some looks in a row: it waits in the kernel."""
+    asleep = 0
+    while asleep < 5:
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+        time.sleep(0.001)

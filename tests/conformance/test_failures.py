@@ -1,0 +1,74 @@
+"""A member that does not get what it waits for is let go at once, and the next epoch works."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from conformance.conftest import SEVERAL, skip_unless_available
+from conformance.failures import WAITING
+from conformance.harness import Died, WorkerGroup
+from conformance.planes_under_test import CHUNK
+from hvdlab.collectives.dtypes import DType
+
+PROMPT = 1.0
+"""Seconds that an abort may take."""
+
+
+def works(group: WorkerGroup) -> None:
+    checksums = group.run("conformance.cases:allreduce", counts=[CHUNK], dtype=DType.F32)
+    assert len(set(checksums)) == 1
+
+
+@pytest.mark.parametrize("count", [30, 5 * CHUNK], ids=["short", "long"])
+@pytest.mark.parametrize("what", WAITING)
+@pytest.mark.parametrize("resident_group", SEVERAL, indirect=True)
+def test_abort_ends_a_wait_in(group: WorkerGroup, what: str, count: int) -> None:
+    skip_unless_available(group.plane, "abort")
+    early = list(range(group.size - 1))
+    delays = group.outcomes("conformance.failures:abort_while_waiting", only=early, what=what, count=count)
+    assert all(isinstance(d, float) and d < PROMPT for d in delays), delays
+    group.configure()
+    works(group)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("resident_group", SEVERAL, indirect=True)
+def test_abort_ends_whatever_runs(group: WorkerGroup, seed: int) -> None:
+    skip_unless_available(group.plane, "abort")
+    delays = group.run("conformance.failures:abort_at_random", seed=seed)
+    assert all(d < PROMPT for d in delays), delays
+    group.configure()
+    works(group)
+
+
+def test_nothing_starts_after_an_abort(group: WorkerGroup) -> None:
+    skip_unless_available(group.plane, "abort")
+    group.run("conformance.failures:abort_first")
+    group.configure()
+    works(group)
+
+
+@pytest.mark.parametrize("what", ["allreduce", "allreduce-large", "alltoall"])
+def test_survivors_of_a_killed_member_go_on(mortal_group: WorkerGroup, what: str) -> None:
+    group = mortal_group
+    victim = group.size // 2
+    outcomes = group.outcomes(
+        "conformance.failures:outlive",
+        victim=victim,
+        victim_pid=group.pid(victim),
+        what=what,
+        count=5 * CHUNK,
+    )
+    assert outcomes.pop(victim) == Died(-9)
+    assert all(isinstance(d, float) and d < PROMPT for d in outcomes), outcomes
+    group.configure()
+    works(group)
+
+
+def test_nothing_is_left_when_all_are_killed(mortal_group: WorkerGroup) -> None:
+    before = set(os.listdir("/dev/shm"))
+    works(mortal_group)
+    assert set(os.listdir("/dev/shm")) == before, "a plane must not use names in /dev/shm"
+    mortal_group.kill()

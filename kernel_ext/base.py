@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.environment import World, free_port
-from hvdlab.kernel_ext.group import Group, Starter
+from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.joining import Joining
@@ -90,10 +91,9 @@ class PoolBase:
         progress("starting the coordinator")
         base = _base_for(local, bool(hosts) or launcher not in (names.LOCAL, names.MPI), warm, deadline)
         try:
-            progress("importing what the ranks share")
-            loaded = base.warm.wait_loaded(deadline)
             if local:
-                check_loaded(loaded)
+                progress("importing what the ranks share")
+                check_loaded(base.warm.wait_loaded(deadline))
             self = cls(base, launcher, plane, hosts)
         except BaseException:
             base.close()
@@ -174,12 +174,13 @@ class PoolBase:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-        try:
-            self.client.expect(())  # ranks leave by themselves if they can
-        except CoordinatorLostError:
-            pass
+        with contextlib.suppress(CoordinatorLostError, TimeoutError):
+            self.client.expect(())
+            if self.launcher != names.LOCAL:
+                # Ranks that leave by themselves end a launcher's job in order; the warm process needs no such time.
+                self.client.wait_for(lambda world: not world.members, LEAVE_WITHIN)
         self.companion.close()
-        for rank, pid in self.group.pids().items():
+        for rank in self.group.pids():
             self.runs.rank_died(rank, "the pool was stopped")
         self._base.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.planes import registry
+from hvdlab.collectives.settings import PLANES
 
 BYTES_PER_RANK = 24 << 20
 """What a forked rank takes at least, beside what it shares."""
@@ -54,7 +54,7 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
 
 def check_plane(plane: str) -> None:
     """Raises ``InvalidRequestError`` for a data plane that does not exist."""
-    usable = ("auto", *(name for name in registry.names() if name != "local"))
+    usable = [name for name in PLANES if name != "local"]
     if plane not in usable:
         raise InvalidRequestError(f"there is no data plane {plane!r}; choose one of {', '.join(usable)}.")
 

@@ -7,10 +7,10 @@ of the others. A lost rank keeps its number until it is replaced (*repair*) or n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class MemberState(str, Enum):
+class MemberState(StrEnum):
     """Where a rank is in its life."""
 
     STARTING = "starting"

@@ -6,9 +6,9 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.status import RankStatus
 
 if TYPE_CHECKING:
-    from ipyparallel import Cluster
+    from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.kernel_ext.warm.prewarm import WarmPool
 
@@ -242,7 +242,7 @@ class Pool:
         answers = self._ask(lambda ticket: PushValue(ticket, tuple(values), pickles), chosen)
         failed = {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
         if failed:
-            rank, text = next(iter(failed.items()))
+            text = next(iter(failed.values()))
             raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(values)}: {text}")
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
@@ -359,7 +359,7 @@ class Pool:
             self._stopped = True
             self._close()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
@@ -29,12 +30,13 @@ from hvdlab.kernel_ext.warm.messages import (
 )
 
 if TYPE_CHECKING:
-    from ipyparallel import Cluster
+    from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())  # ipyparallel's news are for who asks for them, not for the notebook
 
 
 class Companion:
@@ -145,6 +147,7 @@ class Companion:
 
     def new_cluster(self, **options: Any) -> Cluster:
         """Make the cluster object. The cluster's thread."""
+        load_ipyparallel()
         from ipyparallel import Cluster
 
         from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher

@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any
 
-from ipyparallel.controller.app import IPController
+from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
 
 
 class _NoHeartMonitor:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.environment import World, common, threads_per_rank
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
+from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.members import Ended, Event, Started
-
-if TYPE_CHECKING:
-    from ipyparallel import Cluster
 
 ENGINE_COMMAND = ["-m", "hvdlab.kernel_ext.rank"]
 
@@ -48,7 +46,6 @@ class ForeignRanks:
         self._launcher, self._hosts = launcher.lower(), hosts
         self._companion, self._client, self._world, self._report = companion, client, world, report
         self._pids: dict[int, int] = {}
-        self._cluster: Cluster | None = None
         self._size = 0
         client.on_membership(self._on_membership)
 
@@ -77,8 +74,8 @@ class ForeignRanks:
                 os.kill(member.pid, number)
 
     async def _start(self, size: int) -> None:
+        load_ipyparallel()
         cluster = self._companion.new_cluster(engine_launcher_class=self._class())
-        cluster.on_engines_stopped = self._launcher_stopped  # type: ignore[attr-defined]  # kept for the callback below
         name = await cluster.start_engines(size, **self.options(size))
         cluster.engines[name].on_stop(self._launcher_stopped)
 
@@ -142,10 +139,3 @@ def parse_hosts(hosts: str) -> dict[str, int]:
     if not found:
         raise InvalidRequestError("hosts= names no host; write them as `a:4,b:4`.")
     return found
-
-
-def check_process_counts(hosts: str, size: int) -> None:
-    """Raises ``StartError`` if the hosts have fewer places than ranks are wanted."""
-    places = sum(parse_hosts(hosts).values())
-    if places < size:
-        raise StartError(f"hosts={hosts!r} has places for {places} ranks, but {size} are wanted.")

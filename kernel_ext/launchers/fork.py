@@ -15,11 +15,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import psutil
-from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher, NotRunning
+from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # has no types
+    EngineLauncher,
+    LocalControllerLauncher,
+    NotRunning,
+)
 from traitlets import Any as AnyTrait
 from traitlets import Dict
 
-from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Exited, Fork, Signal
 
@@ -32,7 +35,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         forked, listening, ended: Completed by the pool when the warm process tells so.
     """
 
-    warm: WarmProcess | None = AnyTrait()
+    warm: Any = AnyTrait()
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -97,8 +100,8 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         pids: Rank to process id; the pool keeps it up to date.
     """
 
-    warm: WarmProcess | None = AnyTrait()
-    pids: dict[str, int] = Dict().tag(to_dict=True)
+    warm: Any = AnyTrait()
+    pids: Dict[str, int] = Dict().tag(to_dict=True)
 
     def __init__(self, work_dir: str = ".", config: Any = None, **kwargs: Any) -> None:
         super().__init__(work_dir=work_dir, config=config, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+from ipyparallel.cluster.launcher import MPIEngineSetLauncher  # type: ignore[import-untyped]  # has no types
 
 
 class MpiRanksLauncher(MPIEngineSetLauncher):  # type: ignore[misc]  # ipyparallel is untyped

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import ipyparallel.engine.app as engine_app
+import ipyparallel.engine.app as engine_app  # type: ignore[import-untyped]  # has no types
 from ipykernel.iostream import OutStream
 from ipykernel.kernelapp import IPKernelApp
-from ipyparallel.engine.kernel import IPythonParallelKernel
+from ipyparallel.engine.kernel import IPythonParallelKernel  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.kernel_ext.rank.agent import RankAgent
 
@@ -72,7 +72,9 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     def redirect_output(self, iopub_socket: Any) -> None:
         """Give ipyparallel's requests their streams; descriptors 1 and 2 stay the rank's."""
         for name in ("stdout", "stderr"):
-            stream = OutStream(self.session, iopub_socket, name, watchfd=False)
+            stream = OutStream(  # type: ignore[no-untyped-call]  # half of ipykernel has types
+                self.session, iopub_socket, name, watchfd=False
+            )
             stream.topic = f"engine.{self.id}.{name}".encode("ascii")
             setattr(sys, name, stream)
 
@@ -109,8 +111,10 @@ def _initialized(rank: int, connection: str, argv: Sequence[str]) -> RankEngine:
     # ipyparallel's applications assume that the process is theirs.
     path, excepthook = sys.path[:], sys.excepthook
     try:
-        engine = RankEngine.instance(id=rank, connection_info_env=connection, max_heartbeat_misses=0)
-        engine.initialize(list(argv))
+        engine: RankEngine = RankEngine.instance(
+            id=rank, connection_info_env=connection, max_heartbeat_misses=0
+        )
+        engine.initialize(["--log-level=ERROR", *argv])
         return engine
     finally:
         sys.path[:] = path

@@ -13,7 +13,7 @@ import socket
 import sys
 
 
-def main() -> int:
+def main() -> None:
     control, pool = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from hvdlab.kernel_ext.warm.linux import adopt_orphans, name_process, raise_on_hangup
@@ -24,7 +24,7 @@ def main() -> int:
     # An import can take many seconds, in which nothing is read: until then the pool's end ends this process at once.
     raise_on_hangup(0, True)
     if os.getppid() != pool:
-        return 1
+        os._exit(1)
     gc.disable()  # what is imported stays; collecting during imports only costs time
     from hvdlab.kernel_ext.warm.preload import LATER, load, modules_to_load
 
@@ -38,11 +38,11 @@ def main() -> int:
     raise_on_hangup(0, False)
     role = shell.run(loaded)
     if role is None:
-        return 0
+        os._exit(0)  # taking down torch's modules one by one would take as long as a cell
     from hvdlab.kernel_ext.warm.child import become
 
     become(role)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

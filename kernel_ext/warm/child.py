@@ -29,7 +29,7 @@ def become(role: Role) -> NoReturn:
         code = _program(role)()
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
         traceback.print_exc()
     finally:
         leave(code)
@@ -86,9 +86,10 @@ def _connect_standard_descriptors(role: Role) -> None:
         if source > 2:
             os.close(source)
     # The inherited objects may have been made for a terminal or a file.
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = open(descriptor, mode, buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _ignore_interrupt(number: int, frame: object) -> None:

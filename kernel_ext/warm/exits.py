@@ -65,7 +65,7 @@ class OutOfMemoryCounter:
         groups = root / "sys/fs/cgroup"
         candidates: list[Path] = []
         for line in lines:
-            _, controllers, group = (line.split(":", 2) + ["", ""])[:3]
+            _, controllers, group = [*line.split(":", 2), "", ""][:3]
             if not controllers:
                 candidates.append(groups / group.lstrip("/") / "memory.events")
             elif "memory" in controllers.split(","):

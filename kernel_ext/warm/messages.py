@@ -22,7 +22,7 @@ class WarmMessage(
 # -- pool to warm process ---------------------------------------------------------------------------------------------
 
 
-class Fork(WarmMessage):
+class Fork(WarmMessage, frozen=True):
     """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Fork(WarmMessage):
     argv: tuple[str, ...] = ()
 
 
-class Signal(WarmMessage):
+class Signal(WarmMessage, frozen=True):
     """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
 
     number: int
@@ -47,19 +47,19 @@ class Signal(WarmMessage):
     group: bool = False
 
 
-class Guard(WarmMessage):
+class Guard(WarmMessage, frozen=True):
     """Remove these files when the warm process ends, however the pool ended. Replaces the list so far."""
 
     paths: tuple[str, ...]
 
 
-class Gone(WarmMessage):
+class Gone(WarmMessage, frozen=True):
     """A rank that is not the warm process's child has ended: tell the controller."""
 
     rank: int
 
 
-class Shutdown(WarmMessage):
+class Shutdown(WarmMessage, frozen=True):
     """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
 
     grace: float = 1.0
@@ -68,7 +68,7 @@ class Shutdown(WarmMessage):
 # -- warm process to pool ---------------------------------------------------------------------------------------------
 
 
-class Loaded(WarmMessage):
+class Loaded(WarmMessage, frozen=True):
     """The imports are done.
 
     Attributes:
@@ -82,21 +82,21 @@ class Loaded(WarmMessage):
     seconds: float
 
 
-class Forked(WarmMessage):
+class Forked(WarmMessage, frozen=True):
     """Child ``number`` runs as ``pid``."""
 
     number: int
     pid: int
 
 
-class ForkFailed(WarmMessage):
+class ForkFailed(WarmMessage, frozen=True):
     """Child ``number`` could not be forked."""
 
     number: int
     text: str
 
 
-class Exited(WarmMessage):
+class Exited(WarmMessage, frozen=True):
     """A child ended.
 
     Attributes:
@@ -116,7 +116,7 @@ class Exited(WarmMessage):
     tail: str = ""
 
 
-class ControllerUp(WarmMessage):
+class ControllerUp(WarmMessage, frozen=True):
     """ipyparallel's controller listens and has written its connection files."""
 
     pid: int

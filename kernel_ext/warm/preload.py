@@ -64,7 +64,7 @@ def _load_one(name: str, loaded: list[str], failed: dict[str, str]) -> None:
     try:
         importlib.import_module(name)
     # A module may fail in any way while it is imported; each is an answer here, none may end the warm process.
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         failed[name] = f"{type(error).__name__}: {error}"
     else:
         loaded.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import threading
@@ -12,6 +13,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.warm.client import WarmProcess
 
 
@@ -102,5 +104,7 @@ class WarmPool:
             self._error = error
         finally:
             self._done.set()
-        # A pool makes a Cluster once its ranks run; the import is slow, and here it is in nobody's way.
-        importlib.import_module("ipyparallel")
+        # What the first cell and, later, the cluster will import: slow, and here in nobody's way.
+        with contextlib.suppress(ImportError):  # whoever needs it gets the error
+            importlib.import_module("hvdlab.kernel_ext.pool")
+            load_ipyparallel()

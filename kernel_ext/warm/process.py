@@ -223,10 +223,11 @@ class WarmShell:
 
     def _drain(self, pipes: _Pipes) -> list[Event]:
         """Read a child's last words, and close its pipes."""
-        for watched in (pipes.log, pipes.channel):
-            if watched is not None:
+        watched: list[int | socket.socket | None] = [pipes.log, pipes.channel]
+        for end in watched:
+            if end is not None:
                 with contextlib.suppress(KeyError):
-                    self._selector.unregister(watched)
+                    self._selector.unregister(end)
         events: list[Event] = []
         for pipe in (pipes.log, pipes.unread[1]):
             with contextlib.suppress(BlockingIOError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -9,6 +10,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import TimedSink
+from hvdlab.kernel_ext.output.report import report
 
 
 class RunningCell(Protocol):
@@ -20,6 +23,25 @@ class RunningCell(Protocol):
     def done(self) -> bool: ...
     def wait(self, timeout: float | None = None) -> CellResults: ...
     def interrupt(self) -> None: ...
+
+
+class BackgroundSink:
+    """The sink of a cell in the background: at the end it also shows the values, or why the cell failed.
+
+    A cell in the foreground does that by its result or its exception, a cell that has returned can't any more.
+    """
+
+    def __init__(self, inner: TimedSink, write: Callable[[str, str], None]) -> None:
+        self.output, self.done, self.note = inner.output, inner.done, inner.note
+        self.tick, self.backlog = inner.tick, inner.backlog
+        self._write = write
+
+    def finished(self, results: CellResults) -> None:
+        lines = report(results)
+        if lines:
+            self._write("stderr", "\n".join(lines) + "\n")
+        elif results.has_values:
+            self._write("stdout", f"{results!r}\n")
 
 
 class BackgroundCell:

@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
+from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
@@ -31,6 +32,7 @@ class Extension:
         self.shell = shell
         self.session = session or Session(shell)
         self._auto = AutoRun()
+        self._completer = RankCompleter(self.session, lambda: self._auto.on)
 
     def load(self) -> None:
         for magics in (
@@ -42,6 +44,7 @@ class Extension:
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)
         self.shell.input_transformers_cleanup.append(self._auto)
+        self._completer.load()
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -51,6 +54,7 @@ class Extension:
     def unload(self) -> None:
         """Stop the pool and remove the magics."""
         delattr(self.shell, _ATTRIBUTE)
+        self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)
         for kind, names in MAGICS.items():

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
 from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.magics.background import BackgroundCell
+from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, in_notebook
 from hvdlab.magics.screens.tabs import PagesSink, SectionsView, notebook_view
-from hvdlab.magics.screens.terminal import TerminalScreen
-from hvdlab.magics.session import Session, as_usage_error
+from hvdlab.magics.screens.terminal import TerminalScreen, write_to_terminal
+from hvdlab.magics.session import Session, as_usage_error, cell_number
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -37,7 +37,7 @@ def run_cell(
         KeyboardInterrupt: The user interrupted it.
     """
     shell = session.shell
-    label = f"[{shell.execution_count}]"
+    label = f"[{cell_number(shell)}]"
     arguments: dict[str, Any] = {
         "ranks": ranks,
         "label": label,
@@ -70,8 +70,17 @@ def make_sink(session: Session, ranks: Sequence[int], output: str, *, background
     """The sink for ``--output``, in a notebook or a terminal."""
     if output == "none":
         return NullSink()
-    cell = uuid.uuid4().hex[:12]
     publisher = _publisher(session, background=background)
+    sink = _foreground_sink(publisher, ranks, output)
+    return (
+        BackgroundSink(sink, write_to_terminal if publisher is None else publisher.stream)
+        if background
+        else sink
+    )
+
+
+def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str) -> TimedSink:
+    cell = uuid.uuid4().hex[:12]
     if output == "tabs":
         return PagesSink(
             ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
@@ -83,4 +92,4 @@ def make_sink(session: Session, ranks: Sequence[int], output: str, *, background
 def _publisher(session: Session, *, background: bool) -> Publisher | None:
     if not in_notebook(session.shell):
         return None
-    return ParentPublisher(getattr(session.shell, "kernel")) if background else CellPublisher(session.shell)  # noqa: B009
+    return ParentPublisher(session.shell) if background else CellPublisher(session.shell)

@@ -122,6 +122,11 @@ def as_usage_error() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
+def cell_number(shell: InteractiveShell) -> int:
+    """The number of the cell that runs now, as in ``In[7]``; releases of IPython count on at different moments."""
+    return int(getattr(shell.displayhook, "prompt_count", shell.execution_count))
+
+
 def ranks_of(pool: Pool) -> list[int]:
     """The ranks that live."""
     return sorted(pool.ranks)

@@ -9,6 +9,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.magics.session import cell_number
 
 
 class SourceError(HvdlabError):
@@ -33,7 +34,7 @@ def check_syntax(shell: InteractiveShell, source: str, line_offset: int) -> None
         manager = TransformerManager()  # type: ignore[no-untyped-call]  # IPython has no annotation
         python = manager.transform_cell(source)
         code = "\n" * line_offset + python
-        name = shell.compile.cache(code, shell.execution_count)  # tracebacks call it `Cell In[7]`
+        name = shell.compile.cache(code, cell_number(shell))  # tracebacks call it `Cell In[7]`
         compile(code, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         if error.text is None and error.lineno is not None:

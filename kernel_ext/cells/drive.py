@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.cells.events import (
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import OutputSink, TimedSink
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -173,6 +173,8 @@ class CellHandle:
     def _finish(self) -> None:
         assert self.results is not None
         try:
+            if isinstance(self._sink, EndingSink):
+                self._sink.finished(self.results)
             if self._on_finished is not None:
                 self._on_finished(self.results)
         finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.cells.results import CellResults
 
 
 @runtime_checkable
@@ -34,6 +37,14 @@ class TimedSink(OutputSink, Protocol):
 
     def backlog(self) -> int:
         """Characters that were taken but not written yet; above a limit the ranks get no further credit."""
+
+
+@runtime_checkable
+class EndingSink(OutputSink, Protocol):
+    """A sink that wants to know how the run ended."""
+
+    def finished(self, results: CellResults) -> None:
+        """The run is over; called once, after all of its output was written."""
 
 
 class NullSink:

@@ -49,7 +49,8 @@ class ParentPublisher:
     Any thread; the socket hands messages to the kernel's own output thread.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
+        kernel: Any = shell.kernel  # type: ignore[attr-defined]  # only a kernel's shell has it
         self._session, self._socket = kernel.session, kernel.iopub_socket
         self._parent = kernel.get_parent("shell")
 

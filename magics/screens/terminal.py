@@ -24,11 +24,7 @@ class TerminalScreen:
 
     def write(self, piece: Text) -> None:
         self._erase()
-        stream = sys.stderr if piece.name == "stderr" else sys.stdout
-        if stream is sys.stderr:
-            sys.stdout.flush()
-        stream.write(piece.text)
-        stream.flush()
+        write_to_terminal(piece.name, piece.text)
         self._draw(self._wanted)
 
     def show(self, piece: Shown) -> None:
@@ -68,6 +64,15 @@ class TerminalScreen:
         if self._drawn:
             sys.stderr.write(_ERASE)
             self._drawn = ""
+
+
+def write_to_terminal(name: str, text: str) -> None:
+    """Write to stdout or stderr, in order."""
+    stream = sys.stderr if name == "stderr" else sys.stdout
+    if stream is sys.stderr:
+        sys.stdout.flush()
+    stream.write(text)
+    stream.flush()
 
 
 def _is_tty(stream: TextIO) -> bool:

@@ -1,0 +1,110 @@
+"""Completion and inspection inside ``%%hvd_run`` cells, from the variables of the first rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.magics.session import Session
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
+
+PATIENCE = 2.0
+"""Seconds that an idle rank has to answer; its first completion imports jedi."""
+
+_HEAD = re.compile(r"\s*%%hvd_(?:run|rank)\b[^\n]*\n")
+
+
+def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[str, int] | None:
+    """The part of a cell that ranks see, and the cursor in it; None if the cursor is not in such a part.
+
+    Args:
+        cell: The notebook's cell.
+        offset: The cursor, in characters from the cell's begin.
+        everywhere: Cells without a magic run on ranks, too (``%autohvd``).
+    """
+    head = _HEAD.match(cell)
+    begin = head.end() if head else 0
+    if offset < begin or (head is None and (not everywhere or cell.lstrip().startswith("%%"))):
+        return None
+    return cell[begin:], offset - begin
+
+
+class RankCompleter:
+    """A matcher for IPython's completer, and an inspector for the kernel.
+
+    Args:
+        session: Has the pool.
+        everywhere: Tells whether ``%autohvd`` is on.
+    """
+
+    def __init__(self, session: Session, everywhere: Callable[[], bool]) -> None:
+        self._session, self._everywhere = session, everywhere
+
+        @context_matcher(identifier="hvdlab.rank", priority=1000)  # type: ignore[untyped-decorator]  # IPython's
+        def match(context: CompletionContext) -> SimpleMatcherResult:
+            return self._match(context)
+
+        self.matcher = match
+        self._kernel_inspect: Callable[..., Any] | None = None
+
+    def load(self) -> None:
+        shell = self._session.shell
+        if shell.Completer is not None:
+            shell.Completer.custom_matchers.append(self.matcher)
+        kernel = getattr(shell, "kernel", None)
+        if kernel is not None:
+            self._kernel_inspect = kernel.do_inspect
+            kernel.do_inspect = self._inspect
+
+    def unload(self) -> None:
+        shell = self._session.shell
+        if shell.Completer is not None and self.matcher in shell.Completer.custom_matchers:
+            shell.Completer.custom_matchers.remove(self.matcher)
+        kernel = getattr(shell, "kernel", None)
+        if kernel is not None and self._kernel_inspect is not None:
+            kernel.do_inspect = self._kernel_inspect
+            self._kernel_inspect = None
+
+    def _match(self, context: CompletionContext) -> SimpleMatcherResult:
+        lines = context.full_text.split("\n")
+        offset = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
+        found = self._ask(context.full_text, offset, lambda pool, *at: pool.complete(*at, timeout=PATIENCE))
+        if found is None or not found[0].matches:
+            return SimpleMatcherResult(completions=[])
+        answer, source, cursor = found
+        types = answer.types or ("",) * len(answer.matches)
+        return SimpleMatcherResult(
+            completions=[
+                SimpleCompletion(text, type=kind) for text, kind in zip(answer.matches, types, strict=True)
+            ],
+            matched_fragment=source[answer.start : cursor],
+            suppress=True,
+        )
+
+    def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
+        found = self._ask(
+            code, cursor_pos, lambda pool, *at: pool.inspect(*at, detail_level, timeout=PATIENCE)
+        )
+        if found is not None and found[0].found:
+            return {"status": "ok", "found": True, "data": found[0].data, "metadata": {}}
+        assert self._kernel_inspect is not None
+        return self._kernel_inspect(code, cursor_pos, detail_level, *args, **kwargs)
+
+    def _ask(
+        self, cell: str, offset: int, ask: Callable[[Pool, str, int], Any]
+    ) -> tuple[Any, str, int] | None:
+        pool = self._session.pool
+        at = rank_source(cell, offset, everywhere=self._everywhere())
+        if pool is None or at is None or pool.state != "idle":  # a rank that computes does not answer
+            return None
+        try:
+            answer = ask(pool, *at)
+        except HvdlabError:  # the pool broke down; completing is not the place to say so
+            return None
+        return None if answer is None else (answer, *at)

@@ -1,0 +1,101 @@
+"""A real Jupyter kernel for tests: runs cells and records each message with the time of its arrival."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+
+@dataclass
+class Cell:
+    """What one cell sent."""
+
+    msg_id: str
+    begun: float
+    ended: float = 0.0
+    reply: dict[str, Any] = field(default_factory=dict)
+    messages: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.begun
+
+    def text(self, name: str = "stdout") -> str:
+        return "".join(c["text"] for _, kind, c in self.messages if kind == "stream" and c["name"] == name)
+
+    def lines(self, name: str = "stdout") -> list[str]:
+        return self.text(name).splitlines()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [content for _, k, content in self.messages if k == kind]
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return next(iter(self.of("error")), None)
+
+    def first(self, text: str) -> float:
+        """Seconds from the begin until ``text`` arrived."""
+        for at, kind, content in self.messages:
+            if (kind == "stream" and text in content["text"]) or (kind == "error" and text in str(content)):
+                return at - self.begun
+        raise AssertionError(f"{text!r} did not come: {self.messages}")
+
+
+class LiveKernel:
+    """A kernel process and a client. ``messages`` has everything by the cell it belongs to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(directory))
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.cells: dict[str, Cell] = {}
+
+    def send(self, code: str) -> Cell:
+        begun = time.monotonic()
+        cell = Cell(self.client.execute(code), begun)
+        self.cells[cell.msg_id] = cell
+        return cell
+
+    def run(self, code: str, timeout: float = 60) -> Cell:
+        cell = self.send(code)
+        self.finish(cell, timeout)
+        return cell
+
+    def finish(self, cell: Cell, timeout: float = 60) -> None:
+        """Take messages until the cell is idle and answered."""
+        self.until(lambda: bool(cell.ended), timeout)
+        while not cell.reply:
+            reply = self.client.get_shell_msg(timeout=timeout)
+            if (owner := self.cells.get(reply["parent_header"].get("msg_id", ""))) is not None:
+                owner.reply = reply["content"]
+
+    def until(self, reached: Any, timeout: float = 60) -> None:
+        """Take messages until ``reached()``."""
+        deadline = time.monotonic() + timeout
+        while not reached():
+            message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        cell = self.cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is None:
+            return
+        now, kind, content = time.monotonic(), message["msg_type"], message["content"]
+        if kind == "status" and content["execution_state"] == "idle":
+            cell.ended = now
+        cell.messages.append((now, kind, content))
+
+    def interrupt(self) -> None:
+        self.manager.interrupt_kernel()
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=False)
+        self.manager.cleanup_resources()

@@ -1,0 +1,258 @@
+"""The magics in a real kernel with real ranks, as a frontend sees them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from live_kernel import LiveKernel
+
+SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\nx = rank * 10"
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"))
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(started: LiveKernel) -> LiveKernel:
+    """A kernel with four ranks that know ``rank`` and ``x``."""
+    started.run("%load_ext hvdlab")
+    cell = started.run(SETUP)
+    assert cell.error is None, cell.error
+    return started
+
+
+def test_loading_is_quick_and_silent(started: LiveKernel) -> None:
+    started.run("import time")
+    cell = started.run(
+        "begin = time.perf_counter()\nget_ipython().run_line_magic('load_ext', 'hvdlab')\nused = time.perf_counter() - begin"
+    )
+    assert cell.text() == ""
+    assert float(started.run("print(used)").text()) < 0.25  # 0.02 s on an idle machine
+
+
+def test_output_comes_while_the_cell_runs(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nprint('begin')\ntime.sleep(1.5)\nprint('end')")
+    assert cell.lines() == ["[0-3] begin", "[0-3] end"]
+    assert cell.first("begin") < 1.0
+    assert cell.first("end") > 1.4
+
+
+def test_what_differs_is_labelled_and_stderr_stays_stderr(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nprint('loss', x)\nprint('careful', file=sys.stderr)")
+    assert cell.lines() == ["[0] loss 0", "[1] loss 10", "[2] loss 20", "[3] loss 30"]
+    assert cell.lines("stderr") == ["[0-3] careful"]
+
+
+def test_what_c_code_prints_is_captured(kernel: LiveKernel) -> None:
+    assert kernel.run("%%hvd_run --ranks 0,1\nos.system('echo from a process')").lines()[:1] == [
+        "[0,1] from a process"
+    ]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_80000_lines_are_complete_and_in_order(kernel: LiveKernel, alike: bool) -> None:
+    text = "'line', i" if alike else "'rank', rank, 'line', i"
+    cell = kernel.run(f"%%hvd_run\nfor i in range(20000): print({text})")
+    seen: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    for line in cell.lines():
+        match = re.fullmatch(r"\[([\d,-]+)\] (?:rank (\d) )?line (\d+)", line)
+        assert match, line
+        ranks = _ranks(match[1])
+        assert match[2] is None or ranks == [int(match[2])]
+        for rank in ranks:
+            seen[rank].append(int(match[3]))
+    assert all(numbers == list(range(20000)) for numbers in seen.values())
+    streams = cell.of("stream")
+    assert len(streams) < 1000, "Jupyter's server drops messages above 1000 a second"
+    assert cell.seconds < 10
+
+
+def _ranks(spec: str) -> list[int]:
+    bounds = [part.split("-") for part in spec.split(",")]
+    return [rank for b in bounds for rank in range(int(b[0]), int(b[-1]) + 1)]
+
+
+def test_figures_and_tables_stand_under_their_rank(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nimport pandas as pd\nif rank == 3: display(pd.DataFrame({'a': [1]}))")
+    label, table = cell.of("display_data")
+    assert "rank 3" in label["data"]["text/html"]
+    assert "<table" in table["data"]["text/html"]
+
+
+def test_figures_of_matplotlib_are_shown(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "%%hvd_run\n%matplotlib inline\nimport matplotlib.pyplot as plt\nif rank == 1: plt.plot([1, 2])\n",
+        timeout=90,
+    )
+    pictures = [d for d in cell.of("display_data") if "image/png" in d["data"]]
+    assert len(pictures) == 1
+
+
+def test_values_are_the_result(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run --out values\nx + 1")
+    (result,) = cell.of("execute_result")
+    assert result["data"]["text/plain"] == "[0] 1\n[1] 11\n[2] 21\n[3] 31"
+    assert kernel.run("print(values[3], _[2], len(_))").lines() == ["31 21 4"]
+
+
+def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nfrom tqdm import tqdm\nfor i in tqdm(range(10)): time.sleep(0.1)")
+    (shown,) = cell.of("display_data")
+    updates = cell.of("update_display_data")
+    areas = {d["transient"]["display_id"] for d in (shown, *updates)}
+    assert len(areas) == 1
+    assert 3 <= len(updates) <= 40
+    assert any("50%" in str(u["data"]) or "60%" in str(u["data"]) for u in updates)
+    assert updates[-1]["data"]["text/plain"] == ""
+    assert all("100%" in line for line in cell.lines("stderr"))
+
+
+def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(30)")
+    assert cell.seconds < 3
+    assert cell.error is not None
+    assert (cell.error["ename"], cell.error["evalue"]) == ("ValueError", "bad")
+    lines = _plain("\n".join(cell.error["traceback"])).split("\n")
+    assert lines[0] == "rank 2 failed:"
+    assert "Cell In[" in lines[3]
+    assert lines[3].endswith("line 4")
+    assert lines[-1] == "ranks 0,1,3: interrupted"
+    assert cell.reply["status"] == "error"
+    assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20", "[3] 30"]
+
+
+def test_ranks_in_a_collective_are_folded(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
+        "if rank == 3: raise ValueError('bad')\napi.allreduce(np.ones(3), name='loss')"
+    )
+    assert cell.error is not None
+    text = _plain("\n".join(cell.error["traceback"]))
+    assert text.startswith("rank 3 failed:")
+    assert "ranks 0-2: stopped in allreduce `loss` because rank 3 failed" in text
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def test_a_syntax_error_is_told_once(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nx = 1\ny = (")
+    assert cell.error is not None
+    assert cell.error["ename"] == "SyntaxError"
+    assert "line 3" in _plain("\n".join(cell.error["traceback"]))
+
+
+def test_an_interrupt_stops_all_ranks_and_loses_nothing(kernel: LiveKernel) -> None:
+    cell = kernel.send("%%hvd_run\nprint('begin')\ntime.sleep(60)")
+    kernel.until(lambda: "[0-3] begin" in cell.lines())
+    at = time.monotonic()
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert cell.ended - at < 2
+    assert cell.error is not None
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert cell.error["evalue"] == "ranks 0-3 were interrupted"
+    assert len(cell.of("error")) == 1
+    assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20", "[3] 30"]
+
+
+def test_a_second_interrupt_names_ranks_that_do_not_answer(kernel: LiveKernel) -> None:
+    cell = kernel.send(
+        "%%hvd_run\nprint('begin')\nend = time.time() + 4\nwhile rank == 1 and time.time() < end:\n"
+        "    try:\n        time.sleep(4)\n    except KeyboardInterrupt:\n        pass\ntime.sleep(60 * (rank != 1))"
+    )
+    kernel.until(lambda: "[0-3] begin" in cell.lines())
+    kernel.interrupt()
+    time.sleep(1)  # a user's pause between two clicks
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert "rank 1 has not answered yet" in cell.text("stderr")
+
+
+def test_a_new_number_keeps_the_variables_of_those_that_stay(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run -np 5\nprint('x' in globals())")
+    assert cell.lines() == ["[0-3] True", "[4] False"]
+    kernel.run("%%hvd_run -np 3\npass")
+    assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20"]
+
+
+def test_ranks_can_be_chosen(kernel: LiveKernel) -> None:
+    assert kernel.run("%%hvd_run --ranks ::2\nprint(1)").lines() == ["[0,2] 1"]
+    assert kernel.run("%%hvd_rank 3\nprint(x)").lines() == ["30"]
+
+
+def test_the_time_limit_ends_the_cell(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run --timeout 0.5\ntime.sleep(30)")
+    assert cell.error is not None
+    assert cell.error["ename"] == "TimeoutError"
+    assert cell.seconds < 3
+
+
+def test_a_background_cell_writes_to_its_own_place(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run --background --out job\nprint('early')\ntime.sleep(1)\nprint('late')\nx")
+    assert cell.seconds < 0.9
+    other = kernel.run("print('meanwhile')")
+    assert other.ended - cell.begun < 1
+    kernel.until(lambda: "[3] 30" in cell.lines())
+    assert cell.lines()[:2] == ["[0-3] early", "[0-3] late"]
+    assert other.lines() == ["meanwhile"]
+    waited = kernel.run("print(list(job.wait()) if hasattr(job, 'wait') else list(job))")
+    assert waited.lines() == ["[0, 10, 20, 30]"]
+
+
+def test_a_background_cell_that_fails_says_so(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run --background\n1 / 0")
+    kernel.until(lambda: "ZeroDivisionError" in cell.text("stderr"))
+    assert _plain(cell.text("stderr")).startswith("ranks 0-3 failed with the same error:")
+
+
+def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
+    cell = kernel.run("%%hvd_run\nimport signal\nif rank == 3: os.kill(os.getpid(), signal.SIGKILL)")
+    assert cell.error is not None
+    assert cell.error["ename"] == "RankDied"
+    assert "rank 3 died" in cell.error["evalue"]
+    assert "SIGKILL" in cell.error["evalue"]
+    assert "rank 3 lost" in kernel.run("%%hvd_run\nprint(x)").lines()[0]
+    assert kernel.run("%hvd_pool repair").lines() == ["rank 3 started again"]
+    assert kernel.run("%%hvd_run\nprint('x' in globals())").lines() == ["[0-2] True", "[3] False"]
+
+
+def test_variables_travel(kernel: LiveKernel) -> None:
+    kernel.run("%hvd_pull x")
+    assert kernel.run("print(x)").lines() == ["{0: 0, 1: 10, 2: 20, 3: 30}"]
+    kernel.run("y = {'a': 1}\n%hvd_push y")
+    assert kernel.run("%%hvd_run\nprint(y)").lines() == ["[0-3] {'a': 1}"]
+    assert "UsageError" in kernel.run("%hvd_pull nothing_here").text("stderr")
+
+
+def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) -> None:
+    kernel.run("%%hvd_run\nonly_on_ranks = {'key': 1}")
+    code = "%%hvd_run\nonly_on_r"
+    kernel.client.complete(code, len(code))
+    reply = kernel.client.get_shell_msg(timeout=10)["content"]
+    assert "only_on_ranks" in reply["matches"]
+    assert code[reply["cursor_start"] : reply["cursor_end"]] == "only_on_r"
+    code = "%%hvd_run\nonly_on_ranks"
+    kernel.client.inspect(code, len(code))
+    reply = kernel.client.get_shell_msg(timeout=10)["content"]
+    assert reply["found"]
+    assert "dict" in reply["data"]["text/plain"]
+
+
+def test_status_is_a_table(kernel: LiveKernel) -> None:
+    (result,) = kernel.run("%hvd_pool status").of("execute_result")
+    assert result["data"]["text/html"].count("<tr>") == 5

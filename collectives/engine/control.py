@@ -45,6 +45,7 @@ class Control:
         self._stopping = False
         self._lost = False
         self._writable = False
+        self.reading = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
     def start(self) -> None:
@@ -74,6 +75,23 @@ class Control:
         os.close(self._wakeup)
         self._endpoint.forget()
 
+    def cede(self) -> bool:
+        """Stop watching for messages: the calling thread will. False if there is nothing to watch."""
+        try:
+            self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
+        except (OSError, ValueError):  # unregistered or closed
+            return False
+        return True
+
+    def reclaim(self) -> None:
+        """Watch for messages again, and see to what was read ahead."""
+        try:
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
+        except (OSError, ValueError):
+            return
+        if self._endpoint.early:
+            self.wake()
+
     # -- the control thread ---------------------------------------------------------------------------------------
 
     def call_later(self, seconds: float, call: Call) -> None:
@@ -93,15 +111,21 @@ class Control:
     def _step(self) -> None:
         for fd, _events in self._epoll.poll(self._timeout()):
             if fd == self._fd:
-                self._guard(self._shell.receive)
+                self._guard(self._receive)
             else:
                 os.eventfd_read(self._wakeup)
+        if self._endpoint.early:
+            self._guard(self._receive)
         while self._calls:
             self._calls.popleft()()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
         self._guard(self._flush)
+
+    def _receive(self) -> None:
+        with self.reading:
+            self._shell.receive()
 
     def _timeout(self) -> float:
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else -1

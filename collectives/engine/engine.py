@@ -17,6 +17,7 @@ from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
+from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.timeline import TimelineTap
@@ -52,13 +53,14 @@ class Engine:
         self._endpoint = endpoint
         self._guarded = GuardedState(rank, endpoint, self._wake)
         self._submit = self._guarded.submit
-        self._waiter = Waiter(rank, self._guarded)
-        self.wait_for = self._waiter.wait_for
         self._place: tuple[int, Place] | None = None
         self._closed = threading.Event()
         self._executor = Executor(self, str(rank))
         self._dispatcher = Dispatcher(self._guarded, endpoint, self._executor, self._spans, settings.address)
         self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
+        self._leader = Leader(self._guarded, endpoint, self._control, self._executor)
+        self._waiter = Waiter(rank, self._guarded, self._leader, self._executor)
+        self.wait_for = self._waiter.wait_for
         self._timeline = TimelineTap(self._dispatcher)
         _engines.add(self)
         self._control.start()
@@ -283,6 +285,7 @@ class Engine:
         self._control.call(self._say_bye)
         self._control.stop(timeout)
         self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
+        self._leader.close()
         self._executor.close(timeout)
         _engines.discard(self)
 

@@ -41,6 +41,7 @@ class Lane:
         self.baton = threading.Lock()
         self.bell: SimpleQueue[bool] = SimpleQueue()
         self.abandoned = False
+        self.current: Job | None = None
         self.running: PlaneSlot | None = None
         self.started = 0
         self.thread: threading.Thread | None = None
@@ -84,11 +85,23 @@ class Executor:
         while lane.jobs and not lane.abandoned and not lane.baton.locked():
             with lane.baton:
                 while lane.jobs and not lane.abandoned:
-                    job = lane.jobs.popleft()
+                    # Noted before it is taken: if Ctrl-C comes in between, its process set is known.
+                    job = lane.current = lane.jobs[0]
+                    lane.jobs.popleft()
                     if type(job) is RunBatch:
                         self._run(lane, job)
                     else:
                         job()  # type: ignore[operator]  # the other kind of job
+                    lane.current = None
+
+    def take_interrupted(self) -> list[int]:
+        """Process sets whose batch was left by an interrupt of the calling thread, which worked on it."""
+        lane = self.lane
+        job, baton = lane.current, lane.baton.locked()
+        if baton or type(job) is not RunBatch:
+            return []
+        lane.current = None
+        return [job.process_set]
 
     def _run(self, lane: Lane, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch))

@@ -9,9 +9,11 @@ what was not, so the epoch is given up on all ranks, as after an interrupted wai
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from hvdlab.collectives.engine.effects import Effect
+from hvdlab.collectives.engine.effects import Effect, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import PendingCollective, Result
@@ -136,6 +138,24 @@ class GuardedState:
             if self._torn:
                 self._mend()
             return self.state.handle(message, now)
+
+    def execute(
+        self, message: m.Execute, now: int, early: deque[Any], put: Callable[[RunBatch], None]
+    ) -> None:
+        """Take in an order on a user's thread: its batches are put, and the order is taken out of ``early``."""
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._torn = True
+            for effect in self.state.handle(message, now):
+                if type(effect) is RunBatch:
+                    put(effect)
+                elif isinstance(effect, Succeed):
+                    self._finishing += (effect.entry,)
+                    complete(effect.entry, Result(process_set=effect.process_set), None)
+            early.popleft()
+            self._finishing = ()
+            self._torn = False
 
     def lose(self, cause: Cause) -> list[Effect]:
         with self._lock:

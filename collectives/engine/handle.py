@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.engine.entry import Entry
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class Handle(Entry):
     """A collective in flight. Made by :meth:`Engine.submit`."""
 
-    __slots__ = ("_done", "_engine", "_error", "_result", "ended")
+    __slots__ = ("_done", "_engine", "_error", "_result", "ended", "wakeup")
 
     def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
@@ -24,6 +25,7 @@ class Handle(Entry):
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
+        self.wakeup = -1  # an eventfd that the waiting thread watches instead of the lock
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
         self.ended = _thread.allocate_lock()
         self.ended.acquire()
@@ -58,6 +60,9 @@ class Handle(Entry):
         self._result, self._error = result, error
         self._done = True
         self.ended.release()
+        if self.wakeup >= 0:
+            with contextlib.suppress(OSError):  # it was closed: nobody watches it any more
+                os.eventfd_write(self.wakeup, 1)
 
     def open(self) -> None:
         """Let everybody through who waits. For the engine only."""

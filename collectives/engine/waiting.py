@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hvdlab.collectives.engine.entry import ENDED
+from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import CauseKind
 
@@ -15,16 +19,19 @@ BLOCKED_AFTER = 0.5
 class Waiter:
     """Waits of one rank's user threads."""
 
-    def __init__(self, rank: int, guarded: GuardedState) -> None:
+    def __init__(self, rank: int, guarded: GuardedState, leader: Leader, executor: Executor) -> None:
         self._rank = rank
         self._guarded = guarded
+        self._leader = leader
+        self._executor = executor
 
     def wait_for(self, handle: Handle, timeout: float | None) -> None:
         """Wait until the handle has ended; see :meth:`Handle.wait`."""
         try:
             self._guarded.flush_direct()
             first = BLOCKED_AFTER if timeout is None or timeout > BLOCKED_AFTER else max(timeout, 0.0)
-            if not handle.ended.acquire(timeout=first) and not self._wait_long(handle, timeout):
+            left = self._leader.lead(handle, first)
+            if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
                 raise TimeoutError(
                     f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after "
                     f"{timeout:g} s"
@@ -48,7 +55,11 @@ class Waiter:
             self._guarded.tell(lambda state: state.unblocked(handle))
 
     def _interrupted(self, handle: Handle) -> None:
-        self.withdraw(handle, CauseKind.INTERRUPTED, f"rank {self._rank} was interrupted")
+        text = f"rank {self._rank} was interrupted"
+        self.withdraw(handle, CauseKind.INTERRUPTED, text)
+        # This thread may have been executing an operation of another process set meanwhile.
+        for set_id in self._executor.take_interrupted():
+            self._guarded.tell(partial(_withdraw, set_id, text, handle.site))
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
         """Give the handle's epoch up on all ranks, unless it has ended by now."""
@@ -58,3 +69,7 @@ class Waiter:
                 state.withdraw(handle.request.process_set, kind, text, handle.site)
 
         self._guarded.tell(withdraw)
+
+
+def _withdraw(set_id: int, text: str, site: str, state: RankState) -> None:
+    state.withdraw(set_id, CauseKind.INTERRUPTED, text, site)

@@ -52,11 +52,18 @@ class Endpoint:
         self._backlog: deque[tuple[memoryview, int]] = deque()
         self._backlog_bytes = 0
         self._closed = False
+        # What was read ahead and not decoded yet; see read_ahead.
+        self.early: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    @property
+    def secure(self) -> bool:
+        """Whether this is TLS, which may hold data that the socket does not show."""
+        return self._tls
 
     @property
     def closed(self) -> bool:
@@ -151,6 +158,8 @@ class Endpoint:
             ConnectionLost: End of file or a failed connection; everything before it was returned by earlier calls.
             ProtocolError: What arrived is no frame.
         """
+        if self.early:
+            return self._receive_early()
         try:
             if self._tls:
                 return self._decoder.feed(self._read_tls())
@@ -166,6 +175,35 @@ class Endpoint:
         if not data:
             raise ConnectionLost(self._end_of_file())
         return self._decoder.feed(data)
+
+    def read_ahead(self) -> None:
+        """Move bytes from the socket to ``early``, for :meth:`receive` to decode. Not for TLS; never blocks.
+
+        For a thread that may be interrupted between any two instructions (the main thread, by Ctrl-C): reading and
+        keeping are one step of the interpreter, so that nothing is ever lost.
+        """
+        self.early.extend(map(self._sock.recvmsg, (RECEIVE_SIZE,), (_ANCILLARY,), (_FLAGS,)))
+
+    def early_frame(self) -> bytes | None:
+        """The payload that was read ahead if it is exactly one without descriptors, and nothing came before it."""
+        if self._decoder.unfinished or len(self.early) != 1:
+            return None
+        data, ancillary, _, _ = self.early[0]
+        if ancillary or len(data) < 5 or int.from_bytes(data[:4], "little") != len(data) - 4:
+            return None
+        return data[4:]
+
+    def _receive_early(self) -> list[memoryview]:
+        payloads: list[memoryview] = []
+        while self.early:
+            data, ancillary, _, _ = self.early.popleft()
+            if ancillary and self._descriptors is not None:
+                self._keep_descriptors(ancillary)
+            if data:
+                payloads += self._decoder.feed(data)
+            elif not payloads:  # else the socket tells of its end again
+                raise ConnectionLost(self._end_of_file())
+        return payloads
 
     def take_descriptor(self) -> int:
         """The oldest file descriptor that came along; the caller owns it.

@@ -1,0 +1,119 @@
+"""A user's thread that waits anyway leads: it reads the coordinator's order and executes it itself.
+
+Without this an order wakes the control thread, which wakes the executor, which wakes the user's thread. While a
+thread leads, the control thread does not watch the socket; it takes over again as soon as the leader is done, begins
+to execute, or reads anything but an order to execute.
+
+Ctrl-C may hit the leader between any two instructions. Hence bytes are only taken from the socket in one step into a
+place where the control thread finds them, and what has begun to be handled is under the mark of
+:class:`GuardedState`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+
+from hvdlab.collectives.engine.control import Control
+from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.messages import Execute
+
+_EXECUTE = b"\xa7Execute"
+_TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
+
+
+class Leader:
+    """At most one user's thread at a time leads.
+
+    Args:
+        guarded: The rank's state.
+        endpoint: The connection.
+        control: Whose place at the socket is taken.
+        executor: Where the order's work is done.
+    """
+
+    def __init__(
+        self, guarded: GuardedState, endpoint: Endpoint, control: Control, executor: Executor
+    ) -> None:
+        self._guarded = guarded
+        self._endpoint = endpoint
+        self._control = control
+        self._executor = executor
+        self._place = threading.Lock()
+        self._wakeup = -1
+        self._poll = select.poll()
+        if not endpoint.secure:
+            self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._poll.register(self._wakeup, select.POLLIN)
+            self._poll.register(endpoint.fileno(), select.POLLIN)
+
+    def lead(self, handle: Handle, seconds: float) -> float:
+        """Try to bring ``handle`` to its end on this thread, for so long at most.
+
+        Returns the seconds that are left; the handle may be in flight still if this thread could not (go on to) lead.
+        """
+        # No lock is taken here but by ``with``: an interrupt can't come between taking it and noting that.
+        if self._wakeup < 0 or self._place.locked() or self._endpoint.backlog:
+            return seconds
+        with self._place:
+            deadline = time.monotonic() + seconds
+            left = seconds
+            try:
+                while not handle.done() and left > 0 and self._watch(handle, left):
+                    self._executor.help()
+                    left = deadline - time.monotonic()
+            finally:
+                if self._executor.lane.jobs:
+                    self._executor.ring()
+        return max(0.0, deadline - time.monotonic())
+
+    def _watch(self, handle: Handle, seconds: float) -> bool:
+        """Wait for an order and take it in; false if this thread can't go on leading."""
+        control = self._control
+        try:
+            if not control.cede():
+                return False
+            handle.wakeup = self._wakeup
+            if handle.done():
+                return True
+            for fd, _ in self._poll.poll(seconds * 1000):
+                if fd == self._wakeup:
+                    os.eventfd_read(self._wakeup)
+                elif not self._read():
+                    return False
+            return True
+        finally:
+            handle.wakeup = -1
+            control.reclaim()
+
+    def _read(self) -> bool:
+        endpoint, reading = self._endpoint, self._control.reading
+        if reading.locked():
+            return False
+        with reading:
+            try:
+                endpoint.read_ahead()
+            except BlockingIOError:
+                return True  # the control thread was quicker
+            except OSError:
+                return False  # the control thread meets it, too
+            payload = endpoint.early_frame()
+            if payload is None or payload[_TAG] != _EXECUTE:
+                return False
+            message = decode_to_peer(payload)
+            assert isinstance(message, Execute)
+            self._guarded.execute(message, time.monotonic_ns(), endpoint.early, self._executor.put)
+        return True
+
+    def close(self) -> None:
+        """Free the wake-up; nobody leads any more afterwards."""
+        with self._place:
+            wakeup, self._wakeup = self._wakeup, -1
+            if wakeup >= 0:
+                os.close(wakeup)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, RunCell, encode
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, Display, RunCell, encode
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
-from hvdlab.kernel_ext.rank.display import RankDisplayHook
+from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
 from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
 from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
@@ -163,6 +163,15 @@ class CellRunner:
     def _trigger(self, result: Any) -> None:
         self._shell.events.trigger("post_execute")
         self._shell.events.trigger("post_run_cell", result)
+        self._show_pages()
+
+    def _show_pages(self) -> None:
+        """What ``len?`` and ``%psource`` would open a pager for; other payloads are for a frontend, which a rank has not."""
+        payloads = self._shell.payload_manager
+        for payload in payloads.read_payload():
+            if payload.get("source") == "page":
+                self._capture.put(Display(wire_bundle(payload["data"]), {}))
+        payloads.clear_payload()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Call ``work``, which an interrupt may end with KeyboardInterrupt."""

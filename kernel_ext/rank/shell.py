@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from IPython.core.error import StdinNotImplementedError
+from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
@@ -63,6 +63,7 @@ class ShellSetup:
         self._undo.append(sys.stdin.close)
         self._shell._showtraceback = self._show_traceback
         self._shell.ask_exit = _exit_cell
+        self._shell.enable_gui = _no_windows
         if not faulthandler.is_enabled():
             # Not into our own pipe: nobody reads that when the process dies.
             faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)
@@ -75,7 +76,7 @@ class ShellSetup:
         self.pause()
         while self._undo:
             self._undo.pop()()
-        del self._shell._showtraceback, self._shell.ask_exit
+        del self._shell._showtraceback, self._shell.ask_exit, self._shell.enable_gui
 
     def pause(self) -> None:
         """Give shell and streams back to whom they belonged, until :meth:`resume`."""
@@ -126,6 +127,12 @@ def _no_breakpoint(*args: object, **kwargs: object) -> None:
 def _exit_cell() -> None:
     """``exit`` in a cell ends the cell; ranks are ended by ``%hvd_pool stop``."""
     raise SystemExit("exit ends the cell, not the rank; `%hvd_pool stop` ends the ranks")
+
+
+def _no_windows(gui: str | None = None) -> None:
+    """``%matplotlib inline`` is how a rank draws anyway; for anything with a window it has no screen."""
+    if gui not in (None, "inline"):
+        raise UsageError(f"a rank has no screen for {gui!r}; figures are drawn inline, below the cell")
 
 
 def prepare_plots() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import pytest
+from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -238,9 +239,9 @@ def shell() -> Iterator[InteractiveShell]:
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
-    shell = InteractiveShell.instance(config=config)
+    shell = ZMQInteractiveShell.instance(config=config)
     yield shell
-    InteractiveShell.clear_instance()
+    ZMQInteractiveShell.clear_instance()
 
 
 def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds: bool) -> Iterator[Rank]:

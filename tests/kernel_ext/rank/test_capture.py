@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import CellDone, Clear, Credit, Display, Output, Stream
+from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Output, Stream
 from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture
 from hvdlab.kernel_ext.rank.streams import RankStream
 

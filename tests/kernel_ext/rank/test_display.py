@@ -1,0 +1,175 @@
+"""Displays, figures, tables and progress bars of a rank."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from hvdlab.kernel_ext.rank.display import LONGEST_TEXT, wire_value
+
+if TYPE_CHECKING:
+    from tests.kernel_ext.rank.conftest import Rank
+
+
+def test_display_carries_the_mime_bundle(rank: Rank) -> None:
+    ran = rank.run("from IPython.display import display, HTML\ndisplay(HTML('<b>x</b>'), metadata={'a': 1})")
+    (shown,) = ran.displays
+    assert shown.data["text/html"] == "<b>x</b>"
+    assert shown.metadata == {"a": 1}
+    assert not shown.result
+
+
+def test_displays_are_updated_by_their_id(rank: Rank) -> None:
+    ran = rank.run("from IPython.display import display\nh = display(1, display_id='it')\nh.update(2)\nNone")
+    first, second = ran.displays
+    assert (first.display_id, first.update) == ("it", False)
+    assert (second.display_id, second.update) == ("it", True)
+    assert second.data["text/plain"] == "2"
+
+
+def test_every_expression_is_shown_if_asked_for(rank: Rank) -> None:
+    rank.shell.ast_node_interactivity = "all"
+    try:
+        ran = rank.run("1\n2")
+    finally:
+        rank.shell.ast_node_interactivity = "last_expr"
+    assert [d.data["text/plain"] for d in ran.displays] == ["1", "2"]
+    assert ran.done.value_repr == "2"
+
+
+def test_pandas_tables_are_html(rank: Rank) -> None:
+    ran = rank.run("import pandas as pd\npd.DataFrame({'a': [1, 2]})")
+    assert "<table" in ran.displays[0].data["text/html"]
+    assert "a" in ran.displays[0].data["text/plain"]
+
+
+def test_figures_are_shown_at_the_end_of_their_cell() -> None:
+    """In a process of its own: matplotlib keeps the first backend."""
+    ran = run_in_new_rank(
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nprint('before')",
+        "import matplotlib.pyplot as plt\nplt.plot([3, 4]);\n1 / 0",
+        "%matplotlib inline\nplt.plot([3, 4]);",
+        "plt.gcf().canvas.draw = lambda: 1 / 0\nplt.plot([1]);",
+    )
+    for cell in ran[:3]:
+        (png,) = [d["data"]["image/png"] for d in cell["displays"] if "image/png" in d["data"]]
+        assert base64.b64decode(png).startswith(b"\x89PNG")
+    assert ran[1]["error"] == "ZeroDivisionError"
+    assert "image/png" in ran[0]["displays"][-1]["data"]
+
+
+def test_figures_survive_a_warm_import() -> None:
+    """pyplot was imported before the rank had a shell, as in a process that ranks are forked from."""
+    ran = run_in_new_rank(
+        "plt = __import__('matplotlib.pyplot').pyplot\nplt.plot([1, 2]);", preload="import matplotlib.pyplot"
+    )
+    assert ran[0]["displays"][-1]["data"].get("image/png")
+
+
+@pytest.mark.parametrize("module", ["tqdm.auto", "tqdm.notebook", "tqdm.autonotebook", "tqdm"])
+@pytest.mark.parametrize("preload", ["", "import ipykernel.zmqshell, tqdm.auto, tqdm.notebook"])
+def test_progress_bars_are_text(module: str, preload: str) -> None:
+    source = f"import ipykernel.zmqshell\nfrom {module} import tqdm, trange\nfor _ in tqdm(range(3), desc='epoch'): pass"
+    (ran,) = run_in_new_rank(source, preload=preload)
+    assert ran["error"] is None
+    assert "epoch: 100%" in ran["stderr"]
+    assert "\r" in ran["stderr"]
+    assert not ran["displays"]
+
+
+def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
+    """Run cells in a fresh interpreter, where nothing has chosen a backend yet."""
+    script = f"{preload}\nfrom tests.kernel_ext.rank.alone import main\nmain()"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        input=json.dumps(cells),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: list[dict[str, Any]] = json.loads(ran.stdout)
+    return found
+
+
+def test_a_formatter_that_fails_does_not_fail_the_cell(rank: Rank) -> None:
+    ran = rank.run(
+        "class Bad:\n    def _repr_html_(self): raise RuntimeError('no html')\n    def __repr__(self): return 'plain'\nBad()"
+    )
+    assert ran.done.error is None
+    assert ran.done.value_repr == "plain"
+    assert "no html" in ran.text("stderr")
+
+
+def test_a_broken_repr_does_not_fail_the_cell(rank: Rank) -> None:
+    ran = rank.run("class Bad:\n    def __repr__(self): raise RuntimeError('no repr')\nBad()")
+    assert ran.done.error is None
+    assert "no repr" in ran.done.value_repr
+    assert ran.done.has_value
+
+
+def test_huge_reprs_are_bounded(rank: Rank) -> None:
+    ran = rank.run("class Big:\n    def __repr__(self): return 'x' * 20_000_000\nBig()", want_value=False)
+    assert len(ran.done.value_repr) < 5000
+    assert len(ran.displays[0].data["text/plain"]) < LONGEST_TEXT + 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1 << 70,
+        -(1 << 70),
+        float("nan"),
+        b"\x00\xff",
+        {1: {2: (3,)}},
+        {"s"},
+        "\udc80",
+        object,
+        [None, True],
+        10**400,
+    ],
+)
+def test_any_mime_data_can_be_sent(value: Any) -> None:
+    msgspec.msgpack.encode(wire_value(value))
+    json.dumps(wire_value(value))
+
+
+def test_numpy_scalars_can_be_sent() -> None:
+    import numpy as np
+
+    msgspec.msgpack.encode(wire_value({"a": np.float64(1.5), "b": np.int32(3), "c": np.array([1])}))
+
+
+# -- what needs a person at the rank ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["input('name? ')", "import getpass\ngetpass.getpass()"])
+def test_asking_is_refused_with_a_sentence(rank: Rank, source: str) -> None:
+    error = rank.run(source).error
+    assert error.ename == "StdinNotImplementedError"
+    assert "rank" in error.evalue
+    assert "%hvd_push" in error.evalue
+
+
+def test_reading_stdin_ends_at_once(rank: Rank) -> None:
+    assert rank.run("import sys\nsys.stdin.read()").done.value_repr == "''"
+
+
+def test_breakpoint_is_refused_with_a_sentence(rank: Rank) -> None:
+    error = rank.run("def f():\n    breakpoint()\nf()", label="[7]").error
+    assert "breakpoint()" in error.evalue
+    assert "line 3" in "\n".join(error.traceback)
+
+
+def test_pdb_does_not_hang() -> None:
+    """In a process of its own: pytest has a pdb of its own."""
+    ran = run_in_new_rank("import pdb\npdb.set_trace()\nx = 1", "'alive'")
+    assert ran[0]["error"]
+    assert ran[1]["value"] == "'alive'"

@@ -50,11 +50,12 @@ def execute(
 ) -> None:
     """Tell all members to execute ``batches``; one message for all if their local ids agree."""
     tables = [_tables(batch, ranks) for batch in batches]
+    payloads = [_payloads(batch, ranks) for batch in batches]
     if all(current.agree for batch in batches for current in batch):
         same = tuple(
             [
-                Batch(tuple([current.local for current in batch]), table)
-                for batch, table in zip(batches, tables, strict=True)
+                Batch(tuple([current.local for current in batch]), table, payload)
+                for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
         outbox.send(peers, Execute(process_set, epoch, sequence, same))
@@ -62,8 +63,8 @@ def execute(
     for rank, peer in zip(ranks, peers, strict=True):
         own = tuple(
             [
-                Batch(tuple([current.heads[rank].local for current in batch]), table)
-                for batch, table in zip(batches, tables, strict=True)
+                Batch(tuple([current.heads[rank].local for current in batch]), table, payload)
+                for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
         outbox.send((peer,), Execute(process_set, epoch, sequence, own))
@@ -79,3 +80,11 @@ def _tables(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[Table, ...]
         tuple((current.extras or {}).get(rank, ()) for rank in ranks) if current.extras else ()
         for current in batch
     )
+
+
+def _payloads(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
+    """Every member's tensor, if all came along and nothing was fused with them."""
+    payloads = batch[0].payloads
+    if payloads is None or len(batch) != 1 or len(payloads) != len(ranks):
+        return ()
+    return tuple([payloads[rank] for rank in ranks])

@@ -35,12 +35,13 @@ class Round:
         agree: Whether all ranks' local ids are the same.
         heads: What each rank has submitted.
         extras: Numbers that differ between ranks, where there are any.
+        payloads: Small tensors that came along.
         behind: Later submissions of the same name, oldest first; ``None`` if there never were any.
         since: When the first submission came.
         reported: How often it was reported as stalled.
     """
 
-    __slots__ = ("agree", "behind", "extras", "heads", "info", "local", "reported", "since")
+    __slots__ = ("agree", "behind", "extras", "heads", "info", "local", "payloads", "reported", "since")
 
     def __init__(self, info: Interned, local: int, since: float) -> None:
         self.info = info
@@ -48,6 +49,7 @@ class Round:
         self.agree = True
         self.heads: dict[int, Defined] = {}
         self.extras: dict[int, Extra] | None = None
+        self.payloads: dict[int, bytes] | None = None
         self.behind: dict[int, deque[Item]] | None = None
         self.since = since
         self.reported = 0
@@ -118,8 +120,8 @@ class Matcher:
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
-    def submit(self, rank: int, defined: Defined, extra: Extra, now: float) -> None:
-        """Take in a submission of a member."""
+    def submit(self, rank: int, defined: Defined, extra: Extra, now: float, payload: bytes = b"") -> None:
+        """Take in a submission of a member. The payload of one that waits behind another is dropped."""
         info = defined.info
         if (self._owed or self._owed_groups) and self._settle(rank, defined):
             return
@@ -137,6 +139,10 @@ class Matcher:
             if current.extras is None:
                 current.extras = {}
             current.extras[rank] = extra
+        if payload:
+            if current.payloads is None:
+                current.payloads = {}
+            current.payloads[rank] = payload
         if info is not current.info:
             self._mismatch(current, now)
             return

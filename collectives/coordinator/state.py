@@ -132,7 +132,10 @@ class CoordinatorState:
         submit = ps.matcher.submit
         extra = message.extra
         try:
-            if extra:
+            if message.payload and len(message.locals) == 1:
+                (local,) = message.locals
+                submit(rank.rank, definitions[local], extra[0] if extra else (), now, message.payload)
+            elif extra:
                 for local, numbers in zip(message.locals, extra, strict=True):
                     submit(rank.rank, definitions[local], numbers, now)
             else:

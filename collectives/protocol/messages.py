@@ -147,6 +147,9 @@ class Announce(Message, frozen=True):
 
     ``extra[i]`` (when not empty, as long as ``locals``) holds the numbers that differ between ranks: the first
     dimension for allgather, the splits for alltoall.
+
+    ``payload`` (not empty only for a single collective) is the tensor itself if it is small: when every member sends
+    it, it travels with the negotiation and no data plane is needed.
     """
 
     process_set: int
@@ -154,6 +157,7 @@ class Announce(Message, frozen=True):
     locals: tuple[int, ...]
     definitions: tuple[Definition, ...] = ()
     extra: tuple[tuple[int, ...], ...] = ()
+    payload: bytes = b""
 
 
 class Duplicate(Message, frozen=True):
@@ -306,10 +310,12 @@ class Batch(Record, frozen=True):
     """Collectives to execute as one operation of the plane (fused when several).
 
     ``tables[i]`` (when not empty, as long as ``locals``) has each member's ``extra`` numbers, by position.
+    ``payloads`` (when not empty) has each member's tensor, by position: members reduce these instead of using the plane.
     """
 
     locals: tuple[int, ...]
     tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    payloads: tuple[bytes, ...] = ()
 
 
 class Execute(Message, frozen=True):

@@ -34,6 +34,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown op": (lambda: hvd.allreduce(torch.ones(1), op=17), InvalidRequestError, "op=17"),
     "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), UnsupportedError, "Adasum"),
     "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),  # type: ignore[arg-type]
+    "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]
+    "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]
+    "no list to wait for": (
+        lambda: hvd.grouped_allgather(torch.ones(2)),
+        InvalidRequestError,
+        "list of tensors",
+    ),  # type: ignore[arg-type]
     "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),  # type: ignore[arg-type]
     "complex": (lambda: hvd.allgather(torch.ones(2, dtype=torch.cfloat)), UnsupportedError, "view_as_real"),
     "bool sum": (lambda: hvd.allreduce(torch.ones(2) > 0, op=hvd.Sum), UnsupportedError, "bool"),

@@ -410,12 +410,13 @@ def test_after_a_failed_step_the_next_one_works(two_ranks: Ranks) -> None:
     assert all("grad.1." in text and "disagree" in text for text, _ in outcomes)
 
 
-def _made_again() -> tuple[list[torch.Tensor], str]:
+def _made_again(from_the_first: bool) -> tuple[list[torch.Tensor], str]:
     rank, size = hvd.rank(), hvd.size()
     net = model()
     first = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
     net(part(batch(7, size), rank, size)).pow(2).mean().backward()  # in flight while the next one is made
-    second = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    inner = first if from_the_first else torch.optim.SGD(net.parameters(), 0.1)
+    second = hvd.DistributedOptimizer(inner, net.named_parameters())
     second.zero_grad()
     net(part(batch(0, size), rank, size)).pow(2).mean().backward()
     second.step()
@@ -424,11 +425,12 @@ def _made_again() -> tuple[list[torch.Tensor], str]:
     return values(net), str(error.value)
 
 
-def test_an_optimizer_made_anew_takes_over(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("from_the_first", [False, True])
+def test_an_optimizer_made_anew_takes_over(two_ranks: Ranks, from_the_first: bool) -> None:
     net = model()
     net(batch(0, 2)).pow(2).mean().backward()
     torch.optim.SGD(net.parameters(), 0.1).step()
-    outcomes = two_ranks.run(_made_again)
+    outcomes = two_ranks.run(_made_again, from_the_first)
     check_equal_models([parameters for parameters, _ in outcomes], values(net))
     assert all("newer" in text for _, text in outcomes)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.torch.arguments import reduction
+from hvdlab.torch.arguments import reduction, tensor_list
 from hvdlab.torch.autograd import collective, collectives
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.handles import Handle, synchronize
@@ -49,7 +49,7 @@ def allreduce(
     ``compression`` applies to what is sent.
     """
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
-    if tensor.layout is torch.sparse_coo:
+    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
         output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, operation.op, process_set))
         return output * (operation.prescale * operation.postscale)
     sent, context = compression.compress(tensor)
@@ -110,7 +110,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """:func:`allreduce` of several tensors, executed together once each of them is there on every rank."""
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    compressed = [compression.compress(tensor) for tensor in tensor_list(tensors)]
     outputs = collectives(operation, [sent for sent, _ in compressed], name)
     return [
         compression.decompress(output, context)
@@ -129,7 +129,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start :func:`grouped_allreduce` (without gradients); ``synchronize`` gives the list of outputs."""
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
-    return submit_group(operation, tensors, name)
+    return submit_group(operation, tensor_list(tensors), name)
 
 
 def grouped_allreduce_(
@@ -143,7 +143,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """:func:`allreduce_` of several tensors, executed together; returns them as a list."""
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
-    outputs: list[torch.Tensor] = submit_group(operation, tensors, name, in_place=True).wait()
+    outputs: list[torch.Tensor] = submit_group(operation, tensor_list(tensors), name, in_place=True).wait()
     return outputs
 
 
@@ -158,4 +158,4 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start :func:`grouped_allreduce_`; the tensors must be neither read nor changed until it is done."""
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
-    return submit_group(operation, tensors, name, in_place=True)
+    return submit_group(operation, tensor_list(tensors), name, in_place=True)

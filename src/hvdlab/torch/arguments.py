@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -67,6 +67,13 @@ def reduction(
     return Operation(
         kind, chosen, float(prescale_factor), float(postscale_factor), process_set=set_id(process_set)
     )
+
+
+def tensor_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a grouped collective; one tensor, which could be iterated over as well, is refused."""
+    if isinstance(tensors, torch.Tensor):
+        raise InvalidRequestError("A grouped collective takes a list of tensors, not one tensor.")
+    return list(tensors)
 
 
 def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:

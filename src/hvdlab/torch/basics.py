@@ -14,14 +14,15 @@ from hvdlab.torch.half_precision import register_conversions
 from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, set_id
 
 
-def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Join the world that this process was started for, and wait until all its ranks are there.
 
     In a process that nobody started as a rank this makes a world of one. Does nothing if called again.
 
     Args:
         comm: Horovod's communicator or list of ranks; only ``None`` and an empty list are possible here.
-        process_sets: Process sets to register, the same on all ranks.
+        process_sets: Process sets to register, the same on all ranks. (Horovod's ``"dynamic"`` changes nothing: sets
+            may always be added later.)
 
     Raises:
         UnsupportedError: ``comm`` was given.
@@ -34,6 +35,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         )
     context.init()
     register_conversions()
+    if isinstance(process_sets, str):  # Horovod's "dynamic", which is always so here
+        process_sets = ()
     for wanted in process_sets or ():
         if not (isinstance(wanted, ProcessSet) and wanted.process_set_id is not None):
             add_process_set(wanted)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.torch.arguments import tensor_list
 from hvdlab.torch.autograd import collective, collectives
 from hvdlab.torch.handles import Handle
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
@@ -38,14 +39,14 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """:func:`allgather` of several tensors, executed together."""
-    return collectives(_operation(process_set), tensors, name)
+    return collectives(_operation(process_set), tensor_list(tensors), name)
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start :func:`grouped_allgather` (without gradients); ``synchronize`` gives the list of outputs."""
-    return submit_group(_operation(process_set), tensors, name)
+    return submit_group(_operation(process_set), tensor_list(tensors), name)
 
 
 def _operation(process_set: ProcessSet) -> Operation:

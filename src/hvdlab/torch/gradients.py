@@ -18,10 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.errors import CollectiveError, InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import (
+    CollectiveError,
+    DuplicateNameError,
+    InvalidRequestError,
+    UnsupportedError,
+)
 from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compressor
-from hvdlab.torch.handles import Handle, synchronize
+from hvdlab.torch.handles import FAILURES, Handle, synchronize
 from hvdlab.torch.process_sets import ProcessSet, set_id
 from hvdlab.torch.sparse import sparse_allreduce_async
 from hvdlab.torch.submission import Operation, submit, submit_group
@@ -201,7 +206,7 @@ class GradientReducer:
         try:
             for bucket in self._buckets:
                 if bucket.work is not None:
-                    with contextlib.suppress(CollectiveError):
+                    with contextlib.suppress(*FAILURES):
                         synchronize(bucket.work.handle)
         finally:
             self._reset()
@@ -257,12 +262,12 @@ class GradientReducer:
 
     def _collect(self) -> None:
         """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
-        failure: CollectiveError | None = None
+        failure: CollectiveError | DuplicateNameError | None = None
         for bucket in self._buckets:
             assert bucket.work is not None
             try:
                 result = synchronize(bucket.work.handle)
-            except CollectiveError as error:
+            except FAILURES as error:
                 failure = failure or error
                 continue
             outputs = result if isinstance(result, list) else [result]

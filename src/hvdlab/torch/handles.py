@@ -8,8 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.errors import CollectiveError, InvalidRequestError
+from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
 from hvdlab.torch.conversion import OutputAllocator
+
+FAILURES = (CollectiveError, DuplicateNameError)
+"""What a collective in flight may end with: it failed, or a rank used its name a second time."""
 
 Deliver = Callable[[torch.Tensor], torch.Tensor]
 """Takes the output in host memory to its place: into a staged tensor, or to another device."""
@@ -79,7 +82,7 @@ class Handle:
         self._finish = finish
         self._result: Any = None
         self.tables: list[tuple[tuple[int, ...], ...]] = []
-        self._failure: CollectiveError | None = None
+        self._failure: CollectiveError | DuplicateNameError | None = None
         self._settled = False
 
     def done(self) -> bool:
@@ -89,22 +92,22 @@ class Handle:
     def wait(self) -> Any:
         """Wait, and return the result; the same one each time.
 
-        Raises ``CollectiveError`` once *all* tensors are settled, so that none is written to afterwards; its cause is
-        the first one that failed. The outputs are undefined then. ``KeyboardInterrupt`` leaves the handle pending.
+        Raises the first error once *all* tensors are settled, so that none is written to afterwards; outputs are
+        undefined then. ``KeyboardInterrupt`` leaves the handle pending.
         """
         if not self._settled:
             self._settle()
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
         return self._result
 
     def _settle(self) -> None:
         outputs: list[torch.Tensor] = []
-        failure: CollectiveError | None = None
+        failure: CollectiveError | DuplicateNameError | None = None
         for part in self._parts:
             try:
                 outputs.append(part.wait())
-            except CollectiveError as error:
+            except FAILURES as error:
                 failure = failure or error
         if failure is None:
             self.tables = [part.result.tables for part in self._parts]
@@ -151,6 +154,7 @@ def synchronize(handle: Handle) -> Any:
     Raises:
         MismatchError: The ranks disagree about the collective.
         AbortedError: It can't complete (a rank failed, left, was interrupted, ...); the group goes on.
+        DuplicateNameError: Another rank submitted its name twice.
 
     After an error the outputs, and tensors given in place, are undefined.
     """

@@ -21,6 +21,7 @@ from hvdlab.torch.process_sets import ProcessSet, global_process_set
 class DistributedMixin(torch.optim.Optimizer):
     """What ``DistributedOptimizer`` adds in front of the class of the given optimizer."""
 
+    _given: type[torch.optim.Optimizer]
     _reducer: GradientReducer
     _names: dict[torch.Tensor, str]
     _included: bool
@@ -153,7 +154,7 @@ def DistributedOptimizer(
     It goes on with that one's state and parameter groups; use only the new one from here on.
 
     Args:
-        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks.
+        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped anew, not twice.
         named_parameters: ``model.named_parameters()``: the names that errors and the timeline show. More than the
             optimizer has is fine, fewer is not.
         compression: What gradients are sent as, such as ``hvd.Compression.fp16``.
@@ -181,7 +182,8 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    kind = type(type(optimizer).__name__, (DistributedMixin, type(optimizer)), {})
+    given = optimizer._given if isinstance(optimizer, DistributedMixin) else type(optimizer)
+    kind = type(given.__name__, (DistributedMixin, given), {"_given": given})
     distributed: DistributedMixin = object.__new__(kind)
     # A scheduler made for the given optimizer has put a wrapper of its step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})

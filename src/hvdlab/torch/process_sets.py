@@ -18,7 +18,7 @@ class ProcessSet:
 
     Attributes:
         process_set_id: Id of the set in the core, ``None`` while it is not registered.
-        ranks: Its ranks in ascending order; for the global set all that are there now.
+        ranks: Its ranks in ascending order; once it is registered, those that are there now.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -27,9 +27,9 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        if self.process_set_id == GLOBAL_ID:
-            return list(members(GLOBAL_ID))
-        return list(self._ranks)
+        if self.process_set_id is None:
+            return list(self._ranks)
+        return list(members(self.process_set_id) or self._ranks)  # a rank outside need not know its members
 
     def size(self) -> int | None:
         """Number of ranks in the set; ``None`` if it is not registered."""

@@ -12,7 +12,7 @@ import torch
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.arguments import Average, reduction
+from hvdlab.torch.arguments import Average, reduction, tensor_list
 from hvdlab.torch.autograd import collective, collectives
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.handles import Handle
@@ -61,8 +61,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """:func:`reducescatter` of several tensors, executed together."""
-    operation = _operation(op, prescale_factor, postscale_factor, process_set, tensors)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    given = tensor_list(tensors)
+    operation = _operation(op, prescale_factor, postscale_factor, process_set, given)
+    compressed = [compression.compress(tensor) for tensor in given]
     outputs = collectives(operation, [sent for sent, _ in compressed], name)
     return [
         compression.decompress(output, context)
@@ -91,6 +92,6 @@ def _operation(
     process_set: ProcessSet,
     tensors: Sequence[torch.Tensor],
 ) -> Operation:
-    if any(tensor.dim() == 0 for tensor in tensors):
+    if any(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in tensors):
         raise InvalidRequestError("reducescatter splits dimension 0, which a 0-d tensor does not have.")
     return reduction(OpKind.REDUCESCATTER, None, op, prescale_factor, postscale_factor, process_set)

@@ -84,8 +84,6 @@ def submit_group(
 
     All arguments are checked before the first tensor is sent, so that an error here leaves no half a group behind.
     """
-    if isinstance(tensors, torch.Tensor):  # type: ignore[unreachable]  # users' code need not be typed
-        raise InvalidRequestError("A grouped collective takes a list of tensors, not one tensor.")
     engine = context.engine()
     base = name or f"grouped_{operation.kind.label}.noname"
     prepared = [_request(operation, tensor, in_place) for tensor in tensors]

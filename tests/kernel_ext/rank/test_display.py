@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
 from hvdlab.kernel_ext.rank.display import LONGEST_TEXT, wire_value
+from rank_alone import run_in_new_rank
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Rank
@@ -81,22 +80,6 @@ def test_progress_bars_are_text(module: str, preload: str) -> None:
     assert "epoch: 100%" in ran["stderr"]
     assert "\r" in ran["stderr"]
     assert not ran["displays"]
-
-
-def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
-    """Run cells in a fresh interpreter, where nothing has chosen a backend yet."""
-    script = f"{preload}\nfrom tests.kernel_ext.rank.alone import main\nmain()"
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        input=json.dumps(cells),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found: list[dict[str, Any]] = json.loads(ran.stdout)
-    return found
 
 
 def test_a_formatter_that_fails_does_not_fail_the_cell(rank: Rank) -> None:

@@ -1,10 +1,12 @@
-"""A rank alone in a process: runs the cells of standard input (JSON) and writes what the pool saw."""
+"""A rank alone in a fresh interpreter, for what a process decides once: plot backends, progress bars, warnings."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,25 @@ from traitlets.config import Config
 from hvdlab.collectives import context
 
 
+def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
+    """Run cells, after the statements ``preload``; returns what the pool saw of each."""
+    script = f"{preload}\nfrom tests.rank_alone import main\nmain()"
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        input=json.dumps(cells),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: list[dict[str, Any]] = json.loads(ran.stdout)
+    return found
+
+
 def main() -> None:
+    """In the new interpreter: run the cells of standard input, write what was seen to standard output."""
     from tests.kernel_ext.rank.conftest import Rank
 
     cells = json.load(sys.stdin)

@@ -98,7 +98,7 @@ def test_figures_of_matplotlib_are_shown(kernel: LiveKernel) -> None:
         timeout=90,
     )
     pictures = [d for d in cell.of("display_data") if "image/png" in d["data"]]
-    assert len(pictures) == 1
+    assert len(pictures) == 1, cell.messages
 
 
 def test_values_are_the_result(kernel: LiveKernel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def test_a_notebook_stops_at_a_failed_cell_and_leaves_no_process(tmp_path: Path)
         notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     with pytest.raises(CellExecutionError) as failure:
-        client.execute()
+        asyncio.run(client.async_execute())
     assert (failure.value.ename, failure.value.evalue) == ("ZeroDivisionError", "division by zero")
     assert "ranks 0,1 failed with the same error" in str(failure.value)
     assert notebook.cells[1].outputs[0].text == "[0,1] a\n"

@@ -192,7 +192,7 @@ def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: floa
 
 
 def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
-    state.outbox.send((rank.peer,), m.Pong(message.number, int(now * 1e9)))
+    _on_client_ping(state, rank.peer, message, now)
 
 
 def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe, now: float) -> None:
@@ -312,7 +312,7 @@ def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: fl
 
 
 def _on_client_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
-    state.outbox.send((peer,), m.Pong(message.number, int(now * 1e9)))
+    state.answers.append((peer, m.Pong(message.number, int(now * 1e9))))
 
 
 def _on_client_subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:

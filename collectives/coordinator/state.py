@@ -73,6 +73,7 @@ class CoordinatorState:
         self.history = History(self.options.history_bytes)
         self.by_peer: dict[int, RankPeer] = {}
         self._touched: dict[ProcessSet, None] = {}
+        self.answers: list[tuple[int, m.Pong]] = []  # sent last: they say that all before has been handled
         self.check_admission = False
         self._check_blocked = False
         self._next_stall: float | None = None
@@ -209,6 +210,10 @@ class CoordinatorState:
             told = self.membership.audience(now)
             if told:
                 self.outbox.send(told, self.membership.world(self.sets.world.epoch))
+        if self.answers:
+            answers, self.answers = self.answers, []
+            for peer, pong in answers:
+                self.outbox.send((peer,), pong)
 
     def _decide(self, ps: ProcessSet) -> None:
         matcher = ps.matcher

@@ -1,0 +1,395 @@
+"""The server with real sockets: strangers, garbage, silence, peers that do not read."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hvdlab.collectives.coordinator.memory import create_memory
+from hvdlab.collectives.coordinator.server import Server, ServerOptions
+from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_to_peer, encode
+from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from hvdlab.collectives.protocol.tls import server_context
+
+TOKEN = "secret"
+M = TypeVar("M", bound=m.Message)
+
+
+class Lines:
+    """The server's log, as something to wait for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.lines: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        with self._changed:
+            self.lines.append(text)
+            self._changed.notify_all()
+
+    def wait_for(self, text: str) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: any(text in line for line in self.lines), 10)
+        assert found, f"{text!r} is not in {self.lines}"
+
+
+class Running:
+    """A server on a thread of this process."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        memory: Callable[[str, int], int] = create_memory,
+        tls: bool = False,
+        **options: float,
+    ) -> None:
+        self.log = Lines()
+        state = CoordinatorOptions(size=2)
+        self.server = Server(ServerOptions(TOKEN, state=state, **options), log=self.log, memory=memory)  # type: ignore[arg-type]  # tests give the right ones
+        self.address = f"unix:{path}/s"
+        self.certificate: str | None = None
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{path}/s")
+        listener.listen()
+        self.server.listen(listener)
+        self.tls_address = ""
+        if tls:
+            context, self.certificate = server_context(path, "127.0.0.1")
+            remote = socket.create_server(("127.0.0.1", 0))
+            self.server.listen(remote, context)
+            self.tls_address = f"tls:127.0.0.1:{remote.getsockname()[1]}"
+        reader, self._stop = os.pipe()
+        self._reader = reader
+        self.server.stop_when_readable(reader)
+        self.thread = threading.Thread(target=self.server.serve)
+        self.thread.start()
+
+    def close(self) -> None:
+        os.write(self._stop, b"x")
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        os.close(self._stop)
+        os.close(self._reader)
+
+    def socket(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(10)
+        sock.connect(self.address.removeprefix("unix:"))
+        return sock
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    running: list[Running] = []
+
+    def begin(**options: object) -> Running:
+        running.append(Running(tmp_path, **options))  # type: ignore[arg-type]  # tests give the right ones
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.close()
+
+
+class Peer:
+    """One side of a connection, for tests that talk by hand."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.seen: list[m.Message] = []
+
+    def wait_for(self, kind: type[M]) -> M:
+        while True:
+            for position, message in enumerate(self.seen):
+                if isinstance(message, kind):
+                    return self.seen.pop(position)  # type: ignore[return-value]  # it is a kind
+            assert select.select([self.endpoint], [], [], 10)[0], (
+                f"no {kind.__name__} comes, only {self.seen}"
+            )
+            self.seen += [decode_to_peer(payload) for payload in self.endpoint.receive()]
+
+
+def join(running: Running, rank: int, *, token: str = TOKEN, tls: bool = False, **fields: object) -> Peer:
+    given: dict[str, object] = {"host": "h", "pid": os.getpid(), "planes": ("shm", "gloo")} | fields
+    hello = m.Hello(m.PROTOCOL_VERSION, token, "rank", rank, **given)  # type: ignore[arg-type]  # tests give the right ones
+    address = running.tls_address if tls else running.address
+    endpoint, _ = connect(address, hello, certificate=running.certificate, deadline=Deadline(10))
+    return Peer(endpoint)
+
+
+def still_works(running: Running) -> None:
+    """Two ranks can join and execute something: whatever happened before disturbed nobody."""
+    peers = [join(running, rank) for rank in (0, 1)]
+    definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
+    for peer in peers:
+        epoch = peer.wait_for(m.Configure).epoch
+        peer.endpoint.send(m.Announce(0, epoch, (0,), (definition,)))
+    for peer in peers:
+        assert peer.wait_for(m.Execute).batches == (m.Batch((0,)),)
+        peer.endpoint.close()
+
+
+def test_ranks_get_one_shared_memory(start: Start) -> None:
+    running = start()
+    peers = [join(running, rank) for rank in (0, 1)]
+    descriptors = []
+    for peer in peers:
+        configured = peer.wait_for(m.Configure)
+        assert (configured.plane, configured.has_memory) == ("shm", True)
+        descriptors.append(peer.endpoint.take_descriptor())
+    os.pwrite(descriptors[0], b"hello", 4096)
+    assert os.pread(descriptors[1], 5, 4096) == b"hello"
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptors[0], 10)
+    for peer, descriptor in zip(peers, descriptors, strict=True):
+        os.close(descriptor)
+        peer.endpoint.close()
+
+
+def test_without_memory_the_ranks_use_gloo(start: Start) -> None:
+    def no_memory(name: str, size: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    running = start(memory=no_memory)
+    peers = [join(running, rank) for rank in (0, 1)]
+    for peer in peers:
+        configured = peer.wait_for(m.Configure)
+        assert (configured.plane, configured.has_memory) == ("gloo", False)
+        assert "gloo instead of shm" in configured.options["note"]
+        peer.endpoint.close()
+    running.log.wait_for("Too many open files")
+
+
+def test_a_wrong_token_is_refused(start: Start) -> None:
+    running = start()
+    with pytest.raises(StartError, match="the token is wrong"):
+        join(running, 0, token="guess")
+    running.log.wait_for("the token is wrong")
+    still_works(running)
+
+
+def test_another_version_is_refused(start: Start) -> None:
+    running = start()
+    with pytest.raises(StartError, match="version 99"):
+        connect(running.address, m.Hello(99, TOKEN, "rank", 0), deadline=Deadline(10))
+
+
+def test_a_second_hello_for_a_living_rank_is_refused(start: Start) -> None:
+    running = start()
+    first = join(running, 0)
+    with pytest.raises(StartError, match="rank 0 is already connected"):
+        join(running, 0)
+    first.endpoint.send(m.Ping(7))
+    assert first.wait_for(m.Pong).number == 7
+    first.endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        struct.pack("<I", HELLO_LIMIT + 1),
+        struct.pack("<I", 0),
+        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+        encode(m.Ping(1)),
+    ],
+    ids=["http", "oversized", "empty", "no-msgpack", "no-hello"],
+)
+def test_a_stranger_who_sends_garbage_is_closed(start: Start, garbage: bytes) -> None:
+    running = start()
+    with running.socket() as stranger:
+        stranger.sendall(garbage)
+        assert stranger.recv(100) == b""
+    running.log.wait_for("connection 1 is closed")
+    still_works(running)
+
+
+def test_half_a_frame_and_end_of_file(start: Start) -> None:
+    running = start()
+    with running.socket() as stranger:
+        stranger.sendall(encode(m.Hello(1, TOKEN, "rank", 0))[:-3])
+    still_works(running)
+
+
+def test_a_rank_that_sends_garbage_is_lost(start: Start) -> None:
+    running = start()
+    peers = [join(running, rank) for rank in (0, 1)]
+    peers[1].wait_for(m.Configure)
+    peers[0].endpoint.send_frame(struct.pack("<I", 3) + b"\xc1\xc1\xc1")
+    abort = peers[1].wait_for(m.Abort)
+    assert (abort.kind, abort.ranks) == ("rank_died", (0,))
+    for peer in peers:
+        peer.endpoint.close()
+
+
+def test_who_sends_bytes_too_slowly_does_not_get_in(start: Start) -> None:
+    running = start(hello_timeout=0.1)
+    with running.socket() as slow:
+        slow.sendall(encode(m.Hello(1, TOKEN, "rank", 0))[:1])
+        assert slow.recv(100) == b""  # closed although bytes came
+    running.log.wait_for("no Hello within 0.1 s")
+    still_works(running)
+
+
+def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
+    running = start(tls=True, ping_after=0.05, dead_after=0.2)
+    silent = join(running, 0, tls=True)
+    other = join(running, 1)
+    other.wait_for(m.Configure)
+    # The ping of the server is read by nobody, as on a machine that has lost its network.
+    while not any(isinstance(message, m.Abort) for message in other.seen):
+        select.select([other.endpoint], [], [], 10)
+        messages = [decode_to_peer(payload) for payload in other.endpoint.receive()]
+        other.seen += messages
+        for message in messages:
+            if isinstance(message, m.Ping):
+                other.endpoint.send(m.Pong(message.number))
+    assert "no sign of life" in other.wait_for(m.Abort).text
+    silent.endpoint.close()
+    other.endpoint.close()
+
+
+def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None:
+    running = start(ping_after=0.02, dead_after=0.04)
+    silent = join(running, 0)
+    for _ in range(5):
+        silent.wait_for(m.Ping)  # never answered; it is this very process, which runs
+    silent.endpoint.send(m.StoreGet(0, 0, "", 0))
+    silent.endpoint.send(m.Ping(3))
+    assert silent.wait_for(m.Pong).number == 3
+    silent.endpoint.close()
+
+
+def test_who_does_not_read_is_dropped(start: Start) -> None:
+    running = start(backlog_limit=1_000_000)
+    peers = [join(running, rank) for rank in (0, 1)]
+    peers[0].wait_for(m.Configure)
+    for _ in range(40):
+        peers[0].endpoint.send(m.Post("t", bytes(100_000), (1,)))
+        while peers[0].endpoint.backlog:
+            select.select([], [peers[0].endpoint], [], 10)
+            peers[0].endpoint.flush()
+    running.log.wait_for("does not read what it is sent")
+    assert peers[0].wait_for(m.Abort).ranks == (1,)
+    for peer in peers:
+        peer.endpoint.close()
+
+
+def test_what_was_sent_before_a_goodbye_counts(start: Start) -> None:
+    running = start()
+    peers = [join(running, rank) for rank in (0, 1)]
+    peers[1].wait_for(m.Configure)
+    peers[0].endpoint.send(m.Post("last", b"words", (1,)))
+    peers[0].endpoint.send(m.Bye())
+    peers[0].endpoint.close()
+    assert peers[1].wait_for(m.Mail).body == b"words"
+    peers[1].endpoint.send(m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), ""),)))
+    assert peers[1].wait_for(m.Abort).kind == "rank_left"
+    peers[1].endpoint.close()
+
+
+def test_tls_carries_the_same_protocol_but_no_memory(start: Start) -> None:
+    running = start(tls=True)
+    peers = [join(running, 0), join(running, 1, tls=True)]
+    for peer in peers:
+        assert peer.wait_for(m.Configure).plane == "gloo"
+    large = bytes(1_000_000)
+    peers[1].endpoint.send(m.Post("t", large, (0,)))
+    while peers[1].endpoint.backlog:
+        select.select([], [peers[1].endpoint], [], 10)
+        peers[1].endpoint.flush()
+    assert peers[0].wait_for(m.Mail).body == large
+    peers[0].endpoint.send(m.Post("t", large, (1,)))
+    while peers[0].endpoint.backlog:
+        select.select([], [peers[0].endpoint], [], 10)
+        peers[0].endpoint.flush()
+    assert peers[1].wait_for(m.Mail).body == large
+    for peer in peers:
+        peer.endpoint.close()
+
+
+def test_only_the_pinned_certificate_is_trusted(start: Start, tmp_path: Path) -> None:
+    running = start(tls=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    _, certificate = server_context(other, "127.0.0.1")
+    hello = m.Hello(1, TOKEN, "rank", 0)
+    with pytest.raises(StartError, match="No secure connection"):
+        connect(running.tls_address, hello, certificate=certificate, deadline=Deadline(10))
+    with pytest.raises(StartError, match="HVDLAB_CERT"):
+        connect(running.tls_address, hello, deadline=Deadline(10))
+    with pytest.raises(StartError, match="no PEM certificate"):
+        connect(running.tls_address, hello, certificate="nonsense", deadline=Deadline(10))
+    assert list(other.iterdir()) == []
+
+
+def test_plain_text_on_the_tls_port_disturbs_nobody(start: Start) -> None:
+    running = start(tls=True)
+    host, port = running.tls_address.removeprefix("tls:").split(":")
+    with socket.create_connection((host, int(port)), 10) as stranger:
+        stranger.sendall(encode(m.Hello(1, TOKEN, "rank", 0)))
+        while stranger.recv(100):
+            pass
+    running.log.wait_for("connection 1 is closed")
+    still_works(running)
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(StartError, match="No coordinator answers"):
+        connect("unix:/nowhere/at/all", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(10))
+
+
+def test_someone_else_listens(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/x")
+    listener.listen()
+
+    def answer(text: bytes) -> None:
+        sock, _ = listener.accept()
+        sock.recv(1000)
+        sock.sendall(text)
+        sock.close()
+
+    for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", encode(m.Ping(1))):
+        thread = threading.Thread(target=answer, args=(text,))
+        thread.start()
+        with pytest.raises(StartError):
+            connect(f"unix:{tmp_path}/x", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(10))
+        thread.join()
+    listener.close()
+
+
+def test_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/x")
+    listener.listen()
+    with pytest.raises(StartError, match="did not answer within"):
+        connect(f"unix:{tmp_path}/x", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(0.05))
+    listener.close()
+
+
+def test_when_the_server_stops_its_peers_see_the_end(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    peer = join(running, 0)
+    running.close()
+    with pytest.raises(ConnectionLost):
+        peer.wait_for(m.Abort)
+    peer.endpoint.close()

@@ -1,0 +1,207 @@
+"""The notebook's client against a real coordinator."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import threading
+from collections.abc import Iterator
+from typing import TypeVar
+
+import pytest
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership, Stall
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.endpoint import Endpoint
+
+M = TypeVar("M", bound=m.Message)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[CoordinatorProcess]:
+    with CoordinatorProcess.start(stall_seconds=0.2) as process:
+        yield process
+
+
+@pytest.fixture
+def client(coordinator: CoordinatorProcess) -> Iterator[Client]:
+    with Client.connect(coordinator.address, coordinator.token) as client:
+        yield client
+
+
+def join(coordinator: CoordinatorProcess, rank: int, *, tracked: bool = False) -> Endpoint:
+    hello = m.Hello(
+        m.PROTOCOL_VERSION, coordinator.token, "rank", rank, "h", os.getpid(), planes=("gloo",), cells_tracked=tracked
+    )  # fmt: skip
+    return connect(coordinator.address, hello, deadline=Deadline(10))[0]
+
+
+def wait_for(endpoint: Endpoint, kind: type[M]) -> M:
+    while True:
+        assert select.select([endpoint], [], [], 10)[0], f"no {kind.__name__} comes"
+        found = [decode_to_peer(payload) for payload in endpoint.receive()]
+        for message in found:
+            if isinstance(message, kind):
+                return message
+
+
+def test_membership_follows_the_ranks(coordinator: CoordinatorProcess, client: Client) -> None:
+    assert client.membership() == Membership()
+    client.expect([0, 1])
+    ranks = [join(coordinator, rank) for rank in (0, 1)]
+    membership = client.wait_for(lambda now: now.complete, 10)
+    assert membership.ranks == (0, 1)
+    assert membership.members[0].pid == os.getpid()
+    ranks[1].close()
+    membership = client.wait_for(lambda now: bool(now.deaths), 10)
+    assert membership.missing == (1,)
+    client.rank_lost(1, os.getpid(), "killed by SIGKILL")
+    client.flush()
+    assert client.membership().deaths[0].reason == "killed by SIGKILL"
+    ranks[0].close()
+
+
+def test_callbacks_get_the_present_membership_and_each_new_one(
+    coordinator: CoordinatorProcess, client: Client
+) -> None:
+    seen: queue.SimpleQueue[tuple[Membership, threading.Thread]] = queue.SimpleQueue()
+    client.on_membership(lambda membership: seen.put((membership, threading.current_thread())))
+    assert seen.get(timeout=10)[0] == Membership()
+    client.expect([3])
+    membership, thread = seen.get(timeout=10)
+    assert membership.expected == (3,)
+    assert thread is not threading.current_thread()
+
+
+def test_a_cell_is_known_before_cell_started_returns(coordinator: CoordinatorProcess, client: Client) -> None:
+    client.expect([0, 1])
+    ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
+    client.wait_for(lambda now: now.complete, 10)
+    definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
+    for number in range(50):
+        client.cell_started(str(number), [0, 1])
+        for rank in ranks:
+            rank.send(m.Announce(0, 1, (0,), (definition,)))  # before its CellBegin: nobody is taken for idle
+        for rank in ranks:
+            assert isinstance(wait_for(rank, m.Execute | m.Abort), m.Execute)  # type: ignore[arg-type]  # for isinstance
+            rank.send(m.CellEnd(str(number)))
+    for rank in ranks:
+        rank.close()
+
+
+def test_mail_interrupts_and_events(coordinator: CoordinatorProcess, client: Client) -> None:
+    client.expect([0])
+    rank = join(coordinator, 0)
+    client.wait_for(lambda now: now.complete, 10)
+    mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    client.on_mail("topic", lambda sender, body: mail.put((sender, body)))
+    rank.send(m.Events(b"early"))
+    rank.send(m.Post("topic", b"from the rank"))
+    rank.send(m.Post("other", b"nobody listens"))
+    assert mail.get(timeout=10) == (0, b"from the rank")
+    client.on_events(lambda number, batch: events.put((number, batch)))
+    assert events.get(timeout=10) == (0, b"early")
+    rank.send(m.Events(b"late"))
+    assert events.get(timeout=10) == (0, b"late")
+    client.post("topic", b"from the client", [0])
+    assert wait_for(rank, m.Mail) == m.Mail("topic", -1, b"from the client")
+    client.interrupt([0])
+    wait_for(rank, m.Interrupt)
+    rank.close()
+
+
+def test_stalls_are_reported(coordinator: CoordinatorProcess, client: Client) -> None:
+    stalls: queue.SimpleQueue[Stall] = queue.SimpleQueue()
+    client.on_stall(stalls.put)
+    client.expect([0, 1])
+    ranks = [join(coordinator, rank) for rank in (0, 1)]
+    wait_for(ranks[0], m.Configure)
+    ranks[0].send(m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "slow", 8, 1, (1,)), "line 1"),)))
+    stall = stalls.get(timeout=10)
+    assert (stall.name, stall.waited, stall.missing, stall.sites) == ("slow", (0,), (1,), ("line 1",))
+    for rank in ranks:
+        rank.close()
+
+
+def test_large_mail_goes_through(coordinator: CoordinatorProcess, client: Client) -> None:
+    client.expect([0])
+    rank = join(coordinator, 0)
+    client.wait_for(lambda now: now.complete, 10)
+    body = os.urandom(20_000_000)
+    client.post("t", body, [0])
+    assert wait_for(rank, m.Mail).body == body
+    rank.close()
+
+
+def test_a_callback_that_fails_is_logged_and_concerns_nobody_else(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: queue.SimpleQueue[Membership] = queue.SimpleQueue()
+
+    def fail(membership: Membership) -> None:
+        raise ValueError("a user's mistake")
+
+    client.on_membership(fail)
+    client.on_membership(seen.put)
+    seen.get(timeout=10)
+    assert "a user's mistake" in caplog.text
+
+
+def test_waiting_in_a_callback_is_refused(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+
+    def wait(membership: Membership) -> None:
+        try:
+            client.cell_started("x", [])
+        finally:
+            done.set()
+
+    client.on_membership(wait)
+    assert done.wait(10)
+    client.flush()
+    assert "inside a callback" in caplog.text
+
+
+def test_the_loss_of_the_coordinator_is_told(coordinator: CoordinatorProcess, client: Client) -> None:
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    client.on_lost(reasons.put)
+    client.flush()
+    coordinator.close()
+    assert "lost" in reasons.get(timeout=10)
+    assert client.closed
+    with pytest.raises(CoordinatorLostError):
+        client.cell_started("x", [0])
+    with pytest.raises(CoordinatorLostError):
+        client.wait_for(lambda now: False, 10)
+    client.close()
+
+
+def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
+    client = Client.connect(coordinator.address, coordinator.token)
+    lost: list[str] = []
+    client.on_lost(lost.append)
+    client.expect([0])
+    client.close()
+    client.close()
+    assert lost == []
+    with pytest.raises(CoordinatorLostError):
+        client.post("t", b"", [0])
+    with Client.connect(coordinator.address, coordinator.token) as other:
+        assert other.membership().expected == (0,)  # what was said just before close() counts
+
+
+def test_waits_have_an_end(client: Client) -> None:
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        client.wait_for(lambda now: False, 0.01)
+
+
+def test_a_wrong_token(coordinator: CoordinatorProcess) -> None:
+    with pytest.raises(StartError, match="token"):
+        Client.connect(coordinator.address, "guess")

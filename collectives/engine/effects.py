@@ -12,6 +12,7 @@ from hvdlab.collectives.protocol.messages import Member
 class RunBatch:
     """Execute these entries as one operation of the plane of this process set and epoch.
 
+    With ``payloads``, every member's small tensor by position, no plane is needed.
     ``(process_set, sequence, batch)`` names the operation and is equal on all members.
     """
 
@@ -21,6 +22,7 @@ class RunBatch:
     batch: int
     entries: tuple[Entry, ...]
     tables: tuple[tuple[tuple[int, ...], ...], ...]
+    payloads: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.operations import run_batch
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
+from hvdlab.collectives.engine.small import run_small
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
 
 Close = Callable[[], None]
@@ -111,7 +112,10 @@ class Executor:
         phases = Phases()
         started = time.monotonic_ns()
         try:
-            results = run_batch(slot.open(), batch, phases)
+            if batch.payloads:
+                results = [run_small(batch.entries[0].request, batch.payloads, phases)]
+            else:
+                results = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass
         except Exception as error:  # noqa: BLE001  (whatever it is, the group can't go on; it is told why)

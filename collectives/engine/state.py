@@ -33,6 +33,7 @@ from hvdlab.collectives.engine.entry import (
     matched_shape,
     signature_of,
 )
+from hvdlab.collectives.engine.small import payload_of
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -186,7 +187,10 @@ class RankState:
         return sum(map(len, self._outbox.values()))
 
     def take_messages(self) -> list[m.Message]:
-        """What is to be sent, in order. Announcements are gathered into one message per process set."""
+        """What is to be sent, in order. Announcements are gathered into one message per process set.
+
+        A single small tensor goes along with its announcement.
+        """
         out: list[m.Message] = []
         if self._outbox:
             for set_id, entries in self._outbox.items():
@@ -213,6 +217,7 @@ class RankState:
             tuple([entry.local.id for entry in entries]),
             definitions,
             tuple([entry.extra for entry in entries]) if extra else (),
+            payload_of(entries[0].request, len(group.ranks)) if len(entries) == 1 else b"",
         )
 
     def post(self, message: m.Message) -> None:
@@ -346,7 +351,15 @@ class RankState:
                     effects.append(Succeed(entry))
             else:
                 effects.append(
-                    RunBatch(group.id, group.epoch, message.sequence, number, tuple(entries), batch.tables)
+                    RunBatch(
+                        group.id,
+                        group.epoch,
+                        message.sequence,
+                        number,
+                        tuple(entries),
+                        batch.tables,
+                        batch.payloads,
+                    )
                 )
         return effects
 

@@ -1,0 +1,59 @@
+"""Small tensors, which travel with the negotiation instead of meeting on the data plane.
+
+Every member gets all members' bytes in the same order and computes the result itself, with the folds that the planes
+use: all get the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.reduce.fold import Fold, make_fold
+
+BYTES = 4096
+"""Largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
+MEMBERS = 16
+"""Largest process set that does so: everybody's bytes go to everybody."""
+
+_folds = threading.local()
+
+
+def payload_of(request: Request, members: int) -> bytes:
+    """The tensor's bytes if it may travel with its announcement, else none."""
+    source = request.input
+    if request.kind is not OpKind.ALLREDUCE or source is None or not 1 < members <= MEMBERS:
+        return b""
+    return source.tobytes() if source.nbytes <= BYTES else b""
+
+
+def run_small(request: Request, payloads: tuple[bytes, ...], phases: Phases) -> Result:
+    """Compute an allreduce from everybody's bytes."""
+    source, out = request.input, request.output
+    assert source is not None
+    if out is None:
+        out = np.empty_like(source) if request.allocate is None else request.allocate(source.shape)
+    op, postscale = request.op, request.postscale
+    if op is ReduceOp.AVERAGE:
+        op, postscale = ReduceOp.SUM, postscale / len(payloads)
+    storage = storage_type(request.dtype)
+    parts = [np.frombuffer(payload, storage) for payload in payloads]
+    with np.errstate(all="ignore"):
+        _fold(request.dtype, op)(parts, out.reshape(-1), request.prescale, postscale)
+    return Result(out)
+
+
+def _fold(dtype: DType, op: ReduceOp) -> Fold:
+    """Folds keep scratch memory and belong to one thread."""
+    folds: dict[tuple[DType, ReduceOp], Fold] | None = getattr(_folds, "made", None)
+    if folds is None:
+        folds = _folds.made = {}
+    fold = folds.get((dtype, op))
+    if fold is None:
+        fold = folds[dtype, op] = make_fold(dtype, op)
+    return fold

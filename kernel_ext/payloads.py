@@ -88,6 +88,12 @@ class Inspect(Payload):
     detail: int = 0
 
 
+class AskStack(Payload):
+    """Ask for a :class:`Stack`."""
+
+    ticket: int
+
+
 # -- rank to pool -----------------------------------------------------------------------------------------------------
 
 
@@ -229,8 +235,29 @@ class Inspection(Payload):
     data: dict[str, Any]
 
 
-ToRank = RunCell | Credit | PushValue | PullValue | AskStatus | Complete | Inspect
-ToPool = Output | CellDone | Done | Value | Status | Completions | Inspection
+class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one function stands: ``place`` is ``cell [7]`` or a file's path, ``text`` the line if it is at hand."""
+
+    function: str
+    place: str
+    line: int
+    text: str = ""
+
+
+class Stack(Payload):
+    """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
+
+    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running.
+    """
+
+    ticket: int
+    cell: str
+    frames: tuple[StackFrame, ...]
+    pending: tuple[PendingNow, ...] = ()
+
+
+ToRank = RunCell | Credit | PushValue | PullValue | AskStatus | Complete | Inspect | AskStack
+ToPool = Output | CellDone | Done | Value | Status | Completions | Inspection | Stack
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

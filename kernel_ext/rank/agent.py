@@ -14,6 +14,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
+    AskStack,
     AskStatus,
     Complete,
     Credit,
@@ -21,12 +22,13 @@ from hvdlab.kernel_ext.payloads import (
     PullValue,
     PushValue,
     RunCell,
+    Stack,
     ToPool,
     ToRank,
     decode_to_rank,
     encode,
 )
-from hvdlab.kernel_ext.rank import completion, status, values
+from hvdlab.kernel_ext.rank import completion, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
 from hvdlab.kernel_ext.rank.fds import FdCapture
@@ -120,6 +122,8 @@ class RankAgent:
             self._capture.credit(mail.cell, mail.taken)
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
+        elif isinstance(mail, AskStack):
+            self._reply(self._stack(mail.ticket))
         else:
             self._jobs.append(mail)
             self._call_soon(self._arrived.set)
@@ -148,6 +152,10 @@ class RankAgent:
             plane=self._engine.plane(),
             pending=status.pending_now(self._engine.pending()),
         )
+
+    def _stack(self, ticket: int) -> ToPool:
+        frames = stacks.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
+        return Stack(ticket, self._cell, frames, status.pending_now(self._engine.pending()))
 
     # -- main thread --------------------------------------------------------------------------------------------------
 

@@ -18,11 +18,19 @@ from hvdlab.collectives.sites import register_label
 
 _NUMBERED = re.compile(r"\[(\d+)\]\Z")
 
+_CELL = re.compile(r"<cell (.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
+
 
 def cell_number(label: str) -> int | None:
     """7 for ``[7]``, None for a label that is no cell's number."""
     match = _NUMBERED.match(label)
     return int(match[1]) if match else None
+
+
+def label_of(filename: str) -> str:
+    """``[7]`` for the file name that a cell is compiled under, an empty text for any other."""
+    match = _CELL.match(filename)
+    return match[1] if match else ""
 
 
 class CellCompiler(CachingCompiler):
@@ -40,7 +48,7 @@ class CellCompiler(CachingCompiler):
         name = f"<cell {label}>"
         known = self._names.setdefault(name, source)
         if known != source:  # another notebook, or a restarted one, has the same numbers
-            name = f"<cell {label} {hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
+            name = f"<cell {label} #{hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
             self._names[name] = source
         self._source, self._name, self._lines = source, name, lines
         register_label(name, f"cell {label}")
@@ -66,7 +74,7 @@ class CellCompiler(CachingCompiler):
     def format_code_name(self, name: str) -> Any:
         """What a traceback calls it."""
         if name in self._names:
-            label = name[len("<cell ") : -1].split(" ", 1)[0]
+            label = label_of(name)
             return "Cell", f"In{label}" if cell_number(label) is not None else label
         return super().format_code_name(name)
 

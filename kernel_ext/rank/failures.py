@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
@@ -120,7 +120,7 @@ def remember(error: BaseException) -> None:
 def user_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the user's first frame on: without those of the runner that called it."""
     start = trace
-    while start is not None and _is_ours(start):
+    while start is not None and is_ours(start.tb_frame):
         start = start.tb_next
     return start
 
@@ -157,26 +157,31 @@ def _own_frames_hidden(error: BaseException) -> Iterator[None]:
 
 
 def _last_user_frame(trace: TracebackType | None) -> TracebackType | None:
-    """The frame after which only ours follow (with the plumbing they wait in)."""
-    last: TracebackType | None = None
-    plumbing: TracebackType | None = None  # the last frame of a run of plumbing that the user called
-    in_ours = False
-    start = user_part(trace)
-    while start is not None:
-        if _is_ours(start):
-            if not in_ours and plumbing is not None:
-                last = plumbing
-            in_ours = True
-        elif start.tb_frame.f_globals.get("__name__") in _PLUMBING:
-            plumbing = plumbing if in_ours else start
-        else:
-            last, plumbing, in_ours = start, None, False
-        start = start.tb_next
-    return last if in_ours else None
+    """The frame after which only ours follow (with the plumbing they wait in); None if none of ours do."""
+    links: list[TracebackType] = []
+    link = user_part(trace)
+    while link is not None:
+        links.append(link)
+        link = link.tb_next
+    last = len(links)
+    while last and is_internal(links[last - 1].tb_frame):
+        last -= 1
+    hidden = next((i for i in range(last, len(links)) if is_ours(links[i].tb_frame)), len(links))
+    return links[hidden - 1] if 0 < hidden < len(links) else None
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__", "")).split(".", 1)[0] == "hvdlab"
+def is_ours(frame: FrameType) -> bool:
+    """A frame of hvdlab."""
+    return _module(frame).split(".", 1)[0] == "hvdlab"
+
+
+def is_internal(frame: FrameType) -> bool:
+    """A frame of hvdlab or of what its waiting ends up in."""
+    return is_ours(frame) or _module(frame) in _PLUMBING
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _clean(text: str, limit: int) -> str:

@@ -49,6 +49,9 @@ class InterruptGate:
         self.pending = False  # an interrupt came when it could not be raised
         self._guarded: list[CodeType] = []
         self._suspended: asyncio.Task[Any] | None = None
+        self.suspended_in: Coroutine[Any, Any, Any] | None = (
+            None  # the cell's code, while it awaits something
+        )
         self._cancelled = False
         self._previous: dict[int, Handler] = {}
 
@@ -136,7 +139,7 @@ class InterruptGate:
                 waited_for = step(value)
             except StopIteration as stop:
                 return stop.value
-            self._suspended = asyncio.current_task(self._loop)
+            self._suspended, self.suspended_in = asyncio.current_task(self._loop), coro
             if self.pending:
                 self.pending = False
                 self._loop.call_soon(self._cancel, self._run)
@@ -150,7 +153,7 @@ class InterruptGate:
             except BaseException as error:  # noqa: BLE001  # whatever the awaited raised belongs to the coroutine
                 step, value = coro.throw, error
             finally:
-                self._suspended = None
+                self._suspended = self.suspended_in = None
 
     def _translated(self, error: asyncio.CancelledError) -> BaseException:
         task = asyncio.current_task(self._loop)

@@ -16,12 +16,14 @@ import pytest
 from hvdlab.collectives.engine.request import PendingCollective
 from hvdlab.collectives.sites import call_site
 from hvdlab.kernel_ext.payloads import (
+    AskStack,
     AskStatus,
     CellDone,
     Complete,
     Completions,
     Inspect,
     Inspection,
+    Stack,
     Status,
 )
 from hvdlab.kernel_ext.rank.status import memory
@@ -61,6 +63,50 @@ def test_status_comes_while_the_main_thread_is_stuck(rank: Rank) -> None:
         pool.finish(cell)
 
     rank.play(script)
+
+
+STUCK = {
+    "in python": (
+        "def inner():\n    started.set()\n    go.wait()\ninner()",
+        ["<module>", "inner", "wait", "wait"],
+    ),
+    "awaiting": (
+        "import asyncio\nasync def inner():\n    started.set()\n"
+        + "    while not go.is_set():\n        await asyncio.sleep(1e-3)\nawait inner()",
+        ["<module>", "inner", "sleep"],
+    ),
+    "in a collective": ("def inner():\n    allreduce()\ninner()", ["<module>", "inner"]),
+}
+
+
+@pytest.mark.parametrize(("source", "functions"), STUCK.values(), ids=STUCK)
+def test_the_stack_comes_while_the_main_thread_is_stuck(
+    rank: Rank, source: str, functions: list[str]
+) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+    rank.shell.user_ns["started"] = started = threading.Event()
+    namespace = {"__name__": "hvdlab.torch.ops", "go": go, "started": started}
+    exec("def allreduce():\n    started.set()\n    go.wait()", namespace)  # noqa: S102
+    rank.shell.user_ns["allreduce"] = namespace["allreduce"]
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(source, label="[7]")
+        assert started.wait(PATIENCE)
+        while True:  # it has begun to wait, but may not have come to the innermost call
+            stack = pool.ask(AskStack(5), Stack)
+            if [f.function for f in stack.frames] == functions:
+                break
+        assert (stack.ticket, stack.cell) == (5, cell)
+        assert [f.place for f in stack.frames[:2]] == ["cell [7]"] * 2
+        assert stack.frames[0].text.endswith("inner()")
+        go.set()
+        pool.finish(cell)
+
+    rank.play(script)
+
+
+def test_an_idle_rank_has_no_stack(rank: Rank) -> None:
+    rank.play(lambda pool: pool.ask(AskStack(1), Stack).frames == () or pytest.fail("frames of no cell"))
 
 
 def test_memory_is_that_of_this_process() -> None:

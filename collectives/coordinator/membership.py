@@ -111,6 +111,7 @@ class Membership:
         """Change what the world is made of; returns the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
+        self.returning.intersection_update(self.expected)
         for rank in [rank for rank in self.deaths if rank not in self.expected]:
             del self.deaths[rank]
             self._unexplained.discard(rank)
@@ -140,6 +141,10 @@ class Membership:
         """Note how a rank that does not live ended; what the launcher knows beats what a socket tells."""
         self.awaited.discard(rank)
         if self._left.get(rank) == pid:
+            if rank in self.returning and rank not in self.ranks:  # its process has ended: it will not return
+                self.returning.discard(rank)
+                self.awaited.discard(rank)
+                self.changed = True
             return
         known = self.deaths.get(rank)
         if known is not None and known.pid == pid:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_size
 from hvdlab.collectives.protocol.messages import Member
 
-
 SHM_LIMIT = 1024
 """Ranks of one host that may share a segment: each chunk is divided among them."""
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.coordinator import reactions
+from hvdlab.collectives.coordinator import arrivals, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
+from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -27,6 +28,7 @@ from hvdlab.collectives.coordinator.history import HISTORY_BYTES, History
 from hvdlab.collectives.coordinator.matching import report_round
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
+from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -72,20 +74,11 @@ class CoordinatorState:
         self.cells = Cells()
         self.history = History(self.options.history_bytes)
         self.by_peer: dict[int, RankPeer] = {}
-        self._touched: dict[ProcessSet, None] = {}
+        self.touched: dict[ProcessSet, None] = {}
         self.answers: list[tuple[int, m.Pong]] = []  # sent last: they say that all before has been handled
         self.check_admission = False
-        self._check_blocked = False
+        self.check_blocked = False
         self._next_stall: float | None = None
-        self._handlers: dict[type, Callable[[RankPeer, Any, float], None]] = {
-            m.Duplicate: self._on_duplicate,
-            m.Blocked: self._on_blocked,
-            **{kind: self._bind(react) for kind, react in reactions.TO_RANKS.items()},
-        }
-        self._client_handlers = reactions.TO_CLIENTS
-
-    def _bind(self, react: reactions.Reaction[RankPeer]) -> Callable[[RankPeer, Any, float], None]:
-        return lambda rank, message, now: react(self, rank, message, now)
 
     # -- the door -------------------------------------------------------------------------------------------------
 
@@ -106,9 +99,9 @@ class CoordinatorState:
                 else:
                     self._from_rank(rank, event.message, now)
             elif type(event) is PeerConnected:
-                reactions.connected(self, event.peer, event.hello, now)
+                arrivals.connect(self, event.peer, event.hello, now)
             elif type(event) is PeerLost:
-                reactions.lost(self, event.peer, event.reason, now)
+                arrivals.lose(self, event.peer, event.reason, now)
         self._settle(now)
         return self.outbox.take()
 
@@ -129,7 +122,7 @@ class CoordinatorState:
         ps = self.sets.by_id.get(message.process_set)
         if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
             return  # of an epoch that has ended; the abort or the new configuration is on its way
-        self._touched[ps] = None
+        self.touched[ps] = None
         submit = ps.matcher.submit
         extra = message.extra
         try:
@@ -148,34 +141,28 @@ class CoordinatorState:
             self._next_stall = now + self.options.stall_seconds
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
-        handler = self._handlers.get(type(message))
-        if handler is not None:
-            handler(rank, message, now)
-        elif type(message) is not m.Pong:
+        react = TO_RANKS.get(type(message))
+        if react is None:
             self.violation(rank, f"a {type(message).__name__} out of place", now)
-
-    def _on_duplicate(self, rank: RankPeer, message: m.Duplicate, now: float) -> None:
-        ps = self.open_set(rank, message)
-        if ps is not None:
-            self._touched[ps] = None
-            ps.matcher.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
-
-    def _on_blocked(self, rank: RankPeer, message: m.Blocked, now: float) -> None:
-        reactions.note_wait(rank, message)
-        self._check_blocked = True
+        else:
+            react(self, rank, message, now)
 
     def _from_client(self, event: Received, now: float) -> None:
         if event.peer not in self.membership.clients:
             return  # it was closed earlier in this round
-        react = self._client_handlers.get(type(event.message))
-        if react is not None:
+        react = TO_CLIENTS.get(type(event.message))
+        if react is None:
+            self.outbox.log(f"client {event.peer} sent a {type(event.message).__name__} out of place")
+            self.outbox.effects.append(CloseConnection(event.peer))
+            arrivals.lose(self, event.peer, "", now)
+        else:
             react(self, event.peer, event.message, now)
 
     def violation(self, rank: RankPeer, text: str, now: float) -> None:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
         self.outbox.log(f"rank {rank.rank} sent {text}")
         self.outbox.effects.append(CloseConnection(rank.peer))
-        reactions.lost(self, rank.peer, f"it sent {text}", now)
+        arrivals.lose(self, rank.peer, f"it sent {text}", now)
 
     def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
         """The process set that a message is about, unless the message is of an ended epoch."""
@@ -187,8 +174,8 @@ class CoordinatorState:
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        if self._touched:
-            touched, self._touched = self._touched, {}
+        if self.touched:
+            touched, self.touched = self.touched, {}
             for ps in touched:
                 if ps.phase == OPEN:
                     self._decide(ps)
@@ -196,15 +183,15 @@ class CoordinatorState:
             for ps in list(self.sets):
                 if ps.matcher.pending and not ps.matcher.members.isdisjoint(self.cells.idle):
                     self._check_idle(ps)
-        if self._check_blocked:
-            self._check_blocked = False
-            reactions.end_deadlock(self)
+        if self.check_blocked:
+            self.check_blocked = False
+            set_changes.end_deadlock(self)
         if self._next_stall is not None and now >= self._next_stall:
             self._report_stalls(now)
-        reactions.end_failures(self, now)
+        set_changes.end_failures(self, now)
         if self.membership.changed or self.check_admission:
             self.check_admission = False
-            reactions.admit(self)
+            arrivals.admit(self)
         self.sets.configure_due()
         if self.membership.changed or self.membership.urgent or self.membership.next_report() is not None:
             told = self.membership.audience(now)
@@ -248,7 +235,7 @@ class CoordinatorState:
             if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
                 self._execute(ps, run)
                 run = []
-                reactions.change_sets(self, ps, current)
+                set_changes.change_sets(self, ps, current)
             else:
                 run.append(current)
         self._execute(ps, run)

@@ -1,0 +1,87 @@
+"""Peers that come, are refused, or are lost; and when newcomers get into the world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator.events import CloseConnection
+from hvdlab.collectives.coordinator.membership import RankPeer
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> None:
+    """A peer has introduced itself: welcome or refuse it."""
+    membership, outbox = state.membership, state.outbox
+    if hello.role == "client":
+        membership.clients[peer] = None
+        outbox.send((peer,), m.Welcome(-1, int(now * 1e9)))
+        outbox.send((peer,), membership.world(state.sets.world.epoch))
+        if hello.events:
+            state.history.subscribe(peer, outbox)
+        return
+    rank = membership.free_rank() if hello.rank < 0 else hello.rank
+    reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
+    if reason:
+        outbox.log(f"refused: {reason}")
+        outbox.send((peer,), m.Refused(reason))
+        outbox.effects.append(CloseConnection(peer))
+        return
+    newcomer = membership.join(peer, rank, hello, now)
+    state.by_peer[peer] = newcomer
+    if newcomer.tracked:
+        state.cells.join(rank)
+    outbox.send((peer,), m.Welcome(rank, int(now * 1e9)))
+
+
+def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explained: bool = False) -> None:
+    """A peer's connection is gone without Bye."""
+    rank = state.by_peer.get(peer)
+    if rank is None:
+        state.membership.clients.pop(peer, None)
+        state.history.unsubscribe(peer)
+        return
+    if rank.leaving:
+        depart(state, rank)
+        state.membership.leave(rank)
+        return
+    state.outbox.log(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+    sets = state.sets.containing(rank.rank)
+    depart(state, rank)
+    state.membership.die(rank, reason, now, explained=explained)
+    for ps in sets:
+        state.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
+
+
+def depart(state: CoordinatorState, rank: RankPeer) -> None:
+    """Forget what is kept of a rank's connection."""
+    del state.by_peer[rank.peer]
+    state.signatures.forget(rank.definitions)
+    state.cells.drop(rank.rank)
+    state.history.unsubscribe(rank.peer)
+
+
+def admit(state: CoordinatorState) -> None:
+    """Change over to a larger world once all expected ranks are there (or dead).
+
+    A tracked newcomer without a cell waits until no member runs one: it would not take part in the cell's
+    collectives, and their ranks would fail for no reason of their own.
+    """
+    membership, world, cells = state.membership, state.sets.world, state.cells
+    if not membership.complete:
+        return
+    assert membership.expected is not None
+    there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
+    current = world.members if world.next_members is None else world.next_members
+    new = [rank for rank in there if rank not in current or rank in world.gone]
+    if any(cells.active(rank) for rank in current):
+        new = [rank for rank in new if rank not in cells.idle]
+    stay = [rank for rank in current if rank in there and rank not in world.gone]
+    if any(not membership.ranks[rank].tracked for rank in stay):
+        new = [rank for rank in new if rank not in membership.returning]
+    if new:
+        membership.returning.difference_update(new)
+        state.sets.switch(world, tuple(sorted({*stay, *new})))

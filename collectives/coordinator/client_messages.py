@@ -1,0 +1,86 @@
+"""How the coordinator reacts to what clients say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives.coordinator.arrivals import lose
+from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
+from hvdlab.collectives.coordinator.events import CloseConnection
+from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+Reaction = Callable[["CoordinatorState", int, Any, float], None]
+
+
+def _on_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
+    state.membership.clients.pop(peer, None)
+    state.history.unsubscribe(peer)
+    state.outbox.effects.append(CloseConnection(peer))
+
+
+def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
+    dropped = state.membership.expect(message.ranks)
+    state.cells.keep({*message.ranks, *state.membership.ranks})
+    for rank in dropped:
+        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
+    leaving = {rank.rank for rank in dropped}
+    busy = any(state.cells.active(rank) for rank in leaving)
+    for ps in list(state.sets):
+        going = leaving & (set(ps.members) - ps.gone)
+        if not going:
+            continue
+        if busy or (ps.phase == OPEN and ps.matcher.pending):
+            text = f"{format_ranks(sorted(going))} left, because the world was resized"
+            state.sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
+        else:
+            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+
+
+def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
+    ranks = state.membership.ranks
+    expected = state.membership.expected or ()
+    state.check_admission = True
+    for rank in message.ranks:
+        if ranks[rank].tracked if rank in ranks else rank in expected:
+            state.cells.begin(message.cell, rank)
+
+
+def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks, now: float) -> None:
+    state.outbox.send(peers_of(state, message.ranks), m.Interrupt())
+
+
+def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
+    """The launcher saw a process end; it may know before its connection does, or know better why."""
+    rank = state.membership.ranks.get(message.rank)
+    if rank is None:
+        state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
+    elif rank.pid == message.pid:
+        state.outbox.effects.append(CloseConnection(rank.peer))
+        lose(state, rank.peer, message.reason, now, explained=True)
+
+
+def _on_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
+    state.outbox.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+
+
+def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
+    """Any bytes are a sign of life, and that is all a Pong is."""
+
+
+TO_CLIENTS: dict[type, Reaction] = {
+    m.Pong: _ignore,
+    m.Bye: _on_bye,
+    m.Ping: answer_ping,
+    m.Post: _on_post,
+    m.Expect: _on_expect,
+    m.CellStarted: _on_cell_started,
+    m.InterruptRanks: _on_interrupt,
+    m.RankLost: _on_rank_lost,
+    m.Subscribe: subscribe,
+}

@@ -1,0 +1,131 @@
+"""How the coordinator reacts to what ranks say, announcements excepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives.coordinator.arrivals import depart
+from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
+from hvdlab.collectives.coordinator.events import CloseConnection
+from hvdlab.collectives.coordinator.membership import RankPeer, Wait
+from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+Reaction = Callable[["CoordinatorState", RankPeer, Any, float], None]
+
+
+def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
+    """A rank leaves in order. Others that wait are told; otherwise the set goes on until it is used again."""
+    sets = state.sets.containing(rank.rank)
+    depart(state, rank)
+    state.membership.leave(rank)
+    state.outbox.effects.append(CloseConnection(rank.peer))
+    said = f" ({message.reason})" if message.reason else ""
+    for ps in sets:
+        if ps.phase == OPEN and ps.matcher.pending:
+            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
+            continue
+        ps.gone.add(rank.rank)
+        if len(ps.gone) == len(ps.members):
+            state.sets.switch(ps, ())
+            state.sets.configure(ps)
+
+
+def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        try:
+            kind = CauseKind(message.kind)
+        except ValueError:
+            kind = CauseKind.WITHDRAWN
+        state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
+
+
+def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
+    """A plane often fails because a member died; its connection's end is the better explanation, if it comes."""
+    ps = state.open_set(rank, message)
+    if ps is not None and ps.failure is None:
+        ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
+
+
+def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
+    if rank.tracked:
+        state.check_admission = True
+        state.cells.begin(message.cell, rank.rank)
+
+
+def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
+    state.check_admission = True
+    if rank.tracked and state.cells.end(message.cell, rank.rank, message.error):
+        for ps in state.sets.containing(rank.rank):
+            ps.matcher.forgive(rank.rank)
+
+
+def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        ps.store.set(message.key, message.value, state.outbox)
+
+
+def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        ps.store.get(message.key, rank.peer, message.ticket, state.outbox)
+
+
+def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:
+    state.history.add(rank.rank, message.batch, state.outbox)
+
+
+def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
+    told = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
+    state.outbox.send(told, m.Mail(message.topic, rank.rank, message.body))
+
+
+def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
+    answer_ping(state, rank.peer, message, now)
+
+
+def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe, now: float) -> None:
+    subscribe(state, rank.peer, message, now)
+
+
+def _ignore(state: CoordinatorState, rank: RankPeer, message: m.Message, now: float) -> None:
+    """Any bytes are a sign of life, and that is all a Pong is."""
+
+
+def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        state.touched[ps] = None
+        ps.matcher.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
+
+
+def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
+    rank.wait = None
+    if message.local >= 0:
+        rank.wait = Wait(message.process_set, message.epoch, message.local, message.seconds)
+        state.check_blocked = True
+
+
+TO_RANKS: dict[type, Reaction] = {
+    m.Duplicate: _on_duplicate,
+    m.Blocked: _on_blocked,
+    m.Pong: _ignore,
+    m.Bye: _on_bye,
+    m.Ping: _on_ping,
+    m.Post: _on_post,
+    m.Withdraw: _on_withdraw,
+    m.PlaneFailed: _on_plane_failed,
+    m.CellBegin: _on_cell_begin,
+    m.CellEnd: _on_cell_end,
+    m.StoreSet: _on_store_set,
+    m.StoreGet: _on_store_get,
+    m.Events: _on_events,
+    m.Subscribe: _on_subscribe,
+}

@@ -1,0 +1,82 @@
+"""Adding and removing process sets, and ending their epochs when a plane failed or ranks wait for each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator.deadlock import describe_deadlock, find_deadlock
+from hvdlab.collectives.coordinator.matching import Round
+from hvdlab.collectives.coordinator.process_sets import ProcessSet
+from hvdlab.collectives.coordinator.signatures import describe
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None:
+    """All members agree to add or remove a process set."""
+    signature = current.info.signature
+    if signature.kind == OpKind.ADD_PROCESS_SET:
+        _add_set(state, ps, current, tuple(sorted(set(signature.ranks))))
+        return
+    target = _find_set(state, signature)
+    if target is None:
+        _refuse(state, ps, current, "there is no such process set")
+        return
+    state.sets.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
+    state.sets.remove(target, ps.peers)
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        batch = m.Batch((current.heads[rank].local,))
+        state.outbox.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+
+
+def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tuple[int, ...]) -> None:
+    absent = [rank for rank in ranks if rank not in ps.members]
+    if absent or not ranks:
+        why = f"{format_ranks(absent)} not in the world" if absent else "a process set needs a rank"
+        _refuse(state, ps, current, why)
+        return
+    added = state.sets.add(ranks)
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
+
+
+def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | None:
+    """The process set to remove: by number in ``root``, or else by its ranks."""
+    if signature.root > 0:
+        return state.sets.by_id.get(signature.root)
+    for ps in state.sets:
+        if ps.id > 0 and ps.members == tuple(sorted(set(signature.ranks))):
+            return ps
+    return None
+
+
+def _refuse(state: CoordinatorState, ps: ProcessSet, current: Round, why: str) -> None:
+    party = m.Party(
+        ps.members, f"{describe(current.info.signature)}: {why}", current.heads[ps.members[0]].site
+    )
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        local = current.heads[rank].local
+        state.outbox.send((peer,), m.Reject(ps.id, ps.epoch, (local,), current.info.name, (party,)))
+
+
+def end_failures(state: CoordinatorState, now: float) -> None:
+    """End the epochs whose plane failed a moment ago without a better explanation."""
+    for ps in list(state.sets):
+        if ps.failure is not None and now >= ps.failure[0]:
+            _, rank, text = ps.failure
+            state.sets.abort(
+                ps, CauseKind.PLANE_FAILED, (rank,), f"the data plane failed on rank {rank}: {text}"
+            )
+
+
+def end_deadlock(state: CoordinatorState) -> None:
+    """End the epochs in which ranks wait for each other."""
+    stuck = find_deadlock(state.sets.by_id, state.membership.ranks, state.cells.idle)
+    if stuck:
+        text = describe_deadlock(stuck)
+        for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
+            state.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)

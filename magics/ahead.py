@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.errors import HvdlabError
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+    from hvdlab.kernel_ext.warm.ahead import WarmPool
 
 
 class Ahead:

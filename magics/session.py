@@ -118,8 +118,12 @@ def as_usage_error() -> Iterator[None]:
     """What the pool can't do is told in one sentence, without a traceback through our own frames."""
     try:
         yield
-    except (HvdlabError, TimeoutError, OSError, ImportError) as error:
+    except (HvdlabError, TimeoutError, OSError) as error:
         raise UsageError(str(error)) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("hvdlab"):
+            raise
+        raise UsageError(f"{error}; `pip install {error.name}` adds it") from None
 
 
 def cell_number(shell: InteractiveShell) -> int:

@@ -20,8 +20,8 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
+from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
 from hvdlab.kernel_ext.warm.messages import FromWarm
-from hvdlab.kernel_ext.warm.prewarm import Base, WarmPool
 
 Progress = Callable[[str], None]
 

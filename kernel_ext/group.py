@@ -32,6 +32,9 @@ from hvdlab.kernel_ext.topics import ENVIRONMENT, READY
 LEAVE_WITHIN = 3.0
 """Seconds after which a rank that was told to leave is killed."""
 
+SHOWN_LINES = 20
+"""Lines of a rank's standard error in the error that it could not be started."""
+
 
 class Starter(Protocol):
     """Starts and ends the processes of ranks. It reports by :meth:`Group.handle`, from any thread."""
@@ -170,7 +173,8 @@ class Group:
             if lost:
                 member = self._members.get(lost[0])
                 assert member is not None
-                said = f"; its last words were:\n{member.tail}" if member.tail else ""
+                tail = "\n".join(member.tail.splitlines()[-SHOWN_LINES:])
+                said = f"; its last words were:\n{tail}" if tail else ""
                 raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{said}")
             if self._broken:
                 raise StartError(f"the ranks could not be started: {self._broken}")

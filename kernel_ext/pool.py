@@ -35,7 +35,7 @@ from hvdlab.kernel_ext.status import RankStatus
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+    from hvdlab.kernel_ext.warm.ahead import WarmPool
 
 ANSWER_WITHIN = 1.0
 """Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
@@ -111,6 +111,11 @@ class Pool:
         """Ranks that have ended, and why; :meth:`repair` starts them again."""
         members = self._base.group.members
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
+
+    def last_words(self, rank: int) -> str:
+        """The last lines that a lost rank wrote to its standard error and nobody read, such as a crash report."""
+        member = self._base.group.members.get(rank)
+        return member.tail if member is not None else ""
 
     @property
     def state(self) -> str:

@@ -12,10 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.messages import (
@@ -32,7 +33,7 @@ from hvdlab.kernel_ext.warm.messages import (
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+    from hvdlab.kernel_ext.launchers.fork import ForkEngineSetLauncher
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -54,10 +55,10 @@ class Companion:
         self._warm, self._pids, self._connected = warm, pids, connected
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
-        self._controller: ForkControllerLauncher | None = None
         self._engines: ForkEngineSetLauncher | None = None
         self._up: Future[str] | None = None
         self._loop = asyncio.new_event_loop()
+        self._guarded: tuple[str, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="hvdlab-ipyparallel", daemon=True)
@@ -74,7 +75,7 @@ class Companion:
 
     def bring_up_later(self, seconds: float) -> None:
         """Bring it up after a while. The last call counts; no effect once it has begun."""
-        self._loop.call_soon_threadsafe(self._set_timer, seconds)
+        self._call_soon(self._set_timer, seconds)
 
     def bring_up(self) -> Future[str]:
         """Begin to bring it up, if that was not done yet. The result is the engines' connection information."""
@@ -99,7 +100,7 @@ class Companion:
 
     def hear(self, event: FromWarm) -> None:
         """A message of the warm process about the controller, or a change of ranks. Warm process's reading thread."""
-        controller = self._controller
+        controller = None if self._cluster is None else self._cluster.controller
         if controller is not None:
             match event:
                 case Forked(number, pid) if number == CONTROLLER:
@@ -110,12 +111,16 @@ class Companion:
                     controller.listening.set_result(None)
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
-        if not self._closed:
-            self._loop.call_soon_threadsafe(self._update_engines)
+        self._call_soon(self._update_engines)
 
     def rank_gone(self, rank: int) -> None:
         """A rank that the warm process did not fork has ended."""
         self._warm.send(Gone(rank))
+
+    def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
+        with self._lock:  # not while the loop is being closed
+            if not self._closed:
+                self._loop.call_soon_threadsafe(call, *arguments)
 
     def call(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
         """Run a coroutine on the cluster's thread and wait for it. Ctrl-C breaks the wait."""
@@ -137,8 +142,12 @@ class Companion:
         try:
             self._loop.run_forever()
             self._loop.run_until_complete(self._stop())
+        except (HvdlabError, OSError, TimeoutError) as error:
+            log.warning("ipyparallel's cluster could not be stopped in order: %s", error)
         finally:
             self._loop.close()
+            for path in self._guarded:
+                Path(path).unlink(missing_ok=True)
 
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
@@ -161,7 +170,15 @@ class Companion:
             log=log,
             **options,
         )
+        security = Path(self._cluster.profile_dir) / "security"
+        names = [f"ipcontroller-{self._cluster.cluster_id}-{kind}.json" for kind in ("client", "engine")]
+        self.guard(self._cluster.cluster_file, *(str(security / name) for name in names))
         return self._cluster
+
+    def guard(self, *paths: str) -> None:
+        """Have these files removed when the pool ends in whatever way."""
+        self._guarded += paths
+        self._warm.send(Guard(self._guarded))
 
     async def _start(self) -> str:
         if self._timer is not None:
@@ -169,11 +186,7 @@ class Companion:
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
         cluster.delay = 0
-        starting = asyncio.ensure_future(cluster.start_controller(warm=self._warm))
-        await asyncio.sleep(0)  # the launcher object is made in the first step, before it waits
-        self._controller = cluster.controller
-        self._warm.send(Guard((cluster.cluster_file, *cluster.controller.connection_files.values())))
-        await starting
+        await cluster.start_controller(warm=self._warm)
         information = json.dumps((await cluster.controller.get_connection_info())["engine"])
         if ours:
             await self._take_over_ranks(cluster)
@@ -196,9 +209,13 @@ class Companion:
     async def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._up is not None and self._up.cancel():
+            await asyncio.sleep(0)  # lets it end
         cluster = self._cluster
         if cluster is None:
             return
+        if self._warm.lost is not None:
+            return  # everything has ended with it
         if self._engines is not None:
             self._engines.notify_stop({"exit_code": 0, "identifier": self._engines.identifier})
             cluster.engines.clear()

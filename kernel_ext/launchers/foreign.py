@@ -77,7 +77,10 @@ class ForeignRanks:
         load_ipyparallel()
         cluster = self._companion.new_cluster(engine_launcher_class=self._class())
         name = await cluster.start_engines(size, **self.options(size))
-        cluster.engines[name].on_stop(self._launcher_stopped)
+        launched = cluster.engines[name]
+        launched.on_stop(self._launcher_stopped)
+        if log := getattr(launched, "output_file", ""):
+            self._companion.guard(log)
 
     def _class(self) -> Any:
         if self._launcher == names.MPI:

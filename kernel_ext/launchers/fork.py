@@ -73,7 +73,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
                 )
             except TimeoutError:
                 self.warm.send(Signal(CONTROLLER, signal.SIGKILL))
-                await asyncio.wrap_future(self.ended)
+                await asyncio.wait_for(asyncio.wrap_future(self.ended), self.stop_seconds_until_kill)
         self.notify_stop(
             {"exit_code": self.ended.result().code, "pid": self.pid, "identifier": self.identifier}
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+    from hvdlab.kernel_ext.warm.ahead import WarmPool
 
 
 def prewarm() -> WarmPool:
@@ -18,6 +18,6 @@ def prewarm() -> WarmPool:
     Nothing is raised here: what goes wrong in the background is raised by ``Pool.start``. ``close()`` it if no pool
     takes it.
     """
-    from hvdlab.kernel_ext.warm.prewarm import WarmPool
+    from hvdlab.kernel_ext.warm.ahead import WarmPool
 
     return WarmPool.begin()

@@ -168,9 +168,10 @@ class WarmShell:
             return self._pool_lost()
 
     def _pool_lost(self) -> list[Event]:
-        for descriptor in (self._sock, *self._own[2:]):
+        watched: list[int | socket.socket] = [self._sock, *self._own[2:]]
+        for end in watched:
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(descriptor)
+                self._selector.unregister(end)
         self._endpoint.close()
         return [PoolLost()]
 
@@ -188,7 +189,11 @@ class WarmShell:
         pipes = self._pipes.get(CONTROLLER)
         if pipes is None or pipes.channel is None:
             return []
-        if not pipes.channel.recv(READ_SIZE):
+        try:
+            said = pipes.channel.recv(READ_SIZE)
+        except ConnectionResetError:  # it ended without having read everything
+            said = b""
+        if not said:
             self._selector.unregister(pipes.channel)
             return []
         return [ControllerListens()]

@@ -24,8 +24,8 @@ from hvdlab.kernel_ext.warm.messages import (
     WarmMessage,
 )
 
-TAIL_BYTES = 8 * 1024
-TAIL_LINES = 20
+TAIL_BYTES = 16 * 1024
+TAIL_LINES = 100
 GRACE_WITHOUT_POOL = 0.5
 """Seconds that children get to end by themselves when the pool's process is gone."""
 

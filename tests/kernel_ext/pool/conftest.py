@@ -1,0 +1,55 @@
+"""Pools of real processes, and what they must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdlab.kernel_ext.pool import Pool
+
+StartPool = Callable[..., Pool]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Temporary files and IPython's directory of the test's own, so that leftovers can be seen; no heavy imports."""
+    # Unix sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="hvd-t-", dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        monkeypatch.setenv("HVDLAB_PRELOAD", "")
+        yield tmp_path
+        assert leftovers(Path(directory)) == []
+        assert leftovers(tmp_path / "ipython" / "profile_default" / "security") == []
+
+
+def leftovers(directory: Path) -> list[str]:
+    """Names in a directory, once what is on its way out had time to go."""
+    deadline = time.monotonic() + 3
+    while directory.exists() and os.listdir(directory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sorted(os.listdir(directory)) if directory.exists() else []
+
+
+@pytest.fixture
+def start_pool() -> Iterator[StartPool]:
+    """``Pool.start``, stopped at the end; no process of its may be left."""
+    pools: list[Pool] = []
+
+    def start(*args: object, **kwargs: object) -> Pool:
+        pools.append(Pool.start(*args, **kwargs))  # type: ignore[arg-type]  # passed through
+        return pools[-1]
+
+    yield start
+    family = psutil.Process().children(recursive=True)
+    for pool in pools:
+        pool.stop()
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert alive == []

@@ -1,0 +1,83 @@
+"""Nothing outlives the process that owns the pool, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+OWNER = Path(__file__).with_name("owner.py")
+
+
+@contextlib.contextmanager
+def owner(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    process = subprocess.Popen(
+        [sys.executable, str(OWNER), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if process.stdout.readline() != "up\n":
+            pytest.fail(process.stderr.read())
+        yield process, psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("cluster",), ("cluster", "busy"), ("launcher=mpi", "busy")], ids="-".join
+)
+def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> None:
+    with owner("2", *words) as (process, family):
+        assert len(family) >= 4  # warm process, coordinator, two ranks
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []
+
+
+def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
+    source = (
+        "from hvdlab.kernel_ext.warm import prewarm; from hvdlab.collectives.deadline import Deadline; "
+        "base = prewarm().take(Deadline(10)); print('on', flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HVDLAB_PRELOAD": "torch"},  # long enough to be killed meanwhile
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "on\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_everything_ends_when_the_owner_exits_without_stopping_the_pool() -> None:
+    with owner("2", "exit") as (process, family):
+        assert process.wait(10) == 0
+        _, alive = psutil.wait_procs(family, timeout=3)
+        assert alive == []
+
+
+def test_ctrl_c_in_the_owner_s_terminal_does_not_reach_the_ranks() -> None:
+    with owner("2") as (process, family):
+        groups = {psutil.Process(process.pid).pid} | {p.pid for p in family}
+        assert len(groups) == len(family) + 1
+        process.send_signal(signal.SIGINT)  # its wait is broken, and it ends in order
+        process.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=3)
+        assert alive == []

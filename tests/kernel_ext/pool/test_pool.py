@@ -1,0 +1,347 @@
+"""A pool of real ranks on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
+from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.warm import prewarm
+
+StartPool = Callable[..., Pool]
+
+
+class Recorder:
+    """Keeps what a cell wrote."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.started = threading.Event()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        said = "".join(chunk.text for chunk in chunks if isinstance(chunk, Stream))
+        self.text[rank] = self.text.get(rank, "") + said
+        self.started.set()
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def values(pool: Pool, expression: str) -> list[object]:
+    results = pool.run(expression)
+    assert results.errors == {}
+    return [results[rank] for rank in results.ranks]
+
+
+def test_cells_run_on_all_ranks_with_values_and_output(start_pool: StartPool) -> None:
+    pool = start_pool(3)
+    out = Recorder()
+    results = pool.run("import os\nprint('rank', os.environ['RANK'])\nint(os.environ['RANK']) * 10", out=out)
+    assert list(results) == [0, 10, 20]
+    assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
+    assert pool.state == "idle"
+    assert pool.ranks == (0, 1, 2)
+
+
+def test_ranks_have_the_notebook_s_directory_path_and_environment(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "yes")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    pool = start_pool(2)
+    found = values(
+        pool,
+        "import os, sys\n"
+        "names = 'MINE RANK WORLD_SIZE LOCAL_RANK HOROVOD_SIZE HOROVOD_CROSS_SIZE MASTER_ADDR'.split()\n"
+        "(os.getcwd(), sys.path[0], *[os.environ[name] for name in names])",
+    )
+    path = str(tmp_path / "modules")
+    assert found == [
+        (str(tmp_path), path, "yes", str(rank), "2", str(rank), "2", "1", "127.0.0.1") for rank in (0, 1)
+    ]
+
+
+def test_growing_and_shrinking_leaves_the_others_alone(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pool.run("import os\nmemory = os.getpid()")
+    pids = values(pool, "memory")
+    pool.resize(4)
+    found = "import os\n(globals().get('memory'), os.environ['WORLD_SIZE'])"
+    assert values(pool, found) == [(pids[0], "4"), (pids[1], "4"), (None, "4"), (None, "4")]
+    pool.resize(3)
+    assert pool.ranks == (0, 1, 2)
+    assert values(pool, found) == [(pids[0], "3"), (pids[1], "3"), (None, "3")]
+
+
+def test_a_busy_rank_can_be_shrunk_away(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    out = Recorder()
+    run = pool.start_run("print('on', flush=True)\nwhile True: pass", ranks=[1], out=out)
+    assert out.started.wait(10)
+    pool.resize(1)
+    assert run.wait(10).ranks == (1,)
+    assert pool.ranks == (0,)
+
+
+def test_a_killed_rank_is_known_within_a_second_and_can_be_replaced(start_pool: StartPool) -> None:
+    pool = start_pool(3)
+    pool.run("kept = 'still here'")
+    pids = values(pool, "import os; os.getpid()")
+    out = Recorder()
+    run = pool.start_run(
+        "import os, time\nprint('on', flush=True)\nif os.environ['RANK'] == '1': time.sleep(60)", out=out
+    )
+    assert out.started.wait(10)
+    os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]  # a process id
+    began = time.monotonic()
+    results = run.wait(10)
+    assert time.monotonic() - began < 1.0
+    assert results.deaths[1].reason == "killed by SIGKILL"
+    assert pool.lost == {1: "killed by SIGKILL"}
+    assert pool.ranks == (0, 2)
+    told = pool.client.wait_for(lambda world: any("SIGKILL" in death.reason for death in world.deaths), 2)
+    assert [death.rank for death in told.deaths] == [1]
+    with pytest.raises(InvalidRequestError, match="rank 1 is lost"):
+        pool.run("1", ranks=[1])
+
+    assert pool.repair() == (1,)
+    assert values(pool, "globals().get('kept')") == ["still here", None, "still here"]
+    assert pool.lost == {}
+    assert pool.repair() == ()
+
+
+def test_reasons_of_deaths_are_told_in_words(start_pool: StartPool) -> None:
+    pool = start_pool(3)
+    run = pool.run(
+        "import os, ctypes\nrank = os.environ['RANK']\n"
+        "if rank == '0': os._exit(3)\nif rank == '1': ctypes.string_at(0)\nif rank == '2': os.abort()"
+    )
+    assert {rank: death.reason for rank, death in run.deaths.items()} == {
+        0: "exit code 3",
+        1: "segmentation fault",
+        2: "aborted (abort() was called)",
+    }
+    assert "Segmentation fault" in pool.last_words(1)
+
+
+def test_restart_replaces_a_rank_that_hangs_in_foreign_code(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pool.run("kept = 1")
+    out = Recorder()
+    # PyDLL keeps the interpreter's lock, so that nothing of Python's runs in that process any more.
+    run = pool.start_run(
+        "import ctypes, time\nprint('on')\ntime.sleep(0.2)\nctypes.PyDLL(None).sleep(60)", ranks=[1], out=out
+    )
+    assert out.started.wait(10)
+    pool.restart([1])
+    assert run.wait(5).deaths[1].reason == "killed by SIGKILL"
+    assert values(pool, "globals().get('kept')") == [1, None]
+
+
+def test_interrupt_ends_the_cell_and_keeps_the_ranks(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    out = Recorder()
+    run = pool.start_run("kept = 7\nprint('on', flush=True)\nwhile True: pass", out=out)
+    assert out.started.wait(10)
+    run.interrupt()
+    results = run.wait(10)
+    assert {error.ename for error in results.errors.values()} == {"KeyboardInterrupt"}
+    assert values(pool, "kept") == [7, 7]
+
+
+def test_ranks_ignore_ctrl_c_of_the_terminal_and_are_not_in_its_session(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    for pid in values(pool, "import os; os.getpid()"):
+        assert os.getsid(pid) == pid  # type: ignore[arg-type,comparison-overlap]  # a process id
+        os.kill(pid, signal.SIGINT)  # type: ignore[arg-type]  # a process id
+    assert values(pool, "1") == [1, 1]
+    assert pool.lost == {}
+
+
+def test_variables_go_both_ways(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pool.push(a=[1, 2], b="x")
+    assert pool.pull("a + [b]") == {0: [1, 2, "x"], 1: [1, 2, "x"]}
+    assert pool.pull("a", [1]) == {1: [1, 2]}
+    with pytest.raises(LookupError, match="nothing"):
+        pool.pull("nothing")
+    with pytest.raises(HvdlabError, match="lock"):
+        pool.push(lock=threading.Lock())
+
+
+def test_status_comes_while_a_rank_is_busy(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    out = Recorder()
+    run = pool.start_run("print('on', flush=True)\nwhile True: pass", ranks=[1], out=out)
+    assert out.started.wait(10)
+    assert pool.state == "running"
+    idle, busy = pool.status()
+    assert (idle.rank, idle.state, busy.rank, busy.state) == (0, "idle", 1, "running")
+    assert busy.pid == psutil.Process(busy.pid).pid
+    assert busy.pss > 0
+    run.interrupt()
+    run.wait(10)
+
+
+def test_a_prewarmed_pool_starts_from_what_is_there(start_pool: StartPool) -> None:
+    warm = prewarm()
+    pool = start_pool(2, warm=warm)
+    assert values(pool, "1") == [1, 1]
+    warm.close()  # taken: nothing happens
+    assert values(pool, "1") == [1, 1]
+
+
+def test_a_prewarmed_pool_that_is_not_used_leaves_nothing() -> None:
+    prewarm().close()
+
+
+def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pool.run("mine = int(__import__('os').environ['RANK'])")
+    cluster = pool.cluster
+    saved = json.loads(Path(cluster.cluster_file).read_text())
+    assert saved["cluster"]["cluster_id"] == cluster.cluster_id
+    client = cluster.connect_client_sync()
+    try:
+        client.wait_for_engines(2, timeout=20)
+        assert client.ids == [0, 1]
+        assert client[:].pull("mine", block=True) == [0, 1]
+        client[:].push({"theirs": 5}, block=True)
+        assert values(pool, "theirs + mine") == [5, 6]
+        printed = client[:].execute("print('through ipyparallel', mine)", block=True)
+        assert printed.stdout == ["through ipyparallel 0\n", "through ipyparallel 1\n"]
+        pool.resize(1)
+        wait_until(lambda: client.ids == [0])
+        pool.resize(2)
+        wait_until(lambda: client.ids == [0, 1])
+    finally:
+        client.close()
+        zmq.Context.instance().destroy(linger=0)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"np": 0}, "at least one rank"),
+        ({"np": -2}, "at least one rank"),
+        ({"np": 2.5}, "whole number"),
+        ({"np": 10**7}, "choose at most"),
+        ({"np": 2, "launcher": "locla"}, "choose one of local, mpi"),
+        ({"np": 2, "plane": "carrier-pigeon"}, "choose one of auto"),
+        ({"np": 2, "hosts": "a:4"}, "launcher"),
+    ],
+)
+def test_impossible_wishes_are_refused_in_one_sentence(
+    start_pool: StartPool, arguments: dict[str, object], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as raised:
+        start_pool(**arguments)
+    assert "\n" not in str(raised.value)
+    assert len(start_pool(1).ranks) == 1
+
+
+def test_a_module_that_can_not_be_imported_is_named_with_its_error(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_torch.py").write_text(
+        "raise ImportError('libcudart.so.99: cannot open shared object file')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "broken_torch")
+    with pytest.raises(StartError, match=r"import broken_torch.*libcudart\.so\.99.*HVDLAB_PRELOAD"):
+        start_pool(2)
+    monkeypatch.setenv("HVDLAB_PRELOAD", "")
+    assert values(start_pool(2), "1") == [1, 1]
+
+
+def test_a_module_that_crashes_the_import_is_told(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "crashing.py").write_text("import os, sys\nprint('about to go', file=sys.stderr)\nos.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "crashing")
+    with pytest.raises(StartError, match=r"(?s)aborted.*about to go"):
+        start_pool(2)
+
+
+def test_a_failed_growth_leaves_the_pool_as_it_was(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start_pool(2)
+    pool.run("kept = 1")
+    monkeypatch.setenv("HVDLAB_START_TIMEOUT", "not a number")
+    with pytest.raises(
+        StartError, match=r"(?s)rank.*could not be started: exit code 1.*HVDLAB_START_TIMEOUT"
+    ):
+        pool.resize(3)
+    assert pool.ranks == (0, 1)
+    monkeypatch.delenv("HVDLAB_START_TIMEOUT")
+    pool.resize(3)
+    assert values(pool, "globals().get('kept')") == [1, 1, None]
+
+
+def test_a_stopped_pool_says_so(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    pool.stop()
+    pool.stop()
+    assert pool.state == "stopped"
+    assert pool.ranks == ()
+    with pytest.raises(InvalidRequestError, match="stopped"):
+        pool.run("1")
+
+
+def test_stopping_ends_a_run_in_the_background(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    out = Recorder()
+    run = pool.start_run("print('on', flush=True)\nwhile True: pass", out=out)
+    assert out.started.wait(10)
+    pool.stop()
+    assert set(run.wait(5).deaths) == {0, 1}
+
+
+def test_the_death_of_the_warm_process_is_told(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    (warm,) = [p for p in psutil.Process().children() if p.name() == "hvd-warm"]
+    out = Recorder()
+    run = pool.start_run("print('on', flush=True)\nwhile True: pass", out=out)
+    assert out.started.wait(10)
+    warm.kill()
+    assert set(run.wait(5).deaths) == {0, 1}
+    with pytest.raises(StartError, match=r"broken down.*SIGKILL"):
+        pool.run("1")
+
+
+def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    (pid,) = values(pool, "import subprocess\nsubprocess.Popen(['sleep', '600']).pid")
+    (far,) = values(pool, "subprocess.Popen(['sleep', '600'], start_new_session=True).pid")
+    pool.stop()
+    wait_until(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(far), 3)  # type: ignore[arg-type]
+
+
+def test_python_is_this_one(start_pool: StartPool) -> None:
+    assert values(start_pool(1), "import sys; sys.executable") == [sys.executable]

@@ -1,0 +1,148 @@
+"""The warm process's table of children, without processes."""
+
+from __future__ import annotations
+
+import signal
+
+from hvdlab.kernel_ext.warm.messages import (
+    CONTROLLER,
+    ControllerUp,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    Gone,
+    Guard,
+    Shutdown,
+    Signal,
+)
+from hvdlab.kernel_ext.warm.supervisor import (
+    GRACE_WITHOUT_POOL,
+    TAIL_BYTES,
+    TAIL_LINES,
+    Asked,
+    ChildEnded,
+    ChildWrote,
+    ControllerListens,
+    Do,
+    Exit,
+    ForkReturned,
+    Kill,
+    PoolLost,
+    Send,
+    Supervisor,
+    Tail,
+    TellController,
+    Tick,
+)
+
+
+def order(number: int) -> Fork:
+    return Fork(number, {}, "/", ())
+
+
+def with_children(*numbers: int) -> Supervisor:
+    supervisor = Supervisor()
+    for number in numbers:
+        assert supervisor.handle(Asked(order(number)), 0.0) == [Do(order(number))]
+        forked = supervisor.handle(ForkReturned(number, 1000 + number), 0.0)
+        assert forked == [Send(Forked(number, 1000 + number))]
+    return supervisor
+
+
+def ended(number: int, code: int = 0, by: int = 0, oom: bool = False) -> ChildEnded:
+    return ChildEnded(1000 + number, code, by, 4096, oom)
+
+
+def test_a_failed_fork_is_told_and_can_be_tried_again() -> None:
+    supervisor = Supervisor()
+    supervisor.handle(Asked(order(0)), 0.0)
+    assert supervisor.handle(ForkReturned(0, error="no memory"), 0.0) == [Send(ForkFailed(0, "no memory"))]
+    assert supervisor.handle(Asked(order(0)), 0.0) == [Do(order(0))]
+
+
+def test_a_living_number_is_not_forked_twice() -> None:
+    (effect,) = with_children(0).handle(Asked(order(0)), 0.0)
+    assert isinstance(effect, Send)
+    assert isinstance(effect.message, ForkFailed)
+    assert "1000" in effect.message.text
+
+
+def test_a_death_is_told_with_its_last_words() -> None:
+    supervisor = with_children(0, 1)
+    assert supervisor.handle(ChildWrote(1, b"Fatal Python error: "), 0.0) == []
+    supervisor.handle(ChildWrote(1, b"Segmentation fault\n"), 0.0)
+    effects = supervisor.handle(ended(1, -1, signal.SIGSEGV), 0.0)
+    assert effects == [
+        Send(Exited(1, 1001, -1, signal.SIGSEGV, 4096, False, "Fatal Python error: Segmentation fault"))
+    ]
+    assert supervisor.children() == {0: 1000}
+
+
+def test_adopted_orphans_are_nobodys_news() -> None:
+    assert with_children(0).handle(ChildEnded(77, 0, 0, 0, False), 0.0) == []
+
+
+def test_the_controller_hears_of_ranks_that_end() -> None:
+    supervisor = with_children(0, CONTROLLER)
+    assert TellController(0) in supervisor.handle(ended(0), 0.0)
+    assert supervisor.handle(Asked(Gone(5)), 0.0) == [TellController(5)]
+    supervisor.handle(ended(CONTROLLER), 0.0)
+    assert supervisor.handle(Asked(Gone(5)), 0.0) == []
+
+
+def test_the_controller_s_word_is_passed_on() -> None:
+    supervisor = with_children(CONTROLLER)
+    assert supervisor.handle(ControllerListens(), 0.0) == [Send(ControllerUp(1000 + CONTROLLER))]
+
+
+def test_signals_reach_living_children_only() -> None:
+    supervisor = with_children(0)
+    assert supervisor.handle(Asked(Signal(0, 9)), 0.0) == [Kill(1000, 9)]
+    supervisor.handle(ended(0), 0.0)
+    assert supervisor.handle(Asked(Signal(0, 9)), 0.0) == []
+
+
+def test_shutdown_terminates_then_kills_then_exits() -> None:
+    supervisor = with_children(0, 1)
+    supervisor.handle(Asked(Guard(("/a", "/b"))), 0.0)
+    assert supervisor.handle(Asked(Shutdown(2.0)), 10.0) == [
+        Kill(1000, signal.SIGTERM),
+        Kill(1001, signal.SIGTERM),
+    ]
+    assert supervisor.next_tick() == 12.0
+    assert supervisor.handle(Tick(), 11.0) == []
+    assert all(not isinstance(e, Exit) for e in supervisor.handle(ended(0), 11.5))
+    assert supervisor.handle(Tick(), 12.0) == [Kill(1001, signal.SIGKILL, group=True)]
+    assert supervisor.handle(ended(1, -1, 9), 12.1)[-1] == Exit(("/a", "/b"))
+    assert supervisor.next_tick() is None
+
+
+def test_shutdown_without_children_exits_at_once() -> None:
+    assert Supervisor().handle(Asked(Shutdown()), 0.0) == [Exit(())]
+
+
+def test_the_pool_s_end_shortens_a_patient_shutdown() -> None:
+    supervisor = with_children(0)
+    supervisor.handle(Asked(Shutdown(60.0)), 0.0)
+    assert supervisor.handle(PoolLost(), 1.0) == []
+    assert supervisor.next_tick() == 1.0 + GRACE_WITHOUT_POOL
+
+
+def test_nothing_is_forked_while_stopping() -> None:
+    supervisor = with_children(0)
+    supervisor.handle(PoolLost(), 0.0)
+    (effect,) = supervisor.handle(Asked(order(1)), 0.0)
+    assert isinstance(effect, Send)
+    assert isinstance(effect.message, ForkFailed)
+
+
+def test_tail_keeps_the_end_within_bounds() -> None:
+    tail = Tail()
+    for number in range(5000):
+        tail.add(b"line %d\n" % number)
+    lines = tail.text().splitlines()
+    assert lines[-1] == "line 4999"
+    assert len(lines) == TAIL_LINES
+    tail.add(b"x" * (3 * TAIL_BYTES))
+    assert tail.text() == "x" * TAIL_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -16,6 +17,7 @@ from hvdlab.kernel_ext.payloads import (
     TO_RANK,
     AskStack,
     AskStatus,
+    CellDone,
     Complete,
     Credit,
     Inspect,
@@ -31,6 +33,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.rank import completion, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.runner import CellRunner
@@ -178,6 +181,12 @@ class RankAgent:
         self._cell, self._state = request.cell, "running"
         try:
             await self._runner.run(request)
+        except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
+            self._reply(
+                CellDone(
+                    request.cell, describe(self._shell, error, time.monotonic_ns(), before_exec=False), 0.0
+                )
+            )
         finally:
             self._device = status.current_device()
             self._cell, self._state = "", "idle"

@@ -13,6 +13,7 @@ import os
 import selectors
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -48,7 +49,7 @@ class Capture:
     def __init__(self, post: Post, *, fds: FdCapture | None = None) -> None:
         self._post = post
         self._fds = fds
-        self._pid = os.getpid()
+        self._forked = False
         # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
@@ -64,6 +65,7 @@ class Capture:
         self._last_write = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
+        _captures.add(self)
 
     def start(self) -> None:
         """Start sending."""
@@ -104,7 +106,7 @@ class Capture:
 
     def flush(self) -> None:
         """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
-        if os.getpid() != self._pid:
+        if self._forked:
             return
         if self._fds is not None:
             self._drain_fds()
@@ -115,7 +117,7 @@ class Capture:
 
     def write(self, name: str, text: str) -> None:
         """Queue text of stream ``name``. Blocks while the window is exhausted; KeyboardInterrupt breaks that."""
-        if os.getpid() != self._pid:
+        if self._forked:
             self._write_in_child(name, text)
             return
         if self._fds is not None:
@@ -127,21 +129,13 @@ class Capture:
             self._last_write = now
         if len(text) > PIECE:
             for start in range(0, len(text), PIECE):
-                self._put_text(name, text[start : start + PIECE])
+                self._put(_entry(name, text[start : start + PIECE]))
         else:
-            self._put_text(name, text)
-
-    def _put_text(self, name: str, text: str, wait: bool = True) -> None:
-        size = len(text)
-        if not text.isascii():
-            raw = text.encode("utf-8", "backslashreplace")  # lone surrogates have no UTF-8
-            size = len(raw)
-            text = raw.decode()
-        self._put((name, text, size), wait)
+            self._put((name, text, len(text)) if text.isascii() else _entry(name, text))
 
     def put(self, chunk: Display | Clear) -> None:
         """Queue a display or a clear, in order with the text."""
-        if os.getpid() != self._pid:
+        if self._forked:
             return  # a forked child has nobody to show it to
         if self._fds is not None:
             self._drain_fds()
@@ -162,11 +156,10 @@ class Capture:
             self._entries.append(entry)
             self._queued += size
             self._total += size
-            urgent = self._queued >= BATCH and not self._urgent
-            if self._woken and not urgent:
+            if self._woken and (self._urgent or self._queued < BATCH):
                 return
             self._woken = True
-            self._urgent = self._urgent or urgent
+            self._urgent = self._queued >= BATCH
         self._wake()
 
     def _await_room(self, size: int) -> None:
@@ -214,7 +207,7 @@ class Capture:
             room = WINDOW - (self._total - self._taken)
             for name, text in fds.read(room):
                 # Never waits: the thread that sends comes through here.
-                self._put_text(name, text, wait=False)
+                self._put(_entry(name, text), wait=False)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -252,6 +245,13 @@ class Capture:
         return room
 
 
+def _entry(name: str, text: str) -> _Entry:
+    if text.isascii():
+        return name, text, len(text)
+    raw = text.encode("utf-8", "backslashreplace")  # lone surrogates have no UTF-8
+    return name, raw.decode(), len(raw)
+
+
 def _merged(entries: list[_Entry]) -> list[Chunk]:
     """Chunks in order, neighbouring texts of one stream joined."""
     chunks: list[Chunk] = []
@@ -272,3 +272,16 @@ def _merged(entries: list[_Entry]) -> list[Chunk]:
     if texts:
         chunks.append(Stream(current, "".join(texts)))
     return chunks
+
+
+_captures: weakref.WeakSet[Capture] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    # The thread that sends, and who held the locks, stayed with the parent.
+    for capture in list(_captures):
+        capture._forked = True
+    _captures.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -19,6 +19,7 @@ E = TypeVar("E", bound=BaseException)
 LONGEST_VALUE = 64 << 10
 LONGEST_LINE = 300
 LONGEST_TRACEBACK = 1 << 20
+MOST_FRAMES = 60
 # Where our own waiting ends up; between frames of ours they are ours, too.
 _PLUMBING = frozenset({"threading", "queue", "selectors", "contextlib", "concurrent.futures._base"})
 
@@ -50,7 +51,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None
     return CellError(
-        ename=type(error).__name__,
+        ename=_clean(type(error).__name__, LONGEST_LINE),
         evalue=safe_str(error),
         traceback=tuple(_render(shell, error, before_exec)),
         when=when,
@@ -77,8 +78,10 @@ def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:
 def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
     """Traceback lines as IPython would show them; falls back to Python's own, then to one line."""
     with contextlib.ExitStack() as hidden:
+        left_out = 0
         for link in _chain(error):
             hidden.enter_context(_own_frames_hidden(link))
+            left_out += hidden.enter_context(_middle_hidden(link))
         try:
             lines = _render_as_ipython(shell, error, before_exec)
         except Exception:  # noqa: BLE001  # formatting runs the user's __repr__ and __str__
@@ -86,6 +89,8 @@ def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
                 lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
             except Exception:  # noqa: BLE001  # as above
                 lines = [one_line(error)]
+    if left_out:
+        lines.insert(-1, f"[... {left_out} frames in the middle are left out]\n")
     text = [_clean(line, LONGEST_TRACEBACK) for line in lines]
     while len(text) > 2 and sum(map(len, text)) > LONGEST_TRACEBACK:
         del text[len(text) // 2]
@@ -156,13 +161,32 @@ def _own_frames_hidden(error: BaseException) -> Iterator[None]:
             cut.tb_next = below
 
 
+@contextlib.contextmanager
+def _middle_hidden(error: BaseException) -> Iterator[int]:
+    """Leave out the middle of a very long traceback, as of a recursion, which IPython takes seconds to format."""
+    links = _links(user_part(error.__traceback__))
+    if len(links) <= MOST_FRAMES:
+        yield 0
+        return
+    head, tail = links[MOST_FRAMES // 2 - 1], links[-MOST_FRAMES // 2]
+    following, head.tb_next = head.tb_next, tail
+    try:
+        yield len(links) - MOST_FRAMES
+    finally:
+        head.tb_next = following
+
+
+def _links(trace: TracebackType | None) -> list[TracebackType]:
+    links: list[TracebackType] = []
+    while trace is not None:
+        links.append(trace)
+        trace = trace.tb_next
+    return links
+
+
 def _last_user_frame(trace: TracebackType | None) -> TracebackType | None:
     """The frame after which only ours follow (with the plumbing they wait in); None if none of ours do."""
-    links: list[TracebackType] = []
-    link = user_part(trace)
-    while link is not None:
-        links.append(link)
-        link = link.tb_next
+    links = _links(user_part(trace))
     last = len(links)
     while last and is_internal(links[last - 1].tb_frame):
         last -= 1

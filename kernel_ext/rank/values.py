@@ -85,7 +85,7 @@ def push(shell: Any, request: PushValue) -> Done:
         # The pool that started this rank sends what its user asked for: no less trusted than the cells themselves.
         values = [pickle.loads(raw) for raw in request.pickles]  # noqa: S301
         shell.push(dict(zip(request.names, values, strict=True)))
-    except Exception as error:  # noqa: BLE001  # unpickling runs the user's code
+    except BaseException as error:  # noqa: BLE001  # unpickling runs the user's code, which may also exit
         return Done(request.ticket, one_line(error))
     return Done(request.ticket)
 
@@ -104,7 +104,7 @@ def pull(shell: Any, request: PullValue) -> Value:
 def _pull_one(shell: Any, name: str) -> tuple[bytes | None, str]:
     try:
         return dump(eval(name, shell.user_global_ns, shell.user_ns)), ""
-    except Exception as error:  # noqa: BLE001  # evaluating and pickling run the user's code
+    except BaseException as error:  # noqa: BLE001  # evaluating and pickling run the user's code, which may also exit
         return None, one_line(error)
 
 

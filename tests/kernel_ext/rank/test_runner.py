@@ -144,6 +144,16 @@ def test_an_extensions_failure_does_not_end_the_rank(rank: Rank) -> None:
     assert rank.run("2").done.value_repr == "2"
 
 
+def test_a_fault_of_ours_ends_the_cell_not_the_rank(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise AssertionError("a fault of ours")
+
+    monkeypatch.setattr(rank.agent._runner, "_finish", broken)
+    assert rank.run("1").error.evalue == "a fault of ours"
+    monkeypatch.undo()
+    assert rank.run("2").done.value_repr == "2"
+
+
 # -- tracebacks -------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +243,8 @@ def test_recursion_errors_are_reported(rank: Rank) -> None:
     ran = rank.run("def f(n):\n    return f(n + 1)\nf(0)")
     assert ran.error.ename == "RecursionError"
     assert sum(map(len, ran.error.traceback)) < 1 << 20
+    assert "frames in the middle are left out" in traceback_of(ran)
+    assert "Cell In[1], line 4" in traceback_of(ran)
     assert rank.run("1").done.value_repr == "1"
 
 

@@ -122,15 +122,16 @@ def test_a_push_binds_all_or_nothing(rank: Rank) -> None:
 def test_pulled_values_come_by_name(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         pool.run("import threading\nx = 3\nlock = threading.Lock()")
-        value = pool.ask(PullValue(9, ("x", "x * 2", "lock", "missing", "1 +")), Value)
+        value = pool.ask(PullValue(9, ("x", "x * 2", "lock", "missing", "1 +", "exit()")), Value)
         assert value.ticket == 9
         assert load(value.pickles[0]) == 3
         assert load(value.pickles[1]) == 6
-        assert value.pickles[2:] == (None, None, None)
+        assert value.pickles[2:] == (None, None, None, None)
         assert value.errors[:2] == ("", "")
         assert "TypeError" in value.errors[2]
         assert "NameError" in value.errors[3]
         assert "SyntaxError" in value.errors[4]
+        assert "SystemExit" in value.errors[5]
 
     rank.play(script)
 

@@ -19,7 +19,8 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
-from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.protocol import messages as m
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch, Ready
-from hvdlab.collectives.coordinator.server import Server, ServerOptions
-from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from hvdlab.collectives.coordinator.server import Server
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 

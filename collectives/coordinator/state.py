@@ -8,7 +8,6 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hvdlab.collectives.coordinator import arrivals, set_changes
@@ -23,35 +22,17 @@ from hvdlab.collectives.coordinator.events import (
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD, execute, fuse
-from hvdlab.collectives.coordinator.history import HISTORY_BYTES, History
+from hvdlab.collectives.coordinator.fusion import execute, fuse
+from hvdlab.collectives.coordinator.history import History
 from hvdlab.collectives.coordinator.matching import report_round
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """Settings of a coordinator.
-
-    Attributes:
-        size: Ranks 0 to ``size - 1`` are expected; ``None`` waits for a client's word.
-        fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
-        stall_seconds: After how long (and then how often) a waiting collective is reported.
-        failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
-        history_bytes: Size of the history of events.
-    """
-
-    size: int | None = None
-    fusion_threshold: int = FUSION_THRESHOLD
-    stall_seconds: float = 10.0
-    failure_grace: float = 0.25
-    history_bytes: int = HISTORY_BYTES
 
 
 class CoordinatorState:

@@ -20,6 +20,9 @@ _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(cast("type[T
 
 Payload = bytes | memoryview
 
+# A string that is no UTF-8 and nesting without end are told by exceptions of Python's own.
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 def encode(message: Message) -> bytes:
     """The whole frame of a message. Raises ``ProtocolError`` if it is too large to send."""
@@ -30,7 +33,7 @@ def decode_hello(payload: Payload) -> Hello:
     """The first message of a connection. Raises ``ProtocolError`` if it is anything else."""
     try:
         return _hello.decode(payload)
-    except msgspec.DecodeError as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"no Hello: {error}") from error
 
 
@@ -38,21 +41,21 @@ def decode_from_rank(payload: Payload) -> FromRank:
     """A message that a rank sent. Raises ``ProtocolError`` if ranks may not send it or it is malformed."""
     try:
         return _from_rank.decode(payload)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of a rank: {error}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"no message of a rank: {error}") from error
 
 
 def decode_from_client(payload: Payload) -> FromClient:
     """A message that a client sent. Raises ``ProtocolError`` if clients may not send it or it is malformed."""
     try:
         return _from_client.decode(payload)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of a client: {error}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"no message of a client: {error}") from error
 
 
 def decode_to_peer(payload: Payload) -> ToPeer:
     """A message that the coordinator sent. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_peer.decode(payload)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"not a message of the coordinator: {error}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"no message of the coordinator: {error}") from error

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator_simulation import SimulatedRank, Simulation, signature
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN
-from hvdlab.collectives.coordinator.state import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 

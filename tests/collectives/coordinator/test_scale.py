@@ -7,7 +7,7 @@ import random
 import pytest
 
 from coordinator_simulation import Simulation, signature
-from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 
 SIZE = 1000

@@ -14,8 +14,8 @@ from typing import TypeVar
 import pytest
 
 from hvdlab.collectives.coordinator.memory import create_memory
-from hvdlab.collectives.coordinator.server import Server, ServerOptions
-from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from hvdlab.collectives.coordinator.server import Server
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator_simulation import CLIENT, SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.events import PeerConnected, PeerLost, Received
-from hvdlab.collectives.coordinator.state import CoordinatorOptions
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 

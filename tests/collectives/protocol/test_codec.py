@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.errors import ProtocolError
@@ -65,6 +65,8 @@ def test_messages_of_another_direction_are_refused() -> None:
 
 
 @given(data=st.binary(min_size=1, max_size=100))
+@example(data=b"\xdd\0\0\0\1\xa7\0\0\0\0\0\0\x80")  # a tag that is no UTF-8
+@example(data=b"\x91" * 100_000)  # nested without end
 @pytest.mark.parametrize("decode", [codec.decode_hello, *(decode for decode, _ in DECODERS)])
 def test_garbage_is_a_protocol_error(decode: Decode, data: bytes) -> None:
     try:

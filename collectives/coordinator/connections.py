@@ -1,0 +1,174 @@
+"""The server's connections: sending, closing, and noticing those that are late, silent or do not read."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, Connection
+from hvdlab.collectives.coordinator.events import Event, PeerLost
+from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.protocol.codec import encode
+from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.collectives.protocol.frames import FRAME_LIMIT
+from hvdlab.collectives.protocol.messages import Hello, Ping
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+NEVER = float("inf")
+
+
+class Connections:
+    """All accepted sockets and the selector that watches them.
+
+    Attributes:
+        selector: Its keys' data are connections, or functions to call.
+        open: Connections that were introduced, by peer.
+        lost: Events about connections that ended while something was sent to them.
+        next_sweep: When :meth:`sweep` is due.
+    """
+
+    def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.open: dict[int, Connection] = {}
+        self.lost: list[Event] = []
+        self.next_sweep = NEVER
+        self._options = options
+        self._log = log
+        self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
+        self._next_peer = 1
+        self._ping = 0
+
+    # -- beginnings -----------------------------------------------------------------------------------------------
+
+    def add(self, sock: socket.socket) -> None:
+        """Watch a new socket; it has to introduce itself in time."""
+        deadline = time.monotonic() + self._options.hello_timeout
+        connection = Connection(sock, self._next_peer, deadline)
+        self._next_peer += 1
+        self._settle_by(connection, deadline)
+        self.selector.register(connection, READ, connection)
+
+    def introduce(self, connection: Connection, hello: Hello) -> None:
+        """A connection has shown the token."""
+        del self._unsettled[connection]
+        connection.phase = OPEN
+        connection.client = hello.role == "client"
+        connection.name = f"client {connection.peer}" if connection.client else f"rank {hello.rank}"
+        connection.endpoint.limit = FRAME_LIMIT
+        connection.heard = time.monotonic()
+        self.open[connection.peer] = connection
+        self.next_sweep = min(self.next_sweep, connection.heard + self._options.ping_after)
+
+    def _settle_by(self, connection: Connection, deadline: float) -> None:
+        connection.deadline = deadline
+        self._unsettled[connection] = None
+        self.next_sweep = min(self.next_sweep, deadline)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection now."""
+        self._unsettled.pop(connection, None)
+        self.selector.unregister(connection)
+        connection.endpoint.close()
+
+    def lose(self, connection: Connection, reason: str, events: list[Event]) -> None:
+        """Close a connection that was introduced, and say so."""
+        del self.open[connection.peer]
+        self.drop(connection)
+        events.append(PeerLost(connection.peer, reason))
+
+    def finish(self, connection: Connection) -> None:
+        """Close a connection once it has taken what was sent to it; it is not listened to any more."""
+        self.open.pop(connection.peer, None)
+        if connection.broken or not connection.endpoint.backlog:
+            self.drop(connection)
+            return
+        connection.phase = CLOSING
+        self._settle_by(connection, time.monotonic() + self._options.hello_timeout)
+        self.selector.modify(connection, WRITE, connection)
+
+    def close(self) -> None:
+        """Close every socket, with what can be sent at once sent."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, Connection):
+                with contextlib.suppress(ConnectionLost):
+                    key.data.endpoint.flush()
+                key.data.endpoint.close()
+            elif isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.open.clear()
+        self._unsettled.clear()
+        self.selector.close()
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def write(self, connection: Connection, frame: bytes, descriptor: int = -1) -> None:
+        """Send a frame now or as soon as the peer reads."""
+        if connection.broken:
+            return
+        try:
+            if connection.endpoint.send_frame(frame, descriptor):
+                return
+        except ConnectionLost:
+            connection.broken = True  # what it sent before is still to be read; then comes its end of file
+            return
+        if not connection.writing:
+            connection.writing = True
+            self.selector.modify(connection, READ | WRITE, connection)
+        if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
+            self._log(f"{connection.name} is dropped: it does not read what it is sent")
+            self.lose(connection, "it did not read what it was sent", self.lost)
+
+    def flush(self, connection: Connection) -> None:
+        """Send what waits, as far as the socket takes it; closes a connection that was waiting for that only."""
+        try:
+            done = connection.endpoint.flush()
+        except ConnectionLost:
+            connection.broken = done = True
+        if not done:
+            return
+        if connection.phase == CLOSING:
+            self.drop(connection)
+        elif connection.writing:
+            connection.writing = False
+            self.selector.modify(connection, READ, connection)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def sweep(self, now: float, events: list[Event]) -> None:
+        """Look for peers that are late or silent, and find out when to look again."""
+        upcoming = self._drop_late(now)
+        options = self._options
+        silent: list[Connection] = []
+        for connection in list(self.open.values()):
+            silence = now - connection.heard
+            if silence < options.ping_after:
+                upcoming = min(upcoming, connection.heard + options.ping_after)
+            elif silence >= options.dead_after and not connection.may_live():
+                self._log(f"{connection.name} has been silent for {silence:.0f} s")
+                self.lose(connection, f"no sign of life for {silence:.0f} s", events)
+            else:
+                silent.append(connection)
+                upcoming = min(upcoming, now + options.ping_after)
+        self.next_sweep = upcoming
+        if silent:
+            self._ping += 1
+            frame = encode(Ping(self._ping))
+            for connection in silent:
+                self.write(connection, frame)
+
+    def _drop_late(self, now: float) -> float:
+        """Close connections that did not introduce themselves, or did not take their last words, in time."""
+        upcoming = NEVER
+        for connection in list(self._unsettled):
+            if now < connection.deadline:
+                upcoming = min(upcoming, connection.deadline)
+                continue
+            if connection.phase != CLOSING:
+                self._log(f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s")
+            self.drop(connection)
+        return upcoming

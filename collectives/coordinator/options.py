@@ -1,0 +1,48 @@
+"""Settings of the coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
+from hvdlab.collectives.coordinator.history import HISTORY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """Settings of the state.
+
+    Attributes:
+        size: Ranks 0 to ``size - 1`` are expected; ``None`` waits for a client's word.
+        fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
+        stall_seconds: After how long (and then how often) a waiting collective is reported.
+        failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
+        history_bytes: Size of the history of events.
+    """
+
+    size: int | None = None
+    fusion_threshold: int = FUSION_THRESHOLD
+    stall_seconds: float = 10.0
+    failure_grace: float = 0.25
+    history_bytes: int = HISTORY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Settings of the server. Times are in seconds, sizes in bytes.
+
+    Attributes:
+        token: What every Hello must show.
+        hello_timeout: Time for a stranger to introduce itself, and for a closing one to take what is left.
+        ping_after: Silence after which a peer is asked for a sign of life.
+        dead_after: Silence after which it counts as lost, unless it is a process of this host that runs.
+        backlog_limit: How much may wait for a peer that does not read.
+        state: Settings of the state.
+    """
+
+    token: str
+    hello_timeout: float = 10.0
+    ping_after: float = 5.0
+    dead_after: float = 30.0
+    backlog_limit: int = 256 * 1024 * 1024
+    state: CoordinatorOptions = field(default_factory=CoordinatorOptions)

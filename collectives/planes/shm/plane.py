@@ -23,7 +23,7 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.shm.exchanges import AllGather, AllToAll, Broadcast, ReduceScatter
-from hvdlab.collectives.planes.shm.layout import LINE, layout_from
+from hvdlab.collectives.planes.shm.layout import LINE, PAGE, layout_from
 from hvdlab.collectives.planes.shm.pipeline import (
     Stage,
     ahead_of_three,
@@ -32,22 +32,24 @@ from hvdlab.collectives.planes.shm.pipeline import (
     two_stages,
 )
 from hvdlab.collectives.planes.shm.reductions import PairReduction, SlicedReduction
-from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
+from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
 from hvdlab.collectives.planes.shm.slots import Slots, StepViews
 from hvdlab.collectives.planes.shm.steps import Folding, Steps
 from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
 
 SMALL_BYTES = 16 * 1024
 """Up to this size everybody reduces everything, in one step with one synchronisation."""
-SPINS = 150
-"""Looks at the counters before sleeping, some 20 microseconds, where there is a core for every member."""
+PAIR_CHUNK_BYTES = 256 * 1024
+"""Largest chunk for two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
+LEAST_CHUNK_BYTES = 64 * 1024
+"""Chunks are not made smaller than this to have more of them."""
 _BYTE = np.dtype(np.uint8)
 
 
 class ShmPlane(Plane):
     """A data plane for ranks of one host.
 
-    Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``spins``.
+    Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
     Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
     slots, ``transfer`` reducing and copying out of them.
     """
@@ -81,13 +83,11 @@ class ShmPlane(Plane):
     def connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         memory = self._map()
-        spins = int(self.context.options.get("spins", SPINS))
+        yields = int(self.context.options.get("yields", YIELDS))
         with self._guard:
             self._memory = memory
             self._slots = Slots(memory, self._layout)
-            self._signals = Signals(
-                memory, self._layout, self._index, spins if self._size <= len(os.sched_getaffinity(0)) else 0
-            )
+            self._signals = Signals(memory, self._layout, self._index, yields)
             if self._aborted:
                 self._signals.abort()
         self._step = 1
@@ -139,8 +139,10 @@ class ShmPlane(Plane):
         return self._folds.setdefault((dtype, op), make_fold(dtype, op))
 
     def _chunk(self, total: int, itemsize: int) -> int:
-        """Elements per chunk."""
-        return self._layout.chunk_bytes // itemsize
+        """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
+        half = -(-total * itemsize // 2 // PAGE) * PAGE
+        most = PAIR_CHUNK_BYTES if self._size == 2 else self._layout.chunk_bytes
+        return min(max(half, LEAST_CHUNK_BYTES), most, self._layout.chunk_bytes) // itemsize
 
     def _reduce_small(
         self, source: Buffer, out: Buffer, fold: Fold, prescale: float, postscale: float, phases: Phases

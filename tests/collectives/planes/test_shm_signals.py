@@ -22,7 +22,7 @@ LAYOUT = Layout(3, 4096, 5)
 @pytest.fixture
 def members() -> Iterator[list[Signals]]:
     memory = mmap.mmap(-1, LAYOUT.size)
-    signals = [Signals(memory, LAYOUT, index, spins=0) for index in range(3)]
+    signals = [Signals(memory, LAYOUT, index, yields=0) for index in range(3)]
     yield signals
     for signal in signals:
         signal.close()

@@ -12,6 +12,7 @@ from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import TimedSink
 from hvdlab.kernel_ext.output.report import report
+from hvdlab.magics.session import shell_colours
 
 
 class RunningCell(Protocol):
@@ -31,13 +32,13 @@ class BackgroundSink:
     A cell in the foreground does that by its result or its exception, a cell that has returned can't any more.
     """
 
-    def __init__(self, inner: TimedSink, write: Callable[[str, str], None]) -> None:
+    def __init__(self, inner: TimedSink, write: Callable[[str, str], None], *, colours: bool) -> None:
         self.output, self.done, self.note = inner.output, inner.done, inner.note
-        self.tick, self.backlog = inner.tick, inner.backlog
-        self._write = write
+        self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
+        self._write, self._colours = write, colours
 
     def finished(self, results: CellResults) -> None:
-        lines = report(results)
+        lines = report(results, colours=self._colours)
         if lines:
             self._write("stderr", "\n".join(lines) + "\n")
         elif results.has_values:
@@ -66,7 +67,7 @@ class BackgroundCell:
         results = self._run.wait(timeout)
         if self._name and self._shell.user_ns.get(self._name) is self:
             self._shell.user_ns[self._name] = results
-        failure = failure_of(results)
+        failure = failure_of(results, colours=shell_colours(self._shell))
         if failure is not None:
             raise failure
         return results

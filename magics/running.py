@@ -17,7 +17,7 @@ from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, in_notebook
 from hvdlab.magics.screens.tabs import PagesSink, SectionsView, notebook_view
 from hvdlab.magics.screens.terminal import TerminalScreen, write_to_terminal
-from hvdlab.magics.session import Session, as_usage_error, cell_number
+from hvdlab.magics.session import Session, as_usage_error, cell_number, shell_colours
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -60,7 +60,7 @@ def run_cell(
 def _conclude(session: Session, results: CellResults, name: str | None) -> CellResults | None:
     if name:
         session.shell.user_ns[name] = results
-    failure = failure_of(results)
+    failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure
     return results if results.has_values else None
@@ -72,11 +72,10 @@ def make_sink(session: Session, ranks: Sequence[int], output: str, *, background
         return NullSink()
     publisher = _publisher(session, background=background)
     sink = _foreground_sink(publisher, ranks, output)
-    return (
-        BackgroundSink(sink, write_to_terminal if publisher is None else publisher.stream)
-        if background
-        else sink
-    )
+    if not background:
+        return sink
+    write = write_to_terminal if publisher is None else publisher.stream
+    return BackgroundSink(sink, write, colours=shell_colours(session.shell))
 
 
 def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str) -> TimedSink:

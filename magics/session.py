@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.magics.ahead import Ahead
+from hvdlab.magics.progress import StartProgress
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -97,13 +98,17 @@ class Session:
     ) -> Pool:
         from hvdlab.kernel_ext.checks import default_size
 
-        if np is None and hosts is None:
-            np = default_size()
-            say(f"starting {np} ranks (-np chooses how many)")
+        chosen = np is not None or hosts is not None
+        np = np if chosen else default_size()
         ahead, self.ahead = self.ahead, None
         warm = ahead.take() if ahead is not None else None
-        with as_usage_error():
-            self._pool = self._start_pool(np, launcher=launcher, plane=plane, hosts=hosts, warm=warm)
+        alone = self.raw_cell.lstrip().startswith("%%hvd_run")
+        with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
+            self._pool = self._start_pool(
+                np, launcher=launcher, plane=plane, hosts=hosts, warm=warm, on_progress=progress
+            )
+        if not chosen:
+            say(f"started {np} ranks (-np chooses how many)")
         return self._pool
 
 
@@ -129,6 +134,11 @@ def as_usage_error() -> Iterator[None]:
 def cell_number(shell: InteractiveShell) -> int:
     """The number of the cell that runs now, as in ``In[7]``; releases of IPython count on at different moments."""
     return int(getattr(shell.displayhook, "prompt_count", shell.execution_count))
+
+
+def shell_colours(shell: InteractiveShell) -> bool:
+    """Whether the shell shows tracebacks in colour."""
+    return str(shell.colors).lower() != "nocolor"
 
 
 def ranks_of(pool: Pool) -> list[int]:

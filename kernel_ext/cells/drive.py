@@ -146,6 +146,8 @@ class CellHandle:
     def _take(self, event: Event, now: float) -> None:
         for effect in self._run.handle(event, now):
             self._perform(effect)
+        if isinstance(event, InterruptRequested) and self._timed is not None:
+            self._timed.hurry()
 
     def _perform(self, effect: Effect) -> None:
         match effect:

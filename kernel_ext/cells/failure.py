@@ -17,33 +17,35 @@ class CellFailed(HvdlabError):
         results: Everything the ranks left behind.
     """
 
-    def __init__(self, results: CellResults) -> None:
+    def __init__(self, results: CellResults, *, colours: bool = True) -> None:
         self.results = results
+        self._colours = colours
         cause = results.root_cause
         super().__init__(cause.evalue if cause is not None else "")
 
     def _render_traceback_(self) -> list[str]:
         """IPython shows these lines instead of a traceback through our own frames."""
-        return report(self.results)
+        return report(self.results, colours=self._colours)
 
 
 class CellInterrupted(KeyboardInterrupt):
     """The user interrupted a cell. A KeyboardInterrupt, so that nothing but the top level catches it."""
 
-    def __init__(self, results: CellResults) -> None:
+    def __init__(self, results: CellResults, *, colours: bool = True) -> None:
         self.results = results
+        self._colours = colours
         cause = results.root_cause
         super().__init__(cause.evalue if cause is not None else "")
 
     def _render_traceback_(self) -> list[str]:
-        return report(self.results)
+        return report(self.results, colours=self._colours)
 
 
-def failure_of(results: CellResults) -> CellFailed | CellInterrupted | None:
-    """The exception to raise for these results, or None if all is well."""
+def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | CellInterrupted | None:
+    """The exception to raise for these results, or None if all is well; ``colours`` is for what IPython shows."""
     cause = results.root_cause
     if cause is None:
         return None
     base = CellInterrupted if results.interrupted and cause.ename == "KeyboardInterrupt" else CellFailed
     named: type[CellFailed | CellInterrupted] = type(cause.ename, (base,), {"__module__": base.__module__})
-    return named(results)
+    return named(results, colours=colours)

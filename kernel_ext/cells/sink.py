@@ -38,6 +38,9 @@ class TimedSink(OutputSink, Protocol):
     def backlog(self) -> int:
         """Characters that were taken but not written yet; above a limit the ranks get no further credit."""
 
+    def hurry(self) -> None:
+        """The user has interrupted the run: what is held back may be shortened."""
+
 
 @runtime_checkable
 class EndingSink(OutputSink, Protocol):

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.kernel_ext.cells.results import CellResults, RootCause, same_error
+from hvdlab.kernel_ext.cells.results import CellResults, RootCause
 from hvdlab.kernel_ext.payloads import CellError
 
 _RED, _BOLD, _RESET = "\x1b[31m", "\x1b[1m", "\x1b[0m"
 
 
-def report(results: CellResults) -> list[str]:
-    """Lines (with ANSI colours) that tell why the cell failed; empty if it didn't."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def report(results: CellResults, *, colours: bool = True) -> list[str]:
+    """Lines (with ANSI colours, unless ``colours`` is False) that tell why the cell failed; empty if it didn't."""
     cause = results.root_cause
     if cause is None:
         return []
+    lines = _coloured(results, cause)
+    return lines if colours else [_ANSI.sub("", line) for line in lines]
+
+
+def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     lines = [_headline(results, cause), *cause.traceback]
     others = _consequences(results, cause)
     if others and cause.traceback:
@@ -39,23 +49,16 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
         for death in results.deaths.values()
         if not (cause.ename == "RankDied" and death.rank in cause.ranks)
     ]
-    told = set(cause.ranks)
-    rest = {rank: error for rank, error in results.errors.items() if rank not in told}
-    while rest:
-        error = next(iter(rest.values()))
-        alike = [rank for rank, other in rest.items() if _folds_with(error, other)]
-        lines.append(f"{format_ranks(alike)}: {_one_line(results, error)}")
-        for rank in alike:
-            del rest[rank]
+    folded: dict[str, list[int]] = {}
+    for rank, error in results.errors.items():
+        if rank not in cause.ranks:
+            folded.setdefault(_one_line(results, error), []).append(rank)
+    lines += [f"{format_ranks(ranks)}: {line}" for line, ranks in folded.items()]
     if results.unanswered:
         lines.append(
             f"{format_ranks(results.unanswered)}: no answer to the interrupt, not waited for any longer"
         )
     return lines
-
-
-def _folds_with(a: CellError, b: CellError) -> bool:
-    return (a.interrupted and b.interrupted) or same_error(a, b)
 
 
 def _one_line(results: CellResults, error: CellError) -> str:
@@ -71,6 +74,8 @@ def _one_line(results: CellResults, error: CellError) -> str:
 def _because(results: CellResults, error: CellError) -> str:
     dead = [rank for rank in error.culprits if rank in results.deaths]
     failed = [rank for rank in error.culprits if rank in results.errors and rank not in dead]
+    # A rank that came late is told that all who had stopped before are missing; those were only stopped themselves.
+    failed = [rank for rank in failed if not results.errors[rank].aborted] or failed
     if dead:
         return f" because {format_ranks(dead)} died"
     if failed:

@@ -25,6 +25,9 @@ class Screen(Protocol):
     def backlog(self) -> int:
         """Characters held back."""
 
+    def hurry(self) -> None:
+        """The user has interrupted the cell and does not want to wait for what is held back."""
+
     def finish(self) -> None:
         """Nothing more comes."""
 
@@ -63,6 +66,9 @@ class MergingSink:
 
     def backlog(self) -> int:
         return self._screen.backlog()
+
+    def hurry(self) -> None:
+        self._screen.hurry()
 
     def _show(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hvdlab.collectives.errors import format_ranks
@@ -18,7 +20,19 @@ from hvdlab.magics.screens.publisher import Publisher
 MESSAGE_CHARACTERS = 256 * 1024
 """Longest text of one message."""
 
+HURRIED_CHARACTERS = 300 * 1024
+"""What is still shown of a backlog after an interrupt."""
+
 _EMPTY = {"text/plain": "", "text/html": ""}
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message that waits for its turn; ``text`` is what may be left out after an interrupt."""
+
+    send: Callable[[], None]
+    size: int = 0
+    text: str = ""
 
 
 class NotebookScreen:
@@ -42,7 +56,10 @@ class NotebookScreen:
         self._labelled = len(self._ranks) > 1
         self._areas = Areas(f"hvdlab-{cell}")
         self._pacer = Pacer(clock())
-        self._outbox: deque[tuple[Callable[..., None], tuple[Any, ...], int]] = deque()
+        self._outbox: deque[_Message] = deque()
+        self._backlog = 0
+        self._hurried = False
+        self._skipped = 0
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False
 
@@ -50,7 +67,8 @@ class NotebookScreen:
 
     def write(self, piece: Text) -> None:
         for part in _parts(piece.text):
-            self._send(self._publisher.stream, piece.name, part, size=len(part.encode("utf-8", "replace")))
+            send = partial(self._publisher.stream, piece.name, part)
+            self._send(_Message(send, len(part.encode("utf-8", "replace")), part))
 
     def show(self, piece: Shown) -> None:
         display, rank = piece.display, piece.ranks[0]
@@ -68,7 +86,7 @@ class NotebookScreen:
         if set(piece.ranks) == self._ranks:
             self._areas.forget()
             self._live_made = False
-            self._send(self._publisher.clear, piece.wait)
+            self._send(_Message(partial(self._publisher.clear, piece.wait)))
             return
         for rank in piece.ranks:
             stale = self._areas.clear(rank)
@@ -84,6 +102,7 @@ class NotebookScreen:
         self._live_filled = bool(piece.lines)
 
     def finish(self) -> None:
+        self._tell_skipped()
         for area in self._areas.leftover():
             self._display(_EMPTY, {}, area, update=True)
 
@@ -91,27 +110,53 @@ class NotebookScreen:
 
     def tick(self, now: float) -> float | None:
         while self._outbox:
-            call, arguments, size = self._outbox[0]
-            if not self._pacer.take(size, now):
-                return self._pacer.ready_at(size, now)
+            message = self._outbox[0]
+            if not self._pacer.take(message.size, now):
+                return self._pacer.ready_at(message.size, now)
             self._outbox.popleft()
-            call(*arguments)
+            self._backlog -= message.size
+            self._tell_skipped()
+            message.send()
         return None
 
     def backlog(self) -> int:
-        return sum(size for _, _, size in self._outbox)
+        return self._backlog
 
-    def _send(self, call: Callable[..., None], *arguments: Any, size: int = 0) -> None:
-        self._outbox.append((call, arguments, size))
+    def hurry(self) -> None:
+        """The user has interrupted the cell: of what waits show the end only."""
+        self._hurried = True
+        self._shorten()
+
+    def _send(self, message: _Message) -> None:
+        self._outbox.append(message)
+        self._backlog += message.size
+        self._shorten()
         self.tick(self._clock())
+
+    def _shorten(self) -> None:
+        if not self._hurried or self._backlog <= HURRIED_CHARACTERS:
+            return
+        kept: deque[_Message] = deque()
+        while self._outbox:
+            message = self._outbox.pop()
+            if message.text and sum(m.size for m in kept) + message.size > HURRIED_CHARACTERS:
+                self._skipped += message.text.count("\n")
+                self._backlog -= message.size
+            else:
+                kept.appendleft(message)
+        self._outbox = kept
+
+    def _tell_skipped(self) -> None:
+        if self._skipped:
+            self._publisher.stream(
+                "stderr", f"({self._skipped} lines are not shown: the cell was interrupted)\n"
+            )
+            self._skipped = 0
 
     def _display(
         self, data: dict[str, Any], metadata: dict[str, Any], area: str, *, update: bool = False
     ) -> None:
-        def publish() -> None:
-            self._publisher.display(data, metadata, area, update=update)
-
-        self._send(publish)
+        self._send(_Message(partial(self._publisher.display, data, metadata, area, update=update)))
 
     def _labelled_data(self, piece: Shown) -> dict[str, Any]:
         data = piece.display.data

@@ -56,6 +56,9 @@ class PagesSink:
     def backlog(self) -> int:
         return 0
 
+    def hurry(self) -> None:
+        pass
+
 
 class SectionsView:
     """A terminal: one section for each rank, when the cell has ended."""

@@ -20,7 +20,8 @@ class TerminalScreen:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._labelled = len(ranks) > 1
-        self._drawn = ""
+        self._drawn = ""  # on screen now
+        self._wanted = ""  # to be drawn again below whatever is written
 
     def write(self, piece: Text) -> None:
         self._erase()
@@ -37,8 +38,6 @@ class TerminalScreen:
     def clear(self, piece: Cleared) -> None:
         self._erase()
 
-    _wanted = ""
-
     def live(self, piece: LiveLines) -> None:
         self._wanted = piece.text().split("\n", 1)[0]
         self._erase()
@@ -49,6 +48,9 @@ class TerminalScreen:
 
     def backlog(self) -> int:
         return 0
+
+    def hurry(self) -> None:
+        pass
 
     def finish(self) -> None:
         self._wanted = ""

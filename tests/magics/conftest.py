@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from jupyter_core.utils import ensure_event_loop
 from traitlets.config import Config
 
 from hvdlab.magics.extension import Extension
 from hvdlab.magics.session import Session
 from magics_fakes import FakePool, Notebook
+
+
+@pytest.fixture(scope="session", autouse=True)
+def jupyter_loop() -> Iterator[None]:
+    """The event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
+    loop = ensure_event_loop()
+    yield
+    loop.close()
 
 
 @pytest.fixture

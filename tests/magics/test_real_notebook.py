@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pexpect
 import psutil
 import pytest
 from nbclient import NotebookClient
@@ -48,6 +49,43 @@ x = 3
 %hvd_run 1 / 0
 %hvd_run 5
 """
+
+
+def _terminal(directory: Path) -> pexpect.spawn[str]:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(directory),
+        "IPYTHONDIR": str(directory),
+        "TERM": "xterm",
+        "PYTHONUNBUFFERED": "1",
+    }
+    arguments = ["-m", "IPython", "--colors=nocolor", "--no-banner", "--no-confirm-exit", "--simple-prompt"]
+    return pexpect.spawn(
+        sys.executable, arguments, cwd=str(directory), env=environment, encoding="utf-8", timeout=30
+    )
+
+
+def test_ctrl_c_in_a_terminal_interrupts_the_ranks_once(tmp_path: Path) -> None:
+    terminal = _terminal(tmp_path)
+    try:
+        terminal.expect("In ")
+        terminal.sendline("%load_ext hvdlab")
+        terminal.sendline("%hvd_run -np 2 import time; x = 7; print('begun'); time.sleep(60)")
+        terminal.expect_exact("[0,1] begun")
+        terminal.sendintr()
+        terminal.expect("KeyboardInterrupt: ranks 0,1 were interrupted")
+        terminal.sendline("%hvd_run print('x is', x)")
+        terminal.expect_exact("[0,1] x is 7")
+        terminal.sendline(
+            "%hvd_run import sys; sys.stderr.write('\\r10%'); time.sleep(.3); sys.stderr.write('\\r20%\\n')"
+        )
+        terminal.expect_exact("[0,1] 10%")
+        terminal.expect_exact("\r\x1b[K")
+        terminal.expect_exact("[0,1] 20%\r\n")
+        terminal.sendline("exit")
+        terminal.expect(pexpect.EOF)
+    finally:
+        terminal.close(force=True)
 
 
 def test_a_terminal_session_shows_the_same(tmp_path: Path) -> None:

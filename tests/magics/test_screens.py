@@ -149,6 +149,24 @@ def test_more_than_a_burst_waits_and_nothing_is_lost() -> None:
     assert len(text) / clock.now < 1_500_000, "the rate at which the server drops messages is not reached"
 
 
+def test_after_an_interrupt_only_the_end_of_a_backlog_is_shown() -> None:
+    notebook, recorder, clock = screen()
+    lines = [f"{i:<98}\n" for i in range(100_000)]
+    notebook.write(Text("stdout", "".join(lines)))
+    notebook.hurry()
+    clock.now = 1.0
+    notebook.tick(clock.now)
+    notebook.write(Text("stdout", "last\n"))
+    notebook.finish()
+    while (due := notebook.tick(clock.now)) is not None:
+        clock.now = due
+    assert clock.now < 2.0
+    shown = "".join(text for name, text in recorder.sent if name == "stdout").splitlines()
+    (told,) = [text for name, text in recorder.sent if name == "stderr"]
+    assert told == f"({100_001 - len(shown)} lines are not shown: the cell was interrupted)\n"
+    assert shown[-1] == "last"
+
+
 def test_messages_are_counted_too() -> None:
     pacer = Pacer(0.0)
     assert all(pacer.take(1, 0.0) for _ in range(BURST_MESSAGES))

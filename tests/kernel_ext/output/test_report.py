@@ -39,6 +39,11 @@ def test_the_failed_rank_comes_first_and_the_others_are_folded() -> None:
     ]
 
 
+def test_a_rank_that_came_late_is_folded_with_the_others() -> None:
+    found = shown(results({0: aborted(2, 3), 1: aborted(3, 0, 2, 3), 2: aborted(4, 3), 3: BAD}))
+    assert found[-1] == "ranks 0-2: stopped in allreduce `grad.fc.weight` because rank 3 failed"
+
+
 def test_equal_errors_are_told_once() -> None:
     assert shown(results({0: BAD, 1: BAD})) == ["ranks 0,1 failed with the same error:", *BAD.traceback]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.matching import Round
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
+from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import format_ranks
 

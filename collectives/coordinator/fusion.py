@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlab.collectives.coordinator.events import Outbox
-from hvdlab.collectives.coordinator.matching import Round
+from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.protocol.messages import Batch, Execute
 

@@ -11,77 +11,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from hvdlab.collectives.coordinator.signatures import Defined, Interned, describe
-from hvdlab.collectives.protocol.messages import (
-    AbortedCollective,
-    Message,
-    Party,
-    Reject,
-    RejectDuplicate,
+from hvdlab.collectives.coordinator.rounds import (
+    DuplicateName,
+    Extra,
+    Item,
+    Mismatch,
+    Rejection,
+    Round,
+    Verdict,
+    parties_of,
+    report_round,
 )
-
-Extra = tuple[int, ...]
-Item = tuple[Defined, Extra]
+from hvdlab.collectives.coordinator.signatures import Defined, Interned
+from hvdlab.collectives.protocol.messages import AbortedCollective
 
 SITES_LIMIT = 4096
 """Call sites that one report of pending collectives carries at most."""
-
-
-class Round:
-    """The submissions of one name that belong together.
-
-    Attributes:
-        info, local: Signature and local id of the first submission.
-        agree: Whether all ranks' local ids are the same.
-        heads: What each rank has submitted.
-        extras: Numbers that differ between ranks, where there are any.
-        payloads: Small tensors that came along.
-        behind: Later submissions of the same name, oldest first; ``None`` if there never were any.
-        since: When the first submission came.
-        reported: How often it was reported as stalled.
-    """
-
-    __slots__ = ("agree", "behind", "extras", "heads", "info", "local", "payloads", "reported", "since")
-
-    def __init__(self, info: Interned, local: int, since: float) -> None:
-        self.info = info
-        self.local = local
-        self.agree = True
-        self.heads: dict[int, Defined] = {}
-        self.extras: dict[int, Extra] | None = None
-        self.payloads: dict[int, bytes] | None = None
-        self.behind: dict[int, deque[Item]] | None = None
-        self.since = since
-        self.reported = 0
-
-
-class Mismatch:
-    """Verdict on a round in which ranks disagree."""
-
-    __slots__ = ("name", "parties")
-
-    def __init__(self, name: str, parties: tuple[Party, ...]) -> None:
-        self.name, self.parties = name, parties
-
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Reject(process_set, epoch, locals, self.name, self.parties)
-
-
-class DuplicateName:
-    """Verdict on a round whose name one rank has submitted twice."""
-
-    __slots__ = ("first_site", "name", "rank", "second_site")
-
-    def __init__(self, name: str, rank: int, first_site: str, second_site: str) -> None:
-        self.name, self.rank, self.first_site, self.second_site = name, rank, first_site, second_site
-
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return RejectDuplicate(
-            process_set, epoch, locals, self.name, self.rank, self.first_site, self.second_site
-        )
-
-
-Verdict = Mismatch | DuplicateName
 
 
 class Matcher:
@@ -92,7 +37,7 @@ class Matcher:
         rounds: Rounds that are not complete, by name, oldest first.
         held: Complete rounds whose group is not.
         ready: Complete rounds to be released, in order.
-        rejections: What is to be told to ranks: (rank, local id, verdict).
+        rejections: Submissions that got a verdict, in order.
         conflict: Text of a disagreement that can't be limited to one name, or empty.
     """
 
@@ -103,7 +48,7 @@ class Matcher:
         self.rounds: dict[str, Round] = {}
         self.held: dict[str, list[Round]] = {}
         self.ready: list[Round] = []
-        self.rejections: list[tuple[int, int, Verdict]] = []
+        self.rejections: list[Rejection] = []
         self.conflict = ""
         self._owed: dict[tuple[int, str], deque[Verdict]] = {}
         self._owed_groups: dict[tuple[int, str], deque[list[int | Verdict]]] = {}
@@ -185,7 +130,7 @@ class Matcher:
 
     def _mismatch(self, current: Round, now: float) -> None:
         name = current.info.name
-        parties = _parties(current.heads)
+        parties = parties_of(current.heads)
         groups = {d.info.group for d in current.heads.values()}
         if len(groups) > 1:
             # Which tensors go together is disputed itself: there is no saying which others the verdict concerns.
@@ -211,7 +156,7 @@ class Matcher:
         info = current.info
         del self.rounds[info.name]
         for rank, defined in current.heads.items():
-            self.rejections.append((rank, defined.local, verdict))
+            self._reject(rank, defined, verdict)
         if info.group:
             self._decide_group(info, verdict, dict.fromkeys(current.heads, 1), now, current.behind)
             return
@@ -233,7 +178,7 @@ class Matcher:
         group, size = info.group, info.group_size
         for complete in self.held.pop(group, ()):
             for rank, defined in complete.heads.items():
-                self.rejections.append((rank, defined.local, verdict))
+                self._reject(rank, defined, verdict)
                 taken[rank] = taken.get(rank, 0) + 1
         left = [(rank, item) for rank, queue in (behind or {}).items() for item in queue]
         for name in [
@@ -244,7 +189,7 @@ class Matcher:
         for rank, item in left:
             if item[0].info.group == group and taken.get(rank, 0) < size:
                 taken[rank] = taken.get(rank, 0) + 1
-                self.rejections.append((rank, item[0].local, verdict))
+                self._reject(rank, item[0], verdict)
             else:
                 again.append((rank, item))
         for rank in self.ranks:
@@ -253,6 +198,9 @@ class Matcher:
                 owed.append([size - taken.get(rank, 0), verdict])
         for rank, (defined, extra) in again:
             self.submit(rank, defined, extra, now)
+
+    def _reject(self, rank: int, defined: Defined, verdict: Verdict) -> None:
+        self.rejections.append(Rejection(len(self.ready), rank, defined.local, verdict))
 
     @staticmethod
     def _withdraw(current: Round) -> Iterable[tuple[int, Item]]:
@@ -287,7 +235,7 @@ class Matcher:
             verdict = owed.popleft()
             if not owed:
                 del self._owed[rank, info.name]
-        self.rejections.append((rank, defined.local, verdict))
+        self._reject(rank, defined, verdict)
         return True
 
     def forgive(self, rank: int) -> None:
@@ -333,21 +281,3 @@ class Matcher:
         assert {rank for rank, _ in (*self._owed, *self._owed_groups)} <= members
         assert all(self._owed.values())
         assert all(self._owed_groups.values())
-
-
-def report_round(current: Round, missing: tuple[int, ...], *, all_sites: bool = True) -> AbortedCollective:
-    """A round in the words of the protocol."""
-    waited = tuple(sorted(current.heads))
-    shown = waited if all_sites else waited[:1]
-    sites = tuple(current.heads[rank].site for rank in shown)
-    return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites)
-
-
-def _parties(heads: dict[int, Defined]) -> tuple[Party, ...]:
-    """Ranks by what they asked for; the site is that of the lowest rank."""
-    groups: dict[Interned, list[int]] = {}
-    for rank in sorted(heads):
-        groups.setdefault(heads[rank].info, []).append(rank)
-    return tuple(
-        Party(tuple(ranks), describe(info.signature), heads[ranks[0]].site) for info, ranks in groups.items()
-    )

@@ -7,6 +7,7 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,11 +25,11 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.fusion import execute, fuse
 from hvdlab.collectives.coordinator.history import History
-from hvdlab.collectives.coordinator.matching import report_round
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.coordinator.rounds import Rejection, Verdict, report_round
 from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -185,28 +186,34 @@ class CoordinatorState:
 
     def _decide(self, ps: ProcessSet) -> None:
         matcher = ps.matcher
-        if matcher.rejections:
-            self._reject(ps)
         if matcher.conflict:
             self.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
             return
-        if matcher.ready:
-            ready, matcher.ready = matcher.ready, []
+        ready, matcher.ready = matcher.ready, []
+        if matcher.rejections:
+            rejections, matcher.rejections = matcher.rejections, []
+            done = 0
+            for after, rejected in itertools.groupby(rejections, lambda r: r.after):
+                self._release(ps, ready[done:after])
+                self._reject(ps, rejected)
+                done = after
+            ready = ready[done:]
+        if ready:
             self._release(ps, ready)
         if ps.gone and matcher.pending:
             left = tuple(sorted(ps.gone))
             self.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
-    def _reject(self, ps: ProcessSet) -> None:
-        rejections, ps.matcher.rejections = ps.matcher.rejections, []
+    def _reject(self, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:
+        """Tell verdicts; ranks that are told the same share a message."""
         peers = dict(zip(ps.members, ps.peers, strict=True))
-        grouped: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
-        locals: dict[tuple[Any, int], list[int]] = {}
-        for rank, local, verdict in rejections:
+        locals: dict[tuple[Verdict, int], list[int]] = {}
+        for _, rank, local, verdict in rejected:
             locals.setdefault((verdict, rank), []).append(local)
+        audiences: dict[tuple[Verdict, tuple[int, ...]], list[int]] = {}
         for (verdict, rank), numbers in locals.items():
-            grouped.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
-        for (verdict, same), told in grouped.items():
+            audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
+        for (verdict, same), told in audiences.items():
             self.outbox.send(tuple(told), verdict.message(ps.id, ps.epoch, same))
 
     def _release(self, ps: ProcessSet, ready: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.fusion import fuse
-from hvdlab.collectives.coordinator.matching import Round
+from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import Interned
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 

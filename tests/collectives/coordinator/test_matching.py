@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from coordinator_simulation import signature
-from hvdlab.collectives.coordinator.matching import DuplicateName, Matcher, Mismatch
+from hvdlab.collectives.coordinator.matching import Matcher
+from hvdlab.collectives.coordinator.rounds import DuplicateName, Mismatch
 from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
 from hvdlab.collectives.protocol.messages import Definition
 
@@ -34,10 +35,10 @@ class Bench:
     def rejected(self) -> list[tuple[int, str]]:
         """(rank, name of the rejected submission) since the last call."""
         told, self.matcher.rejections = self.matcher.rejections, []
-        return sorted((rank, self.definitions[rank][local].info.name) for rank, local, _ in told)
+        return sorted((rank, self.definitions[rank][local].info.name) for _, rank, local, _ in told)
 
     def verdicts(self) -> list[object]:
-        return list({id(v): v for _, _, v in self.matcher.rejections}.values())
+        return list({id(v): v for _, _, _, v in self.matcher.rejections}.values())
 
 
 def test_a_name_is_ready_when_all_have_submitted_it_in_any_order() -> None:

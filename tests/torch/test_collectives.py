@@ -182,6 +182,34 @@ def test_anonymous_tensors_are_matched_in_order(ranks: Ranks) -> None:
     assert ranks.run(_anonymous) == [[float(i * ranks.size) for i in range(5)]] * ranks.size
 
 
+def _forgotten_tensors() -> list[float]:
+    handles = [hvd.allreduce_async_(torch.full((1000,), 1.0), op=hvd.Sum) for _ in range(20)]
+    handles += [hvd.allreduce_async(torch.full((1000,), 1.0), op=hvd.Sum) for _ in range(20)]
+    for _ in range(40):
+        torch.full((1000,), 7.0)  # takes the place of freed memory, if there is any
+    return [hvd.synchronize(handle).sum().item() for handle in handles]
+
+
+def test_handles_keep_their_tensors_alive(ranks: Ranks) -> None:
+    assert ranks.run(_forgotten_tensors) == [[1000.0 * ranks.size] * 40] * ranks.size
+
+
+def _without_gradients() -> list[float]:
+    with torch.inference_mode():
+        made_inside = torch.ones(2)
+        hvd.allreduce_(made_inside, op=hvd.Sum)
+        turned = hvd.allreduce_(torch.ones(2, 2).t()[:1], op=hvd.Sum)
+        gathered = hvd.allgather(torch.ones(1, dtype=torch.bfloat16))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    hvd.allreduce_(parameter, op=hvd.Sum)
+    return [made_inside.sum().item(), turned.sum().item(), gathered.sum().item(), parameter.sum().item()]
+
+
+def test_inference_mode_and_parameters(ranks: Ranks) -> None:
+    n = ranks.size
+    assert ranks.run(_without_gradients) == [[2.0 * n, 2.0 * n, float(n), 2.0 * n]] * n
+
+
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 

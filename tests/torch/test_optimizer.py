@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
+import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -446,6 +452,54 @@ def _forgotten() -> int:
 
 def test_a_forgotten_optimizer_reduces_nothing(two_ranks: Ranks) -> None:
     assert two_ranks.run(_forgotten) == [0, 0]
+
+
+def _interrupt_once_it_waits() -> threading.Thread:
+    """Press Ctrl-C on this rank when its main thread waits for a collective."""
+    main = threading.main_thread().ident or 0
+
+    def press() -> None:
+        while "wait_for" not in (
+            frame.name for frame in traceback.extract_stack(sys._current_frames()[main])
+        ):
+            threading.Event().wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def _meet() -> None:
+    """A barrier that may begin before or after the interrupt of the other rank."""
+    with contextlib.suppress(hvd.HorovodInternalError):
+        return hvd.barrier()
+    hvd.barrier()
+
+
+def _interrupted() -> list[torch.Tensor]:
+    rank, size = hvd.rank(), hvd.size()
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
+    if rank == 0:
+        net(part(batch(7, size), rank, size)).pow(2).mean().backward()
+        thread = _interrupt_once_it_waits()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        thread.join()
+    _meet()
+    optimizer.zero_grad()
+    net(part(batch(0, size), rank, size)).pow(2).mean().backward()
+    optimizer.step()
+    return values(net)
+
+
+def test_after_an_interrupted_step_the_next_one_works() -> None:
+    net = model()
+    net(batch(0, 2)).pow(2).mean().backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    with Ranks(2, imports=["hvdlab.torch"]) as ranks:
+        check_equal_models(ranks.run(_interrupted), values(net))
 
 
 def _after_a_failed_cell() -> list[torch.Tensor]:

@@ -120,6 +120,7 @@ class GradientReducer:
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._left: dict[torch.Tensor, int] = {}
         self._touched = False
+        self._unfinished = False  # synchronize() was begun, and neither ended nor failed on all ranks
         self._failed_cells = 0
         self._hooks: list[RemovableHandle] = []
         self._replaced = False
@@ -158,14 +159,14 @@ class GradientReducer:
     @property
     def in_progress(self) -> bool:
         """Whether a backward pass has been made since the last step (and not in a cell that failed)."""
-        self._drop_what_a_failed_cell_left()
+        self._drop_what_was_given_up()
         return self._touched
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Hook: autograd has added to ``parameter.grad``."""
-        self._drop_what_a_failed_cell_left()
+        self._drop_what_was_given_up()
         if not self._touched:
             self._touched, self._failed_cells = True, context.engine().failed_cells
         left = self._left[parameter]
@@ -193,13 +194,18 @@ class GradientReducer:
                 "This DistributedOptimizer no longer reduces gradients: a newer one was made for its parameters. Use "
                 "that one."
             )
+        if self._unfinished:
+            self.drop()
+        self._unfinished = True
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._start(bucket)
         try:
-            for bucket in self._buckets:
-                if bucket.work is None:
-                    self._start(bucket)
             self._collect()
-        finally:
+        except FAILURES:
             self._reset()
+            raise
+        self._reset()
 
     def drop(self) -> None:
         """Give up the running step: wait for what is in flight, whatever comes of it, and begin anew."""
@@ -211,12 +217,13 @@ class GradientReducer:
         finally:
             self._reset()
 
-    def _drop_what_a_failed_cell_left(self) -> None:
-        if self._touched and self._failed_cells != context.engine().failed_cells:
+    def _drop_what_was_given_up(self) -> None:
+        """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""
+        if self._unfinished or (self._touched and self._failed_cells != context.engine().failed_cells):
             self.drop()
 
     def _reset(self) -> None:
-        self._touched = False
+        self._touched = self._unfinished = False
         self._left = dict.fromkeys(self._left, self._passes)
         for bucket in self._buckets:
             bucket.ready, bucket.work = 0, None

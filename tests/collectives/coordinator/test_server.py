@@ -393,3 +393,19 @@ def test_when_the_server_stops_its_peers_see_the_end(tmp_path: Path) -> None:
     with pytest.raises(ConnectionLost):
         peer.wait_for(m.Abort)
     peer.endpoint.close()
+
+
+def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
+    running = start(ping_after=60.0)
+    assert running.server.timeout() is None
+    peers = [join(running, rank) for rank in (0, 1)]
+    for peer in peers:
+        peer.wait_for(m.Configure)
+        peer.endpoint.send(m.Ping(1))
+        peer.wait_for(m.Pong)
+    timeout = running.server.timeout()
+    # What was told to the ranks while they came is due first, once.
+    assert timeout is not None
+    assert timeout > 59 or running.server.state.next_deadline() is not None
+    for peer in peers:
+        peer.endpoint.close()

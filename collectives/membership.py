@@ -1,0 +1,61 @@
+"""What a client knows of the ranks: who lives, who died, what waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlab.collectives.protocol import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who makes up the job now.
+
+    Attributes:
+        expected: Ranks that the world is to be made of; empty if nobody has said.
+        members: Living ranks, in order.
+        deaths: Ranks that died and were not replaced, with process id, time and reason.
+        epoch: Epoch of the world; 0 before it was formed for the first time.
+    """
+
+    expected: tuple[int, ...] = ()
+    members: tuple[m.Member, ...] = ()
+    deaths: tuple[m.Death, ...] = ()
+    epoch: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of the living ranks."""
+        return tuple(member.rank for member in self.members)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Expected ranks that do not live: not started yet, or dead."""
+        living = set(self.ranks)
+        return tuple(rank for rank in self.expected if rank not in living)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the world was formed and all expected ranks live."""
+        return self.epoch > 0 and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A collective that has been waiting for long.
+
+    Attributes:
+        process_set: Its process set.
+        seconds: How long.
+        kind, name: Which collective.
+        waited: Ranks that submitted it. sites: where, for each of them.
+        missing: Ranks that did not.
+    """
+
+    process_set: int
+    seconds: float
+    kind: int
+    name: str
+    waited: tuple[int, ...]
+    missing: tuple[int, ...]
+    sites: tuple[str, ...]

@@ -186,7 +186,7 @@ class InterruptGate:
 
     def _is_guarded(self, frame: FrameType | None) -> bool:
         while frame is not None:
-            if frame.f_code in self._guarded:
+            if any(frame.f_code is code for code in self._guarded):
                 return True
             frame = frame.f_back
         return False

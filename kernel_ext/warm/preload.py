@@ -44,10 +44,19 @@ def load(names: Sequence[str]) -> Loaded:
     failed: dict[str, str] = {}
     for name in (*OWN, *names):
         _load_one(name, loaded, failed)
+        if name == OWN[-1] and name in loaded:
+            _prepare_progress_bars()
         binding = BINDINGS.get(name)
         if binding and name in loaded and _installed(binding):
             _load_one(binding, loaded, failed)
     return Loaded(tuple(loaded), failed, time.monotonic() - began)
+
+
+def _prepare_progress_bars() -> None:
+    """tqdm chooses between text and widget when it is imported, and what the user preloads may import it."""
+    from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
+
+    prepare_progress_bars()
 
 
 def load_later(name: str) -> None:

@@ -62,6 +62,11 @@ def test_interrupts_reach_the_cell(rank: Rank, source: str) -> None:
     assert rank.run("'alive'").done.value_repr == "'alive'"
 
 
+def test_an_interrupt_ends_a_shell_command(rank: Rank) -> None:
+    interrupt_once_running(rank, "started.set()\n!sleep 1000")  # IPython passes it on, the cell itself goes on
+    assert rank.run("'alive'").done.value_repr == "'alive'"
+
+
 def test_the_traceback_of_an_interrupt_ends_in_the_cell(rank: Rank) -> None:
     ran = interrupt_once_running(rank, "def f():\n    started.set()\n    while True: pass\nf()", label="[7]")
     text = "\n".join(ran.error.traceback)

@@ -63,6 +63,15 @@ def test_magics_and_shell_commands(rank: Rank) -> None:
     assert rank.run("%%time\n21 * 2").done.value_repr == "42"
 
 
+def test_a_shell_command_writes_into_the_cell(fd_rank: Rank) -> None:
+    ran = fd_rank.run("print('before')\n!echo one; echo two >&2\nprint('after')")
+    text = ran.text().replace("\r\n", "\n")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "one" in text + ran.text("stderr")
+    assert "two" in text + ran.text("stderr")
+
+
 def test_question_mark_shows_the_documentation(rank: Rank) -> None:
     ran = rank.run("len?")
     assert ran.done.error is None

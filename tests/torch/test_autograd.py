@@ -85,9 +85,9 @@ def in_one_process(case: str, given: list[Tensors]) -> tuple[list[Tensors], floa
     firsts = [ts[0] for ts in given]
     match case:
         case "allreduce average":
-            return [[sum(firsts) / size]] * size, 1.0  # type: ignore[list-item]  # sum of tensors is no int
+            return [[sum(firsts) / size]] * size, 1.0
         case "allreduce sum":
-            return [[sum(firsts) * 1.5]] * size, 1.0  # type: ignore[list-item]
+            return [[sum(firsts) * 1.5]] * size, 1.0
         case "grouped_allreduce":
             return [[torch.stack(column).mean(0) for column in transposed(given)]] * size, 1.0
         case "allgather":

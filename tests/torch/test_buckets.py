@@ -54,7 +54,7 @@ def test_bad_groups_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="number"):
         bucketed(ps, named(ps), -1)
     with pytest.raises(InvalidRequestError, match="lists of parameters"):
-        bucketed(ps, named(ps), [["weight"]])  # type: ignore[list-item]  # what the test is about
+        bucketed(ps, named(ps), [["weight"]])
 
 
 def test_names_must_be_pairs_unique_and_complete() -> None:
@@ -71,7 +71,7 @@ def test_names_must_be_pairs_unique_and_complete() -> None:
     with pytest.raises(InvalidRequestError, match=r"missing: param_groups\[0\]\['params'\]\[1\]"):
         checked_names([("a", ps[0])], groups)
     with pytest.raises(InvalidRequestError, match="pairs"):
-        checked_names(ps, groups)  # type: ignore[arg-type]  # what the test is about
+        checked_names(ps, groups)
 
 
 def test_gradients_are_named_by_parameter_or_by_place() -> None:

@@ -33,15 +33,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "unknown op": (lambda: hvd.allreduce(torch.ones(1), op=17), InvalidRequestError, "op=17"),
     "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), UnsupportedError, "Adasum"),
-    "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),  # type: ignore[arg-type]
-    "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]
-    "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]
+    "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),
+    "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),
+    "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),
     "no list to wait for": (
         lambda: hvd.grouped_allgather(torch.ones(2)),
         InvalidRequestError,
         "list of tensors",
-    ),  # type: ignore[arg-type]
-    "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),  # type: ignore[arg-type]
+    ),
+    "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),
     "complex": (lambda: hvd.allgather(torch.ones(2, dtype=torch.cfloat)), UnsupportedError, "view_as_real"),
     "bool sum": (lambda: hvd.allreduce(torch.ones(2) > 0, op=hvd.Sum), UnsupportedError, "bool"),
     "sparse maximum": (lambda: hvd.allreduce(torch.eye(2).to_sparse(), op=hvd.Max), UnsupportedError, "max"),
@@ -56,14 +56,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "splits",
     ),
     "root": (lambda: hvd.broadcast(torch.ones(3), 99), InvalidRequestError, "99"),
-    "root type": (lambda: hvd.broadcast(torch.ones(3), "0"), InvalidRequestError, "root_rank"),  # type: ignore[arg-type]
-    "process set": (lambda: hvd.allreduce(torch.ones(3), process_set=0), InvalidRequestError, "ProcessSet"),  # type: ignore[arg-type]
+    "root type": (lambda: hvd.broadcast(torch.ones(3), "0"), InvalidRequestError, "root_rank"),
+    "process set": (lambda: hvd.allreduce(torch.ones(3), process_set=0), InvalidRequestError, "ProcessSet"),
     "unregistered set": (
         lambda: hvd.allreduce(torch.ones(3), process_set=hvd.ProcessSet([0])),
         InvalidRequestError,
         "add_process_set",
     ),
-    "handle": (lambda: hvd.synchronize(3), InvalidRequestError, "handle"),  # type: ignore[arg-type]
+    "handle": (lambda: hvd.synchronize(3), InvalidRequestError, "handle"),
 }
 
 
@@ -107,7 +107,7 @@ def _mismatch(which: str) -> tuple[str, bool, float]:
         "operator": lambda: hvd.allreduce(torch.ones(3), name="loss", op=[hvd.Sum, hvd.Max][rank]),
         "root": lambda: hvd.broadcast_(torch.ones(3), rank, name="loss"),
         "row": lambda: hvd.allgather(torch.ones(3, 1 + rank), name="loss"),
-        "kind": lambda: (hvd.allreduce if rank else hvd.allgather)(torch.ones(3), name="loss"),  # type: ignore[operator]
+        "kind": lambda: (hvd.allreduce if rank else hvd.allgather)(torch.ones(3), name="loss"),
         "group": lambda: hvd.grouped_allreduce([torch.ones(3), torch.ones(2 + rank)], name="loss"),
     }
     with pytest.raises(MismatchError) as error:

@@ -34,7 +34,7 @@ GIVEN: dict[str, Callable[[nn.Module], Any]] = {
 def _broadcast_parameters(given: str, root: int) -> dict[str, torch.Tensor]:
     net = model(hvd.rank())
     net[1].num_batches_tracked += hvd.rank()
-    net[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # its weight is not contiguous now
+    net[0].to(memory_format=torch.channels_last)
     places = [p.data_ptr() for p in net.parameters()]
     hvd.broadcast_parameters(GIVEN[given](net), root_rank=root)
     assert [p.data_ptr() for p in net.parameters()] == places
@@ -79,7 +79,7 @@ def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = net(torch.arange(18.0).view(1, 2, 3, 3) / 18).pow(2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     for _ in range(count):

@@ -53,7 +53,7 @@ FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "plain": lambda net: {},
     "named": lambda net: {"named_parameters": net.named_parameters()},
     "two groups": lambda net: {"named_parameters": net.named_parameters(), "groups": 2},
-    "own groups": lambda net: {"groups": [[*net[0].parameters()], [net[2].weight, net[3].bias]]},  # type: ignore[index]
+    "own groups": lambda net: {"groups": [[*net[0].parameters()], [net[2].weight, net[3].bias]]},
     "predivided": lambda net: {"gradient_predivide_factor": 3.0},
 }
 STEPS = 3
@@ -198,7 +198,7 @@ def _closure() -> tuple[list[torch.Tensor], float, int]:
         calls += 1
         optimizer.zero_grad()
         loss: torch.Tensor = net(part(batch(0, size), rank, size)).pow(2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return hvd.allreduce(loss.detach(), op=hvd.Sum)
 
     loss = optimizer.step(closure)
@@ -212,10 +212,10 @@ def test_a_closure_s_gradients_are_reduced_each_time(two_ranks: Ranks) -> None:
     def closure() -> torch.Tensor:
         lbfgs.zero_grad()
         loss: torch.Tensor = net(batch(0, 2)).pow(2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
-    loss = lbfgs.step(closure).item()  # type: ignore[no-untyped-call]
+    loss = lbfgs.step(closure).item()
     outcomes = two_ranks.run(_closure)
     check_equal_models([parameters for parameters, _, _ in outcomes], values(net))
     assert all(ours == pytest.approx(loss) and calls > 1 for _, ours, calls in outcomes)
@@ -327,6 +327,33 @@ def test_state_dict_goes_on_where_it_was_saved(two_ranks: Ranks) -> None:
     check_equal_models(two_ranks.run(_saved_and_loaded), in_one_process("adam", 2))
 
 
+def _train_in_a_set() -> list[torch.Tensor]:
+    rank = hvd.rank()
+    pair = hvd.add_process_set([1, 3])
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), process_set=pair)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(part(batch(step, 4), rank, 4)).pow(2).mean().backward()
+        optimizer.step()
+    hvd.remove_process_set(pair)
+    return values(net)
+
+
+def test_ranks_of_a_process_set_train_together_and_others_alone(four_ranks: Ranks) -> None:
+    outcomes = four_ranks.run(_train_in_a_set)
+    for members in ([1, 3], [0], [2]):
+        net = model()
+        sgd = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(2):
+            sgd.zero_grad()
+            parts = batch(step, 4).chunk(4)
+            net(torch.cat([parts[rank] for rank in members])).pow(2).mean().backward()
+            sgd.step()
+        check_equal_models([outcomes[rank] for rank in members], values(net))
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +380,7 @@ def _train_sparse(as_dense: bool) -> tuple[list[torch.Tensor], bool]:
 def test_sparse_gradients(ranks: Ranks, as_dense: bool) -> None:
     net = Embedding()
     rows = torch.tensor([row for rank in range(ranks.size) for row in (rank, 5)])
-    (net(rows) / ranks.size).backward()  # type: ignore[no-untyped-call]
+    (net(rows) / ranks.size).backward()
     torch.optim.SGD(net.parameters(), 0.1).step()
     for parameters, sparse in ranks.run(_train_sparse, as_dense):
         torch.testing.assert_close(parameters, values(net))

@@ -92,5 +92,6 @@ def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] |
 
 
 def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
-    listed = splits.tolist() if hasattr(splits, "tolist") else splits
+    tolist = getattr(splits, "tolist", None)  # of tensors and arrays
+    listed = splits if tolist is None else tolist()
     return listed if isinstance(listed, Sequence) else [listed]

@@ -63,7 +63,9 @@ def test_interrupts_reach_the_cell(rank: Rank, source: str) -> None:
 
 
 def test_an_interrupt_ends_a_shell_command(rank: Rank) -> None:
-    interrupt_once_running(rank, "started.set()\n!sleep 1000")  # IPython passes it on, the cell itself goes on
+    interrupt_once_running(
+        rank, "started.set()\n!sleep 1000"
+    )  # IPython passes it on, the cell itself goes on
     assert rank.run("'alive'").done.value_repr == "'alive'"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
@@ -54,6 +55,7 @@ def call(
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # for looking at ranks that hang
     connection = Connection(int(sys.argv[1]))
     sys.path.insert(0, str(Path(__file__).parent))
     for name in sys.argv[2:]:

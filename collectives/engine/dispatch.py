@@ -144,6 +144,10 @@ class Dispatcher:
         """Send a message. Any thread."""
         self._guarded.tell(lambda state: state.post(message))
 
+    def withdraw(self, process_set: int, text: str) -> None:
+        """End the epoch of a process set. Any thread."""
+        self._guarded.tell(lambda state: state.withdraw(process_set, CauseKind.WITHDRAWN, text))
+
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)
         self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))

@@ -206,6 +206,14 @@ class Engine:
         self._guarded.want_flush()
         return handles
 
+    def flush(self) -> None:
+        """Announce what was submitted by now, without waiting for it."""
+        self._guarded.flush_direct()
+
+    def withdraw(self, text: str, process_set: int = 0) -> None:
+        """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set goes on."""
+        self._dispatcher.withdraw(process_set, text)
+
     def pending(self) -> list[PendingCollective]:
         """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
         return self._guarded.pending(_monotonic_ns())

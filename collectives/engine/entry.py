@@ -6,6 +6,7 @@ from collections import deque
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol.messages import Member, Signature
 
 HELD, ANNOUNCED, EXECUTING, ENDED = range(4)
@@ -77,10 +78,11 @@ class SetState:
         withdrawn: The epoch that this rank has asked to end, or -1.
         pending: Entries that have not ended, in order of submission.
         names: The named ones among them.
+        given_up: Why what is held now is not to be announced but given up as soon as there is an epoch again.
     """
 
     __slots__ = (
-        "configured", "epoch", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
+        "configured", "epoch", "given_up", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -93,6 +95,7 @@ class SetState:
         self.options: dict[str, str] = {}
         self.configured = False
         self.withdrawn = -1
+        self.given_up: tuple[CauseKind, str, str] | None = None
         self.pending: dict[Entry, None] = {}
         self.names: dict[str, Entry] = {}
 

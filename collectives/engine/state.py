@@ -106,7 +106,7 @@ class RankState:
             entry.epoch = group.epoch
             self._queue(entry)
         else:
-            entry.epoch = group.epoch + 1
+            entry.epoch = group.epoch + (1 if group.given_up is None else 2)
 
     def _check(self, group: SetState, entry: Entry) -> None:
         request = entry.request
@@ -131,7 +131,12 @@ class RankState:
         if request.anonymous:
             return
         first = group.names.get(name)
-        if first is not None:
+        # What this rank has given up on is only waiting for its end; its name is free.
+        if (
+            first is not None
+            and first.epoch > group.withdrawn
+            and (group.given_up is None or first.phase != HELD)
+        ):
             if first.phase == ANNOUNCED:
                 self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
             raise DuplicateNameError(name, first.site, entry.site)
@@ -234,9 +239,17 @@ class RankState:
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
-        """Ask to end the epoch. What is submitted from now on is held for the next one."""
+        """Give up on everything pending: ask to end the epoch. What is submitted from now on is held for a later one."""
         group = self.sets.get(set_id)
-        if group is None or not group.configured or self.lost is not None:
+        if group is None or self.lost is not None:
+            return
+        if not group.configured:
+            if group.given_up is None and any(entry.phase == HELD for entry in group.pending):
+                group.given_up = (
+                    kind,
+                    text,
+                    site,
+                )  # others will wait for these in the next epoch: it ends at once
             return
         group.configured = False
         group.withdrawn = group.epoch
@@ -438,7 +451,11 @@ class RankState:
                 message.has_memory,
             ),
         ]
-        effects += self._announce_again(group)
+        given_up, group.given_up = group.given_up, None
+        if given_up is None:
+            effects += self._announce_again(group)
+        else:
+            self.withdraw(group.id, *given_up)
         return effects
 
     def _announce_again(self, group: SetState) -> list[Effect]:

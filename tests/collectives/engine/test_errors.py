@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import RankGone, Ranks
 
 from hvdlab.collectives import api, context
 from hvdlab.collectives.errors import (
@@ -20,6 +20,7 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     MismatchError,
 )
+from ranks import RankGone, Ranks
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def give_up() -> None:
     with pytest.raises(TimeoutError, match="still in flight"):
         api.synchronize(operation, timeout=0.05)
     assert [p.name for p in context.engine().pending()] == ["late"]
-    context.engine()._waiter.withdraw(operation.handles[0], CauseKind.WITHDRAWN, "rank 0 gave up")
+    context.engine().withdraw("rank 0 gave up")
     api.synchronize(operation)
 
 
@@ -118,8 +119,6 @@ def fused(count: int) -> int:
 
 def initialize_again(times: int) -> tuple[int, int, int, int]:
     def counts() -> tuple[int, int]:
-        import os
-
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = counts()
@@ -132,8 +131,6 @@ def initialize_again(times: int) -> tuple[int, int, int, int]:
 
 
 def fork_and_try() -> str:
-    import os
-
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -207,27 +204,99 @@ def keep_reducing(count: int) -> None:
         api.allreduce_(x, "big", op=api.Max)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_an_interrupt_ends_the_collective_on_all_ranks_and_keeps_the_group(three: Ranks, busy: bool) -> None:
-    if busy:
-        waiting = three.start(keep_reducing, 1 << 16)
-        time.sleep(0.2)
-    else:
-        waiting = three.start(total, 1.0, "i", ranks=[0, 1])
-        wait_until_pending(three)
-    three.kill(0, signal.SIGINT)
-    errors = waiting.outcomes()
-    assert isinstance(errors[0], KeyboardInterrupt)
-    for error in errors[1:]:
+def interrupt_myself(when: Callable[[], bool]) -> threading.Thread:
+    """Ctrl-C for this process as soon as ``when`` holds."""
+
+    def watch() -> None:
+        while not when():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+OTHERS_WAIT = threading.Event()
+
+
+def listen() -> None:
+    context.engine().on_mail("waiting", lambda sender, body: OTHERS_WAIT.set())
+
+
+def wait_and_be_interrupted() -> None:
+    thread = interrupt_myself(lambda: OTHERS_WAIT.is_set() and bool(context.engine().pending()))
+    try:
+        total(1.0, "i")
+    finally:
+        thread.join()
+
+
+def wait_for_the_interrupted() -> None:
+    operation = api.allreduce_async(np.ones(4, np.float32), "i", op=api.Sum)
+    context.engine().flush()
+    context.engine().post("waiting", b"", to=[0])  # travels behind the announcement
+    api.synchronize(operation)
+
+
+def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
+    """Collectives until rank 0 says, in one of them, that it has been interrupted often enough.
+
+    Returns how many interrupts this rank has seen, and as what it has seen those of rank 0.
+    """
+    rank = context.engine().rank
+    left, seen, kinds = count if rank == 0 else 0, 0, []
+    chance = np.random.default_rng(5)
+    thread, armed = None, threading.Event()
+    ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while True:
+            if left and thread is None:
+                delay = chance.uniform(0.0, 0.02)
+                thread = interrupt_myself(lambda delay=delay: armed.wait() and not time.sleep(delay))
+            try:
+                armed.set()
+                try:
+                    pending = [api.allreduce_async(np.ones(3, np.float32), f"a{i}") for i in range(3)]
+                    api.allreduce(np.ones(1 << 14, np.float32), "large", op=api.Sum)
+                    for operation in pending:
+                        api.synchronize(operation)
+                    go_on = api.allreduce(np.array([left > 0]), "go on", op=api.Max)
+                except AbortedError as error:
+                    kinds.append(error.cause.kind.value)
+                    continue
+                if not go_on[0] and not left:
+                    return seen, kinds
+            except KeyboardInterrupt:
+                seen += 1
+                left -= 1
+                context.engine().withdraw("rank 0 was interrupted")  # also what it is not waiting for
+                assert thread is not None
+                thread.join()
+                thread = None
+                armed.clear()
+    finally:
+        signal.signal(signal.SIGINT, ordinary)
+
+
+def test_an_interrupt_ends_the_collective_on_all_ranks_and_keeps_the_group(three: Ranks) -> None:
+    three.run(listen)
+    first = three.start(wait_and_be_interrupted, ranks=[0])
+    others = three.start(wait_for_the_interrupted, ranks=[1])
+    assert isinstance(first.outcomes()[0], KeyboardInterrupt)
+    for error in others.outcomes():
         assert isinstance(error, AbortedError)
         assert error.cause.kind is CauseKind.INTERRUPTED
         assert error.cause.ranks == (0,)
     assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
 
 
-def wait_until_pending(ranks: Ranks) -> None:
-    # The ranks are waiting: the only sign from outside that they are in the collective is that they don't answer.
-    time.sleep(0.2)
+def test_interrupts_at_any_moment_keep_the_group(three: Ranks) -> None:
+    outcomes = three.run(be_interrupted_anywhere, 40)
+    assert [seen for seen, _ in outcomes] == [40, 0, 0]
+    for _, kinds in outcomes:
+        assert set(kinds) <= {"interrupted", "withdrawn"}
+    assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
 
 
 def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None:
@@ -238,8 +307,6 @@ def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None
 
 
 def test_the_coordinators_death_fails_everything_and_nothing_hangs(two: Ranks) -> None:
-    import os
-
     waiting = two.start(total, 1.0, "c", ranks=[0])
     time.sleep(0.1)
     os.kill(two.coordinator.pid, signal.SIGKILL)

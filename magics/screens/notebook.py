@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,25 +12,10 @@ from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text, lab
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.payloads import Display
 from hvdlab.magics.screens.areas import Areas
-from hvdlab.magics.screens.pacing import Pacer
+from hvdlab.magics.screens.outbox import Outbox
 from hvdlab.magics.screens.publisher import Publisher
 
-MESSAGE_CHARACTERS = 256 * 1024
-"""Longest text of one message."""
-
-HURRIED_CHARACTERS = 300 * 1024
-"""What is still shown of a backlog after an interrupt."""
-
 _EMPTY = {"text/plain": "", "text/html": ""}
-
-
-@dataclass(slots=True)
-class _Message:
-    """A message that waits for its turn; ``text`` is what may be left out after an interrupt."""
-
-    send: Callable[[], None]
-    size: int = 0
-    text: str = ""
 
 
 class NotebookScreen:
@@ -52,23 +35,17 @@ class NotebookScreen:
         cell: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._publisher, self._ranks, self._clock = publisher, set(ranks), clock
+        self._publisher, self._ranks = publisher, set(ranks)
         self._labelled = len(self._ranks) > 1
         self._areas = Areas(f"hvdlab-{cell}")
-        self._pacer = Pacer(clock())
-        self._outbox: deque[_Message] = deque()
-        self._backlog = 0
-        self._hurried = False
-        self._skipped = 0
+        self._outbox = Outbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
     def write(self, piece: Text) -> None:
-        for part in _parts(piece.text):
-            send = partial(self._publisher.stream, piece.name, part)
-            self._send(_Message(send, len(part.encode("utf-8", "replace")), part))
+        self._outbox.text(piece.name, piece.text)
 
     def show(self, piece: Shown) -> None:
         display, rank = piece.display, piece.ranks[0]
@@ -86,7 +63,7 @@ class NotebookScreen:
         if set(piece.ranks) == self._ranks:
             self._areas.forget()
             self._live_made = False
-            self._send(_Message(partial(self._publisher.clear, piece.wait)))
+            self._outbox.call(partial(self._publisher.clear, piece.wait))
             return
         for rank in piece.ranks:
             stale = self._areas.clear(rank)
@@ -102,61 +79,24 @@ class NotebookScreen:
         self._live_filled = bool(piece.lines)
 
     def finish(self) -> None:
-        self._tell_skipped()
         for area in self._areas.leftover():
             self._display(_EMPTY, {}, area, update=True)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> float | None:
-        while self._outbox:
-            message = self._outbox[0]
-            if not self._pacer.take(message.size, now):
-                return self._pacer.ready_at(message.size, now)
-            self._outbox.popleft()
-            self._backlog -= message.size
-            self._tell_skipped()
-            message.send()
-        return None
+        return self._outbox.tick(now)
 
     def backlog(self) -> int:
-        return self._backlog
+        return self._outbox.backlog
 
     def hurry(self) -> None:
-        """The user has interrupted the cell: of what waits show the end only."""
-        self._hurried = True
-        self._shorten()
-
-    def _send(self, message: _Message) -> None:
-        self._outbox.append(message)
-        self._backlog += message.size
-        self._shorten()
-        self.tick(self._clock())
-
-    def _shorten(self) -> None:
-        if not self._hurried or self._backlog <= HURRIED_CHARACTERS:
-            return
-        kept: deque[_Message] = deque()
-        while self._outbox:
-            message = self._outbox.pop()
-            if message.text and sum(m.size for m in kept) + message.size > HURRIED_CHARACTERS:
-                self._skipped += message.text.count("\n")
-                self._backlog -= message.size
-            else:
-                kept.appendleft(message)
-        self._outbox = kept
-
-    def _tell_skipped(self) -> None:
-        if self._skipped:
-            self._publisher.stream(
-                "stderr", f"({self._skipped} lines are not shown: the cell was interrupted)\n"
-            )
-            self._skipped = 0
+        self._outbox.hurry()
 
     def _display(
         self, data: dict[str, Any], metadata: dict[str, Any], area: str, *, update: bool = False
     ) -> None:
-        self._send(_Message(partial(self._publisher.display, data, metadata, area, update=update)))
+        self._outbox.call(partial(self._publisher.display, data, metadata, area, update=update))
 
     def _labelled_data(self, piece: Shown) -> dict[str, Any]:
         data = piece.display.data
@@ -168,14 +108,3 @@ class NotebookScreen:
 
 def _is_text(display: Display) -> bool:
     return set(display.data) == {"text/plain"}
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Cut at line ends where possible."""
-    begin = 0
-    while begin < len(text):
-        end = begin + MESSAGE_CHARACTERS
-        if end < len(text):
-            end = text.rfind("\n", begin, end) + 1 or end
-        yield text[begin:end]
-        begin = end

@@ -1,41 +1,70 @@
 """Keeps a kernel's output under the rate at which Jupyter's server drops messages.
 
-The server counts the last three seconds, by default 1 MB and 1,000 messages a second, and drops what is over. A burst
-passes at once; what is more waits here, and the ranks that write it are held back by their credit.
+The server counts what came in the last three seconds, by default 3 MB and 3,000 messages, drops what is over, and
+begins anew with each cell. A burst passes at once; what is more waits here, and the ranks that write it are held back
+by their credit.
 """
 
 from __future__ import annotations
 
-BURST_BYTES = 2_400_000
+import json
+from collections import deque
+
+WINDOW = 3.5
+"""Seconds; longer than the server's, since messages may reach it closer together than they were sent."""
+
+WINDOW_BYTES = 2_800_000
+WINDOW_MESSAGES = 2_800
+BURST_BYTES = 2_500_000
 BYTES_PER_SECOND = 700_000
-BURST_MESSAGES = 1500
-MESSAGES_PER_SECOND = 500
+"""After a burst, so that output flows instead of coming in one burst for each window."""
+
+ENVELOPE = 1200
+"""Bytes of a message besides its text."""
+
+
+def wire_size(text: str) -> int:
+    """Bytes of a stream message with this text."""
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + ENVELOPE
 
 
 class Pacer:
-    """Two token buckets, for bytes and for messages. ``now`` in seconds of any clock."""
+    """Decides when the messages of one cell may go. ``now`` in seconds of any clock."""
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._bytes = float(BURST_BYTES)
-        self._messages = float(BURST_MESSAGES)
+        self._allowance = float(BURST_BYTES)
+        self._sent: deque[tuple[float, int]] = deque()
+        self._bytes = 0
 
     def take(self, size: int, now: float) -> bool:
         """Whether a message of ``size`` bytes may go now; if so it is counted."""
-        self._refill(now)
-        if self._messages < 1 or (self._bytes < size and self._bytes < BURST_BYTES):
+        if self.ready_at(size, now) > now:
             return False
-        self._bytes -= size
-        self._messages -= 1
+        self._allowance -= size
+        self._sent.append((now, size))
+        self._bytes += size
         return True
 
     def ready_at(self, size: int, now: float) -> float:
-        """When a message of ``size`` bytes may go."""
-        self._refill(now)
-        missing = min(size, BURST_BYTES) - self._bytes
-        return now + max(0.01, missing / BYTES_PER_SECOND, (1 - self._messages) / MESSAGES_PER_SECOND)
+        """When a message of ``size`` bytes may go; ``now`` if it may at once."""
+        self._pass(now)
+        at = now
+        missing = min(size, BURST_BYTES) - self._allowance
+        if missing > 0:
+            at = now + missing / BYTES_PER_SECOND + 0.001
+        over = self._bytes + min(size, WINDOW_BYTES) - WINDOW_BYTES
+        if len(self._sent) >= WINDOW_MESSAGES:
+            at = max(at, self._sent[0][0] + WINDOW)
+        for time, sent in self._sent:
+            if over <= 0:
+                break
+            over -= sent
+            at = max(at, time + WINDOW)
+        return at
 
-    def _refill(self, now: float) -> None:
+    def _pass(self, now: float) -> None:
         passed, self._at = now - self._at, now
-        self._bytes = min(BURST_BYTES, self._bytes + passed * BYTES_PER_SECOND)
-        self._messages = min(BURST_MESSAGES, self._messages + passed * MESSAGES_PER_SECOND)
+        self._allowance = min(BURST_BYTES, self._allowance + passed * BYTES_PER_SECOND)
+        while self._sent and self._sent[0][0] + WINDOW <= now:
+            self._bytes -= self._sent.popleft()[1]

@@ -1,0 +1,131 @@
+"""The messages of one cell on their way to the notebook: in order, few, and no faster than they are taken."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hvdlab.magics.screens.pacing import ENVELOPE, Pacer, wire_size
+from hvdlab.magics.screens.publisher import Publisher
+
+MESSAGE_CHARACTERS = 256 * 1024
+"""Longest text of one message."""
+
+HURRIED_CHARACTERS = 300 * 1024
+"""What is still shown of a backlog after an interrupt."""
+
+
+@dataclass(slots=True)
+class _Message:
+    """Text of a stream, or (without ``name``) something else."""
+
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    length: int = 0
+    send: Callable[[], None] | None = None
+
+
+class Outbox:
+    """Sends what may be sent and keeps the rest.
+
+    Text that waits is put together with text of the same stream. Only then, under a flood of more messages than the
+    server takes, may lines of stdout pass lines of stderr.
+    """
+
+    def __init__(self, publisher: Publisher, clock: Callable[[], float]) -> None:
+        self._publisher, self._clock = publisher, clock
+        self._pacer = Pacer(clock())
+        self._waiting: deque[_Message] = deque()
+        self._backlog = 0
+        self._blocked_until = float("-inf")
+        self._hurried = False
+        self._skipped = 0
+
+    @property
+    def backlog(self) -> int:
+        """Characters that wait."""
+        return self._backlog
+
+    def text(self, name: str, text: str) -> None:
+        """Text for a stream."""
+        for part in parts(text):
+            message = self._open_message(name, len(part))
+            if message is None:
+                message = _Message(name)
+                self._waiting.append(message)
+            message.texts.append(part)
+            message.length += len(part)
+            self._backlog += len(part)
+            self._shorten()
+            self.tick(self._clock())
+
+    def call(self, send: Callable[[], None]) -> None:
+        """Another message: called when its turn comes."""
+        self._waiting.append(_Message(send=send))
+        self.tick(self._clock())
+
+    def tick(self, now: float) -> float | None:
+        """Send what may go; returns when to call again, or None if nothing waits."""
+        if now < self._blocked_until:
+            return self._blocked_until
+        while self._waiting:
+            message = self._waiting[0]
+            text = "".join(message.texts)
+            size = wire_size(text) if message.send is None else ENVELOPE
+            ready = self._pacer.ready_at(size, now)
+            if ready > now:
+                message.texts = [text]
+                self._blocked_until = ready
+                return ready
+            self._pacer.take(size, now)
+            self._waiting.popleft()
+            self._backlog -= message.length
+            self._tell_skipped()
+            if message.send is not None:
+                message.send()
+            else:
+                self._publisher.stream(message.name, text)
+        return None
+
+    def hurry(self) -> None:
+        """From now on keep little: the user does not want to wait."""
+        self._hurried = True
+        self._blocked_until = float("-inf")  # less is due now
+        self._shorten()
+
+    def _open_message(self, name: str, length: int) -> _Message | None:
+        """A waiting message that text may join without passing anything but the other stream."""
+        for message in reversed(self._waiting):
+            if message.send is not None:
+                return None
+            if message.name == name:
+                return message if message.length + length <= MESSAGE_CHARACTERS else None
+        return None
+
+    def _shorten(self) -> None:
+        if not self._hurried or self._backlog <= HURRIED_CHARACTERS:
+            return
+        for message in self._waiting:
+            if self._backlog <= HURRIED_CHARACTERS:
+                return
+            self._skipped += sum(text.count("\n") for text in message.texts)
+            self._backlog -= message.length
+            message.texts, message.length = [], 0
+
+    def _tell_skipped(self) -> None:
+        if self._skipped:
+            told = f"({self._skipped} lines are not shown: the cell was interrupted)\n"
+            self._skipped = 0
+            self._publisher.stream("stderr", told)
+
+
+def parts(text: str) -> Iterator[str]:
+    """Cut to the length of messages, at line ends where possible."""
+    begin = 0
+    while begin < len(text):
+        end = begin + MESSAGE_CHARACTERS
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end

@@ -147,7 +147,8 @@ class SimulatedRank:
             self._pop(0, view.epoch, message.local, message)
         elif isinstance(message, m.Dissolve):
             view = self.sets.pop(message.process_set, None)
-            assert view is None or not view.pending
+            for submission in view.pending if view is not None else ():
+                submission.end(message)  # submitted after the abort that came before
 
     def _configure(self, message: m.Configure) -> None:
         view = self.sets.get(message.process_set)

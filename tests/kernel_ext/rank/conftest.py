@@ -152,7 +152,11 @@ class Pool:
                 if mail.cell != cell:
                     self.late.append(mail)
                     continue
-                chunks += mail.chunks
+                for chunk in mail.chunks:  # how texts are spread over messages is a matter of timing
+                    last = chunks[-1] if chunks else None
+                    if isinstance(chunk, Stream) and isinstance(last, Stream) and chunk.name == last.name:
+                        chunk = Stream(chunk.name, chunks.pop().text + chunk.text)
+                    chunks.append(chunk)
                 if credit:
                     self.engine.mail(Credit(cell, mail.total))
             elif isinstance(mail, CellDone):
@@ -165,6 +169,15 @@ class Pool:
     def ask(self, payload: Payload, kind: type[T]) -> T:
         self.engine.mail(payload)
         return self.expect(kind)
+
+    def read(self, cell: str, length: int) -> str:
+        """The next ``length`` characters of a cell's output; ``print`` may be torn between its line and the end of it."""
+        text = ""
+        while len(text) < length:
+            output = self.expect(Output)
+            assert output.cell == cell
+            text += "".join(c.text for c in output.chunks if isinstance(c, Stream))
+        return text
 
     def expect(self, kind: type[T]) -> T:
         """The next mail of a kind; what comes before it is dropped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -93,5 +94,5 @@ def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] |
 
 def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
     tolist = getattr(splits, "tolist", None)  # of tensors and arrays
-    listed = splits if tolist is None else tolist()
+    listed: Any = splits if tolist is None else tolist()
     return listed if isinstance(listed, Sequence) else [listed]

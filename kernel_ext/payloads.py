@@ -22,7 +22,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
 # -- pool to rank -----------------------------------------------------------------------------------------------------
 
 
-class RunCell(Payload):
+class RunCell(Payload, frozen=True):
     """Run a cell.
 
     Attributes:
@@ -43,14 +43,14 @@ class RunCell(Payload):
     store_history: bool = True
 
 
-class Credit(Payload):
+class Credit(Payload, frozen=True):
     """The pool has taken ``taken`` bytes of output of this cell so far; the rank may have a window more in flight."""
 
     cell: str
     taken: int
 
 
-class PushValue(Payload):
+class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``."""
 
     ticket: int
@@ -58,20 +58,20 @@ class PushValue(Payload):
     pickles: tuple[bytes, ...]
 
 
-class PullValue(Payload):
+class PullValue(Payload, frozen=True):
     """Evaluate each expression and send the values back."""
 
     ticket: int
     names: tuple[str, ...]
 
 
-class AskStatus(Payload):
+class AskStatus(Payload, frozen=True):
     """Ask for a :class:`Status`."""
 
     ticket: int
 
 
-class Complete(Payload):
+class Complete(Payload, frozen=True):
     """Ask for completions of ``code`` at ``cursor`` from the rank's variables."""
 
     ticket: int
@@ -79,7 +79,7 @@ class Complete(Payload):
     cursor: int
 
 
-class Inspect(Payload):
+class Inspect(Payload, frozen=True):
     """Ask for the documentation of what stands at ``cursor``."""
 
     ticket: int
@@ -88,7 +88,7 @@ class Inspect(Payload):
     detail: int = 0
 
 
-class AskStack(Payload):
+class AskStack(Payload, frozen=True):
     """Ask for a :class:`Stack`."""
 
     ticket: int
@@ -123,7 +123,7 @@ class Clear(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
 Chunk = Stream | Display | Clear
 
 
-class Output(Payload):
+class Output(Payload, frozen=True):
     """What a rank wrote since its last Output; ``total`` counts all bytes of this cell, this one's included."""
 
     cell: str
@@ -159,7 +159,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     syntax: bool = False
 
 
-class CellDone(Payload):
+class CellDone(Payload, frozen=True):
     """The cell ended here; sent after its last Output.
 
     ``value`` is the pickled last expression if it was asked for and small enough; ``value_note`` says why it is
@@ -175,14 +175,14 @@ class CellDone(Payload):
     value_note: str = ""
 
 
-class Done(Payload):
+class Done(Payload, frozen=True):
     """Answer to PushValue; ``error`` is empty if all is well."""
 
     ticket: int
     error: str = ""
 
 
-class Value(Payload):
+class Value(Payload, frozen=True):
     """Answer to PullValue: pickles by name, or an error line for the names that could not be sent."""
 
     ticket: int
@@ -199,7 +199,7 @@ class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seconds: float
 
 
-class Status(Payload):
+class Status(Payload, frozen=True):
     """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
 
     Memory in bytes; ``cpu`` in seconds of CPU time used so far.
@@ -217,7 +217,7 @@ class Status(Payload):
     pending: tuple[PendingNow, ...] = ()
 
 
-class Completions(Payload):
+class Completions(Payload, frozen=True):
     """Answer to Complete."""
 
     ticket: int
@@ -227,7 +227,7 @@ class Completions(Payload):
     types: tuple[str, ...] = ()
 
 
-class Inspection(Payload):
+class Inspection(Payload, frozen=True):
     """Answer to Inspect; ``data`` is a mime bundle."""
 
     ticket: int
@@ -244,7 +244,7 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: str = ""
 
 
-class Stack(Payload):
+class Stack(Payload, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
     ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # src/hvdlab, or an installed hvdlab
 _HOME = os.path.join(_PACKAGE, "")
@@ -38,7 +38,7 @@ def call_site(depth: int = 1) -> str:
     Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``<thread>`` if there is no such
     frame (a hook that a framework's own thread calls).
     """
-    frame = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
         skip = _skip.get(code)
@@ -47,7 +47,7 @@ def call_site(depth: int = 1) -> str:
         if not skip:
             key = (code, frame.f_lasti)
             return _sites.get(key) or _describe(key, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        frame = frame.f_back
     return "<thread>"
 
 

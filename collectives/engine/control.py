@@ -46,6 +46,7 @@ class Control:
         self._lost = False
         self._writable = False
         self.reading = threading.Lock()
+        self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
     def start(self) -> None:
@@ -55,7 +56,10 @@ class Control:
 
     def wake(self) -> None:
         """Let the thread flush. Any thread; one write."""
-        os.eventfd_write(self._wakeup, 1)
+        # Under a lock, since a number that close() has given back may be somebody else's file by now.
+        with self._closing:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def call(self, call: Call) -> None:
         """Run this on the control thread."""
@@ -69,10 +73,18 @@ class Control:
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
+    def close(self) -> None:
+        """Free the descriptors, after the thread has ended. Wake-ups have no effect from then on."""
+        with self._closing:
+            wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            self._epoll.close()
+            os.close(wakeup)
+
     def after_fork(self) -> None:
         """In a forked child: let go of copies of the parent's descriptors; closing them does not end anything."""
-        self._epoll.close()
-        os.close(self._wakeup)
+        self._closing = threading.Lock()
+        self.close()
         self._endpoint.forget()
 
     def cede(self) -> bool:
@@ -104,8 +116,6 @@ class Control:
                 self._step()
             self._guard(self._flush)
         finally:
-            self._epoll.close()
-            os.close(self._wakeup)
             self._endpoint.close()
 
     def _step(self) -> None:

@@ -293,8 +293,9 @@ class Engine:
         self._control.call(self._say_bye)
         self._control.stop(timeout)
         self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
-        self._leader.close()
         self._executor.close(timeout)
+        self._leader.close()
+        self._control.close()
         _engines.discard(self)
 
     def _say_bye(self) -> None:

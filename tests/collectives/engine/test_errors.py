@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,
@@ -35,12 +37,38 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
+class Waiting:
+    """Knows when ranks are waiting in :func:`wait_for`: their mail travels behind their announcement."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._told: SimpleQueue[int] = SimpleQueue()
+        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        self._client.on_mail("waiting", lambda sender, body: self._told.put(sender))
+
+    def until(self, count: int) -> None:
+        for _ in range(count):
+            self._told.get(timeout=20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
 # -- on the ranks -------------------------------------------------------------------------------------------------
 
 
 def total(value: float, name: str | None = None) -> list[float]:
     result: list[float] = api.allreduce(np.full(4, value, np.float32), name, op=api.Sum).tolist()
     return result
+
+
+def wait_for(name: str) -> None:
+    operation = api.allreduce_async(np.ones(4, np.float32), name, op=api.Sum)
+    context.engine().flush()
+    context.engine().post("waiting", b"")
+    api.synchronize(operation)
 
 
 def disagree(what: str) -> None:
@@ -61,12 +89,12 @@ def disagree(what: str) -> None:
 
 
 def submit_twice() -> None:
-    rank = context.engine().rank
     first = api.allreduce_async(np.ones(4, np.float32), "twin")
-    if rank == 0:
-        with pytest.raises(DuplicateNameError) as told:
-            api.allreduce_async(np.ones(4, np.float32), "twin")
-        assert str(told.value).count("test_errors.py:") == 2
+    with pytest.raises(DuplicateNameError) as told:
+        api.allreduce_async(np.ones(4, np.float32), "twin")
+    assert str(told.value).count("test_errors.py:") == 2
+    context.engine().flush()
+    context.engine().post("waiting", b"")
     api.synchronize(first)
 
 
@@ -164,14 +192,19 @@ def test_a_mismatch_names_both_sites_and_the_group_goes_on(two: Ranks, what: str
 
 
 def test_a_duplicate_name_fails_everywhere_and_the_name_works_afterwards(two: Ranks) -> None:
-    errors = two.outcomes(submit_twice)
+    with Waiting(two) as one:
+        twice = two.start(submit_twice, ranks=[0])
+        one.until(1)
+    errors = two.outcomes(total, 1.0, "twin", ranks=[1]) + twice.outcomes()
     assert [type(e) for e in errors] == [DuplicateNameError] * 2
     assert two.run(total, 1.0, "twin") == [[2.0] * 4] * 2
 
 
 def test_survivors_of_a_kill_raise_within_a_second_and_go_on(three: Ranks) -> None:
     assert three.run(total, 1.0, "w") == [[3.0] * 4] * 3
-    waiting = three.start(total, 1.0, "w", ranks=[0, 1])
+    with Waiting(three) as others:
+        waiting = three.start(wait_for, "w", ranks=[0, 1])
+        others.until(2)
     three.kill(2)
     killed = time.monotonic()
     errors = waiting.outcomes()
@@ -187,8 +220,9 @@ def test_survivors_of_a_kill_raise_within_a_second_and_go_on(three: Ranks) -> No
 
 
 def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
-    waiting = two.start(keep_reducing, 1 << 22)
-    time.sleep(0.3)  # whenever it comes, it comes in the middle of something
+    with Waiting(two) as both:
+        waiting = two.start(keep_reducing, 1 << 22)
+        both.until(2)
     two.kill(1)
     killed = time.monotonic()
     error, gone = waiting.outcomes()
@@ -200,6 +234,8 @@ def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
 
 def keep_reducing(count: int) -> None:
     x = np.ones(count, np.float32)
+    api.allreduce_(x, "big", op=api.Max)
+    context.engine().post("waiting", b"")
     while True:
         api.allreduce_(x, "big", op=api.Max)
 
@@ -307,8 +343,9 @@ def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None
 
 
 def test_the_coordinators_death_fails_everything_and_nothing_hangs(two: Ranks) -> None:
-    waiting = two.start(total, 1.0, "c", ranks=[0])
-    time.sleep(0.1)
+    with Waiting(two) as others:
+        waiting = two.start(wait_for, "c", ranks=[0])
+        others.until(1)
     os.kill(two.coordinator.pid, signal.SIGKILL)
     (error,) = waiting.outcomes(5)
     assert isinstance(error, AbortedError)

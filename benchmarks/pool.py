@@ -36,7 +36,11 @@ class Kernel:
     def __init__(self) -> None:
         self._manager = KernelManager(kernel_name="python3")
         self._directory = tempfile.TemporaryDirectory()
-        self._manager.start_kernel(cwd=self._directory.name, stderr=open(os.devnull, "w"))  # noqa: SIM115
+        self._manager.start_kernel(
+            cwd=self._directory.name,
+            env={**os.environ, "IPYTHONDIR": self._directory.name},
+            stderr=open(os.devnull, "w"),  # noqa: SIM115
+        )
         self._client = self._manager.client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=120)
@@ -126,6 +130,8 @@ def measure(ranks: int, rounds: int, idle: float) -> dict[str, dict[str, float]]
                 if turn == 0 and idle and not pause:
                     note("idle, % of a core", who, kernel.idle(idle))
             finally:
+                if who == "ipyparallel":
+                    kernel.run("rc.cluster.stop_cluster_sync()")
                 kernel.close()
     return {
         what: {who: statistics.median(values) for who, values in by.items()} for what, by in figures.items()

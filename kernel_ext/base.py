@@ -62,7 +62,7 @@ class PoolBase:
         )
         self._local: LocalRanks | None = None
         self.group.use(self._starter())
-        base.client.on_mail(JOINED, lambda rank, body: self.joining.answered(rank, body.decode()))
+        base.client.on_mail(JOINED, self._joined)
         base.client.on_lost(self._break)
         base.warm.listen(self._hear, self._break)
 
@@ -133,6 +133,11 @@ class PoolBase:
         if self._local is not None:
             self._local.hear(event)
         self.companion.hear(event)
+
+    def _joined(self, rank: int, failure: bytes) -> None:
+        if not failure:
+            self.companion.rank_joined(rank)
+        self.joining.answered(rank, failure.decode())
 
     def _died(self, rank: int, reason: str) -> None:
         self.joining.gone(rank)

@@ -22,11 +22,11 @@ from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     ControllerUp,
+    Engine,
     Exited,
     Forked,
     ForkFailed,
     FromWarm,
-    Gone,
     Guard,
 )
 
@@ -113,9 +113,13 @@ class Companion:
                     controller.has_ended(event)
         self._call_soon(self._update_engines)
 
+    def rank_joined(self, rank: int) -> None:
+        """A rank has registered and listens: the controller may announce it."""
+        self._warm.send(Engine(rank, True))
+
     def rank_gone(self, rank: int) -> None:
         """A rank that the warm process did not fork has ended."""
-        self._warm.send(Gone(rank))
+        self._warm.send(Engine(rank, False))
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
         with self._lock:  # not while the loop is being closed

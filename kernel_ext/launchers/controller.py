@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import socket
-from typing import Any
 
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
 
@@ -24,7 +23,7 @@ class _NoHeartMonitor:
 
 
 class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is untyped
-    """A controller that says on a socket when it is up, and hears there which engines have ended."""
+    """A controller that says on a socket when it is up, and hears there which engines have come and gone."""
 
     name = "ipcontroller"
 
@@ -38,20 +37,16 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         super().init_hub()
         self.heartmonitor_process = _NoHeartMonitor()
         self.hub.engine_state_file = ""  # it would stay behind
-        self.hub.query_handlers["registration_request"] = self._register
 
-    def _register(self, requester: Any, message: Any) -> Any:
-        """Take an engine in as soon as it asks, without waiting for its first heartbeat."""
-        engine = self.hub.register_engine(requester, message)
-        heart = message["content"]["uuid"].encode()
-        if heart in self.hub.incoming_registrations:
-            self.hub.finish_registration(heart)
-        return engine
+    def _finish(self, engine: int) -> None:
+        """An engine that has registered listens now, which clients may learn."""
+        for heart, connector in list(self.hub.incoming_registrations.items()):
+            if connector.id == engine:
+                self.hub.finish_registration(heart)
 
     def _forget(self, engine: int) -> None:
-        """An engine's process has ended."""
-        if engine in self.hub.engines:
-            self.hub.unregister_engine(b"", {"content": {"id": engine}})
+        """An engine's process has ended, perhaps in the middle of its registration."""
+        self.hub.unregister_engine(b"", {"content": {"id": engine}})
 
     def start(self) -> None:
         """Run until told to stop, or until the warm process is gone."""
@@ -77,7 +72,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
             return
         # Each line is short enough to come in one piece.
         for line in data.split():
-            self._forget(int(line))
+            (self._finish if line.startswith(b"+") else self._forget)(int(line[1:]))
 
 
 def run_forked(argv: tuple[str, ...], channel: int) -> int:

@@ -35,6 +35,9 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         forked, listening, ended: Completed by the pool when the warm process tells so.
     """
 
+    # How the cluster's file names it, for other processes to import.
+    entrypoint_name = f"{__name__}.ForkControllerLauncher"
+
     warm: Any = AnyTrait()
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,6 +102,8 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         warm: The warm process that forked them.
         pids: Rank to process id; the pool keeps it up to date.
     """
+
+    entrypoint_name = f"{__name__}.ForkEngineSetLauncher"
 
     warm: Any = AnyTrait()
     pids: Dict[str, int] = Dict().tag(to_dict=True)

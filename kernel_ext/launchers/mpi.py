@@ -14,6 +14,8 @@ class MpiRanksLauncher(MPIEngineSetLauncher):  # type: ignore[misc]  # ipyparall
     initialized by the data plane when it is used first.
     """
 
+    entrypoint_name = f"{__name__}.MpiRanksLauncher"
+
     @property
     def program(self) -> list[str]:
         """The command of one rank."""

@@ -101,6 +101,8 @@ async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Se
         try:
             engine = _initialized(rank, connection, argv)
             await engine.register()
+            if engine.id != rank:
+                raise JoinFailed(f"the controller calls it engine {engine.id}")
         except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"

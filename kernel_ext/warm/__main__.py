@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -34,6 +35,9 @@ def main() -> None:
     loaded = load(modules_to_load(environment))
     from hvdlab.kernel_ext.warm.process import WarmShell
 
+    # A few descriptors for each rank add up to more than a process usually may have; ranks get the old limit back.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     shell = WarmShell(socket.socket(fileno=control), 0, pool, LATER)
     raise_on_hangup(0, False)
     role = shell.run(loaded)
@@ -41,7 +45,7 @@ def main() -> None:
         os._exit(0)  # taking down torch's modules one by one would take as long as a cell
     from hvdlab.kernel_ext.warm.child import become
 
-    become(role)
+    become(role, open_files=soft)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -21,10 +22,17 @@ from hvdlab.kernel_ext.warm.messages import CONTROLLER
 from hvdlab.kernel_ext.warm.process import Role
 
 
-def become(role: Role) -> NoReturn:
-    """Be what the role says, in a forked child, and end the process with it."""
+def become(role: Role, *, open_files: int) -> NoReturn:
+    """Be what the role says, in a forked child, and end the process with it.
+
+    Args:
+        open_files: Soft limit on open files.
+    """
     code = 1
     try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
         _set_up(role)
         code = _program(role)()
     except SystemExit as request:

@@ -53,10 +53,14 @@ class Guard(WarmMessage, frozen=True):
     paths: tuple[str, ...]
 
 
-class Gone(WarmMessage, frozen=True):
-    """A rank that is not the warm process's child has ended: tell the controller."""
+class Engine(WarmMessage, frozen=True):
+    """Tell the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
+
+    The warm process tells it of its own children's end by itself.
+    """
 
     rank: int
+    joined: bool
 
 
 class Shutdown(WarmMessage, frozen=True):
@@ -122,7 +126,7 @@ class ControllerUp(WarmMessage, frozen=True):
     pid: int
 
 
-ToWarm = Fork | Signal | Guard | Gone | Shutdown
+ToWarm = Fork | Signal | Guard | Engine | Shutdown
 FromWarm = Loaded | Forked | ForkFailed | Exited | ControllerUp
 
 _encoder = msgspec.msgpack.Encoder()

@@ -252,8 +252,8 @@ class WarmShell:
                 case Kill(pid, number, group):
                     with contextlib.suppress(ProcessLookupError):
                         (os.killpg if group else os.kill)(pid, number)
-                case TellController(rank):
-                    self._tell_controller(rank)
+                case TellController(rank, joined):
+                    self._tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
                 case Do(order):
                     role = self._fork(order)
                     if role is not None:
@@ -262,11 +262,11 @@ class WarmShell:
                     return effect
         return None
 
-    def _tell_controller(self, rank: int) -> None:
+    def _tell_controller(self, line: bytes) -> None:
         pipes = self._pipes.get(CONTROLLER)
         if pipes is not None and pipes.channel is not None:
             with contextlib.suppress(OSError):
-                pipes.channel.send(b"%d\n" % rank)
+                pipes.channel.send(line)
 
     def _fork(self, order: Fork) -> Role | None:
         parent = os.getpid()

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     ControllerUp,
+    Engine,
     Exited,
     Fork,
     Forked,
     ForkFailed,
-    Gone,
     Guard,
     Shutdown,
     Signal,
@@ -114,9 +114,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class TellController:
-    """Tell the controller that a rank is gone."""
+    """Tell the controller that a rank is an engine now, or has ended."""
 
     rank: int
+    joined: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +209,8 @@ class Supervisor:
             case Guard(paths):
                 self._guarded = paths
                 return []
-            case Gone(rank):
-                return [TellController(rank)] if CONTROLLER in self._children else []
+            case Engine(rank, joined):
+                return [TellController(rank, joined)] if CONTROLLER in self._children else []
             case Shutdown(grace):
                 return self._stop(grace, now)
 
@@ -247,7 +248,7 @@ class Supervisor:
             ),
         ]
         if child.number != CONTROLLER and CONTROLLER in self._children:
-            effects.append(TellController(child.number))
+            effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()
 
     def _stop(self, grace: float, now: float) -> list[Effect]:

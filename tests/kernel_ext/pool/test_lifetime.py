@@ -73,6 +73,29 @@ def test_everything_ends_when_the_owner_exits_without_stopping_the_pool() -> Non
         assert alive == []
 
 
+def test_ctrl_c_while_the_pool_starts_leaves_nothing() -> None:
+    source = (
+        "from hvdlab.kernel_ext.pool import Pool\n"
+        "Pool.start(2, on_progress=lambda text: print(text, flush=True))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HVDLAB_PRELOAD": "torch"},
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "importing what the ranks share\n":
+        assert process.poll() is None
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert alive == []
+
+
 def test_ctrl_c_in_the_owner_s_terminal_does_not_reach_the_ranks() -> None:
     with owner("2") as (process, family):
         groups = {psutil.Process(process.pid).pid} | {p.pid for p in family}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -234,6 +235,45 @@ def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
     finally:
         client.close()
         zmq.Context.instance().destroy(linger=0)
+
+
+def test_other_processes_find_it_with_ipyparallel_s_tools(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    source = (
+        "import sys, ipyparallel\n"
+        "cluster = ipyparallel.Cluster.from_file(sys.argv[1])\n"
+        "client = cluster.connect_client_sync()\n"
+        "client.wait_for_engines(2, timeout=20)\n"
+        "print(client[:].apply_sync(lambda: 42))\n"
+        "cluster.stop_engines_sync()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, pool.cluster.cluster_file], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[42, 42]\n", done.stderr
+    wait_until(lambda: pool.lost == dict.fromkeys((0, 1), "killed by SIGTERM"))
+
+
+def test_what_was_imported_ahead_is_not_the_same_random_state(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLAB_PRELOAD", "numpy,random")
+    found = values(start_pool(3), "import numpy, random\n(float(numpy.random.rand()), random.random())")
+    assert len({pair[0] for pair in found}) == 3  # type: ignore[index]  # pairs
+    assert len({pair[1] for pair in found}) == 3  # type: ignore[index]  # pairs
+
+
+def test_torch_is_there_without_an_import_s_cost(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    pool = start_pool(2)
+    assert values(pool, "import sys; 'torch' in sys.modules") == [True, True]
+    assert (
+        values(pool, "import torch; (torch.ones(2, 3).sum().item(), torch.get_num_threads())")
+        == [(6.0, 3)] * 2
+    )
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10) -> None:

@@ -7,11 +7,11 @@ import signal
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     ControllerUp,
+    Engine,
     Exited,
     Fork,
     Forked,
     ForkFailed,
-    Gone,
     Guard,
     Shutdown,
     Signal,
@@ -85,10 +85,10 @@ def test_adopted_orphans_are_nobodys_news() -> None:
 
 def test_the_controller_hears_of_ranks_that_end() -> None:
     supervisor = with_children(0, CONTROLLER)
-    assert TellController(0) in supervisor.handle(ended(0), 0.0)
-    assert supervisor.handle(Asked(Gone(5)), 0.0) == [TellController(5)]
+    assert TellController(0, False) in supervisor.handle(ended(0), 0.0)
+    assert supervisor.handle(Asked(Engine(5, True)), 0.0) == [TellController(5, True)]
     supervisor.handle(ended(CONTROLLER), 0.0)
-    assert supervisor.handle(Asked(Gone(5)), 0.0) == []
+    assert supervisor.handle(Asked(Engine(5, False)), 0.0) == []
 
 
 def test_the_controller_s_word_is_passed_on() -> None:

@@ -1,0 +1,290 @@
+"""The small parts of a pool, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.environment import World, foreign_sizes, rank_environment
+from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.launchers.foreign import parse_hosts
+from hvdlab.kernel_ext.launchers.joining import Joining
+from hvdlab.kernel_ext.launchers.local import check_loaded
+from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter, describe
+from hvdlab.kernel_ext.warm.messages import (
+    Exited,
+    Fork,
+    Loaded,
+    decode_from_warm,
+    decode_to_warm,
+    encode,
+)
+from hvdlab.kernel_ext.warm.preload import load, modules_to_load
+
+WORLD = World("unix:/run/coordinator", "secret", master_port=2345)
+
+
+# -- environment ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_s_environment_tells_every_library_where_it_stands() -> None:
+    found = rank_environment({"HOME": "/home/me", "RANK": "stale"}, WORLD, 3, 4)
+    assert found["HOME"] == "/home/me"
+    assert [found[n] for n in ("RANK", "LOCAL_RANK", "HOROVOD_RANK", "HVDLAB_RANK")] == ["3"] * 4
+    assert [found[n] for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE")] == ["4"] * 3
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "2345")
+    assert found["HVDLAB_COORDINATOR"] == "unix:/run/coordinator"
+
+
+def test_threads_are_shared_out_unless_the_user_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    assert rank_environment({}, WORLD, 0, 4)["OMP_NUM_THREADS"] == "4"
+    assert rank_environment({}, WORLD, 0, 64)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment({"OMP_NUM_THREADS": "9"}, WORLD, 0, 4)["OMP_NUM_THREADS"] == "9"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        {
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"},
+    ],
+    ids=["mpich", "openmpi", "slurm"],
+)
+def test_foreign_launchers_are_understood(environ: dict[str, str]) -> None:
+    found = foreign_sizes(environ)
+    assert (found["HVDLAB_RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == (
+        ("2", "4", "0", "2")
+    )
+
+
+def test_without_a_launcher_nothing_is_made_up() -> None:
+    assert foreign_sizes({"HOME": "/"}) == {}
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def test_room_is_counted_for_new_ranks_only() -> None:
+    checks.check_room(100, already=90, available=10 * checks.BYTES_PER_RANK)
+    with pytest.raises(InvalidRequestError, match="choose at most 99"):
+        checks.check_room(100, already=90, available=9 * checks.BYTES_PER_RANK)
+
+
+@pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None])
+def test_odd_sizes_are_refused(np: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=str(np)):
+        checks.check_size(np)
+
+
+# -- exits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "oom", "words"),
+    [
+        (3, 0, False, "exit code 3"),
+        (-1, 9, False, "killed by SIGKILL"),
+        (-1, 11, False, "segmentation fault"),
+        (-1, 64, False, "killed by SIGRTMAX"),
+        (-1, 99, False, "killed by signal 99"),
+        (-1, 9, True, "out of memory (killed by the kernel; it had 2.0 GiB)"),
+    ],
+)
+def test_exits_in_words(code: int, signal: int, oom: bool, words: str) -> None:
+    assert describe(Exited(0, 1, code, signal, 2 << 30, oom)) == words
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "path"),
+    [
+        ("0::/job\n", "sys/fs/cgroup/job/memory.events"),
+        ("0::/job\n", "sys/fs/cgroup/memory.events"),
+        ("4:memory:/job\n0::/\n", "sys/fs/cgroup/memory/job/memory.oom_control"),
+        ("", "proc/vmstat"),
+    ],
+)
+def test_out_of_memory_kills_are_counted_where_they_can_be_read(
+    tmp_path: Path, cgroup: str, path: str
+) -> None:
+    counter_file = tmp_path / path
+    for file, text in ((tmp_path / "proc/self/cgroup", cgroup), (counter_file, "low 5\noom_kill 1\n")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    counter = OutOfMemoryCounter(tmp_path)
+    assert not counter.increased()
+    counter_file.write_text("low 5\noom_kill 2\n")
+    assert counter.increased()
+    assert not counter.increased()
+
+
+# -- the warm process's messages and imports --------------------------------------------------------------------------
+
+
+def test_messages_survive_the_wire() -> None:
+    order = Fork(1, {"A": "b"}, "/tmp", ("", "/lib"), ("--x",))
+    assert decode_to_warm(encode(order)[4:]) == order
+    exited = Exited(1, 2, -1, 9, 3, True, "tail")
+    assert decode_from_warm(encode(exited)[4:]) == exited
+
+
+def test_the_user_chooses_what_is_imported_ahead() -> None:
+    assert modules_to_load({"HVDLAB_PRELOAD": ""}) == ()
+    assert modules_to_load({"HVDLAB_PRELOAD": "a, b.c"}) == ("a", "b.c")
+    assert "numpy" in modules_to_load({})
+
+
+def test_imports_that_fail_are_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving.py").write_text("raise SystemExit('no licence')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = load(["json", "leaving", "no_such_module"])
+    assert "json" in loaded.modules
+    assert set(loaded.failed) == {"leaving", "no_such_module"}
+    with pytest.raises(StartError, match=r"import leaving.*no licence.*HVDLAB_PRELOAD='json'"):
+        check_loaded(loaded)
+    check_loaded(Loaded(("json",), {}, 0.1))
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Answer on a thread of their own, as the client does."""
+
+    def __init__(self, silent: Sequence[int] = (), dying: Sequence[int] = ()) -> None:
+        self.silent, self.dying = silent, dying
+        self.questions = Questions(self.post)
+        self.threads: list[threading.Thread] = []
+
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+        asked = decode_to_rank(body)
+        assert isinstance(asked, PushValue | PullValue)
+
+        def answer() -> None:
+            for rank in ranks:
+                if rank in self.dying:
+                    self.questions.rank_died(rank)
+                elif rank not in self.silent:
+                    self.questions.answered(rank, Done(asked.ticket))
+
+        self.threads.append(threading.Thread(target=answer))
+        self.threads[-1].start()
+
+
+def test_answers_are_gathered_by_rank() -> None:
+    found = Ranks().questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 2], Deadline(5))
+    assert set(found) == {0, 2}
+
+
+def test_a_rank_that_dies_is_not_waited_for() -> None:
+    found = Ranks(dying=[2]).questions.ask(lambda t: PushValue(t, (), ()), [0, 2], Deadline(None))
+    assert set(found) == {0}
+
+
+def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
+    found = Ranks(silent=[2]).questions.ask(lambda t: PushValue(t, (), ()), [0, 2], Deadline(0.05))
+    assert set(found) == {0}
+
+
+def test_late_answers_concern_nobody() -> None:
+    Questions(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+
+
+# -- joining ipyparallel ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_join_one_after_the_other_once_the_controller_is_up() -> None:
+    asked: list[int] = []
+    joining = Joining(lambda rank, connection: asked.append(rank), at_once=1)
+    joining.add([0, 1, 2])
+    assert asked == []
+    joining.connected("{}")
+    assert asked == [0]
+    joining.answered(0, "")
+    assert asked == [0, 1]
+    joining.gone(1)
+    assert asked == [0, 1, 2]
+    joining.answered(2, "the controller did not answer")
+    assert joining.joined == {0}
+
+
+# -- launchers --------------------------------------------------------------------------------------------------------
+
+
+def test_open_mpi_is_told_that_root_and_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_version", lambda program: "mpiexec (Open MPI) 5.0.8")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert names.mpiexec()[1:] == ["--allow-run-as-root", "--oversubscribe"]
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert names.mpiexec()[1:] == ["--oversubscribe"]
+    monkeypatch.setattr(names, "_version", lambda program: "HYDRA build details: Version: 4.3.2")
+    assert names.mpiexec()[1:] == []
+
+
+def test_a_missing_mpiexec_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StartError, match="pip install mpich"):
+        names.check("MPI")
+
+
+@pytest.mark.parametrize("hosts", ["", ":4", "a:x", ",,"])
+def test_hosts_that_can_not_be_read_are_refused(hosts: str) -> None:
+    with pytest.raises(InvalidRequestError, match="a:4,b:4"):
+        parse_hosts(hosts)
+
+
+def test_hosts_are_read() -> None:
+    assert parse_hosts("a:4, b,a:1") == {"a": 5, "b": 1}
+
+
+@pytest.mark.parametrize("name", ["ssh", "slurm", "mpi"])
+def test_ipyparallel_s_launchers_start_our_ranks(name: str, tmp_path: Path) -> None:
+    """As far as the command line goes: there is no cluster here to run it on."""
+    from ipyparallel import Cluster
+
+    from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
+
+    class Told:
+        def on_membership(self, callback: object) -> None:
+            pass
+
+    far = World("tls:10.0.0.1:4000", "secret", "PEM")
+    ranks = ForeignRanks(name, "a:2,b:2" if name == "ssh" else "", Any, Told(), far, print)  # type: ignore[arg-type]  # not used here
+    options = ranks.options(4)
+
+    async def make() -> Any:
+        cluster = Cluster(
+            engine_launcher_class=ranks._class(), profile_dir=str(tmp_path), load_profile=False, parent=None
+        )
+        return cluster.engine_launcher_class(
+            work_dir=".", parent=cluster, profile_dir=str(tmp_path), **options
+        )
+
+    launcher = asyncio.run(make())
+    assert " ".join(launcher.engine_cmd).endswith("-m hvdlab.kernel_ext.rank")
+    environment = launcher.get_env()
+    assert environment["HVDLAB_COORDINATOR"] == "tls:10.0.0.1:4000"
+    assert environment["HVDLAB_CERT"] == "PEM"
+    if name == "ssh":
+        assert launcher.engines == {"a": 2, "b": 2}
+    if name == "mpi":
+        launcher.n = 4
+        assert launcher.find_args()[-5:] == ["-n", "4", sys.executable, "-m", "hvdlab.kernel_ext.rank"]

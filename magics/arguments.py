@@ -53,7 +53,7 @@ class MagicParser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"`{word}` was not expected here; `{self.prog} --help` lists what is"
-        near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, 1, 0.5)
+        near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` lists the options"
         return f"unknown option {word}; {hint}"
 

@@ -47,7 +47,7 @@ class StatusTable:
 def _row(status: Any) -> tuple[str, ...]:
     return (
         str(status.rank),
-        str(status.host or ""),
+        str(status.host or "").split("#")[0],  # what follows tells apart hosts of the same name
         str(status.pid or ""),
         str(status.device or ""),
         str(status.state),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from types import FrameType
 
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.cells.events import (
     Deliver,
     Effect,
@@ -91,15 +92,15 @@ class CellHandle:
         Raises:
             TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
         """
-        if self._thread is None and self._driver.acquire(blocking=False):
-            try:
-                with self._sigint():
-                    self._drive(None if timeout is None else time.monotonic() + timeout)
-            finally:
-                self._driver.release()
-        else:
-            with self._sigint():
-                self._ended.wait(timeout)
+        deadline = Deadline(timeout)
+        with self._sigint():
+            if self._thread is not None:
+                self._ended.wait(deadline.remaining())
+            elif self._driver.acquire(timeout=-1 if timeout is None else timeout):
+                try:
+                    self._drive(None if timeout is None else time.monotonic() + (deadline.remaining() or 0.0))
+                finally:
+                    self._driver.release()
         if self.results is None or not self.done:
             raise TimeoutError(
                 f"the cell still runs after {timeout:g} s" if timeout is not None else "the cell still runs"

@@ -1,0 +1,159 @@
+"""The shell that drives a run: threads, time limits, credit and the order of its calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hvdlab.kernel_ext.cells.drive import BACKLOG, CellHandle
+from hvdlab.kernel_ext.cells.events import DoneArrived, Event, OutputArrived
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
+
+
+class Sink:
+    """Remembers its calls; ``held`` is what it says that it holds back."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.thread: threading.Thread | None = None
+        self.held = 0
+        self.due: float | None = None
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self.thread = threading.current_thread()
+        self.calls.append(("output", rank))
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        self.calls.append(("done", rank))
+
+    def note(self, text: str) -> None:
+        self.calls.append(("note", text))
+
+    def tick(self, now: float) -> float | None:
+        if self.due is not None and now >= self.due:
+            self.calls.append(("due",))
+            self.due, self.held = None, 0
+        return self.due
+
+    def backlog(self) -> int:
+        return self.held
+
+    def hurry(self) -> None:
+        self.calls.append(("hurry",))
+
+    def finished(self, results: CellResults) -> None:
+        self.calls.append(("finished",))
+
+
+class Run:
+    """A handle with what it did to the outside."""
+
+    def __init__(self, ranks: int = 2, timeout: float | None = None) -> None:
+        self.sink = Sink()
+        self.credits: list[tuple[int, int]] = []
+        self.interrupted = threading.Event()
+        self.handle = CellHandle(
+            CellRun("c", range(ranks), now=time.monotonic(), timeout=timeout),
+            self.sink,
+            credit=lambda rank, taken: self.credits.append((rank, taken)),
+            interrupt=lambda ranks: self.interrupted.set(),
+            finished=lambda results: self.sink.calls.append(("closed",)),
+        )
+
+    def feed(self, *events: Event) -> None:
+        for event in events:
+            self.handle.feed(event)
+
+
+def done(rank: int, error: CellError | None = None) -> DoneArrived:
+    return DoneArrived(rank, CellDone("c", error, 0.1))
+
+
+def wrote(rank: int, total: int) -> OutputArrived:
+    return OutputArrived(rank, (Stream("stdout", "x"),), total)
+
+
+def test_the_waiting_thread_writes_the_output() -> None:
+    run = Run()
+    run.feed(wrote(0, 10), done(0), done(1))
+    assert run.handle.wait().ok
+    assert run.sink.thread is threading.current_thread()
+    assert run.sink.calls == [("output", 0), ("done", 0), ("done", 1), ("finished",), ("closed",)]
+    assert run.handle.done
+
+
+def test_in_the_background_another_thread_does() -> None:
+    run = Run()
+    run.handle.drive_in_background()
+    run.feed(wrote(0, 10), done(0), done(1))
+    assert run.handle.wait(10).ok
+    assert run.sink.thread is not threading.current_thread()
+
+
+def test_a_wait_that_is_too_short_can_be_repeated() -> None:
+    run = Run()
+    run.feed(done(0))
+    with pytest.raises(TimeoutError, match="still runs after"):
+        run.handle.wait(0.05)
+    run.feed(done(1))
+    assert run.handle.wait().ok
+    assert run.handle.wait().ok
+
+
+def test_the_time_limit_needs_no_event() -> None:
+    run = Run(timeout=0.05)
+    answer = threading.Thread(target=lambda: (run.interrupted.wait(10), run.feed(done(0), done(1))))
+    answer.start()
+    results = run.handle.wait()
+    answer.join()
+    assert results.timed_out == (0, 1)
+
+
+def test_credit_waits_until_the_sink_has_written() -> None:
+    run = Run()
+    run.sink.held, run.sink.due = BACKLOG + 1, time.monotonic() + 0.05
+    run.feed(wrote(0, 2 << 20))
+    with pytest.raises(TimeoutError):
+        run.handle.wait(0.001)
+    assert run.credits == []
+    run.feed(done(0), done(1))
+    run.handle.wait()
+    assert run.credits == [(0, 2 << 20)]
+    assert run.sink.calls.index(("due",)) < run.sink.calls.index(("finished",))
+
+
+def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
+    run = Run()
+    run.handle.drive_in_background()
+    run.handle.interrupt()
+    assert run.interrupted.wait(10)
+    run.feed(done(0), done(1))
+    assert run.handle.wait(10).interrupted
+    assert ("hurry",) in run.sink.calls
+
+
+def test_who_waits_longer_drives_on() -> None:
+    run = Run()
+    short = threading.Thread(target=lambda: pytest.raises(TimeoutError, run.handle.wait, 0.05))
+    short.start()
+    timer = threading.Timer(0.2, run.feed, (done(0), done(1)))
+    timer.start()
+    assert run.handle.wait(10).ok
+    short.join()
+    timer.join()
+
+
+def test_two_threads_may_wait() -> None:
+    run = Run()
+    found: list[CellResults] = []
+    threads = [threading.Thread(target=lambda: found.append(run.handle.wait(10))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    run.feed(done(0), done(1))
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2

@@ -132,11 +132,8 @@ class RankState:
             return
         first = group.names.get(name)
         # What this rank has given up on is only waiting for its end; its name is free.
-        if (
-            first is not None
-            and first.epoch > group.withdrawn
-            and (group.given_up is None or first.phase != HELD)
-        ):
+        given_up = group.withdrawn if group.given_up is None else group.epoch + 1
+        if first is not None and first.epoch > given_up:
             if first.phase == ANNOUNCED:
                 self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
             raise DuplicateNameError(name, first.site, entry.site)
@@ -298,9 +295,6 @@ class RankState:
         self._next = 0
         self._outbox.clear()
         for group in self.sets.values():
-            for entry in group.pending:
-                if entry.phase == HELD:
-                    entry.phase, entry.epoch = ANNOUNCED, group.epoch  # to end with the others
             group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
             self.withdraw(group.id, CauseKind.INTERRUPTED, text)
 

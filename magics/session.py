@@ -103,10 +103,13 @@ class Session:
         ahead, self.ahead = self.ahead, None
         warm = ahead.take() if ahead is not None else None
         alone = self.raw_cell.lstrip().startswith("%%hvd_run")
-        with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
-            self._pool = self._start_pool(
-                np, launcher=launcher, plane=plane, hosts=hosts, warm=warm, on_progress=progress
-            )
+        try:
+            with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
+                self._pool = self._start_pool(
+                    np, launcher=launcher, plane=plane, hosts=hosts, warm=warm, on_progress=progress
+                )
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted before all ranks were ready; none was kept") from None
         if not chosen:
             say(f"started {np} ranks (-np chooses how many)")
         return self._pool
@@ -116,6 +119,13 @@ def _start_pool(*args: Any, **kwargs: Any) -> Pool:
     from hvdlab.kernel_ext.pool import Pool
 
     return Pool.start(*args, **kwargs)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted what the pool was doing; shown in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
 
 
 @contextmanager

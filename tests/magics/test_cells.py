@@ -250,6 +250,17 @@ def test_a_pool_that_can_not_start_is_told_and_leaves_nothing(notebook: Notebook
     assert notebook.run("%%hvd_run -np 2\nprint(1)").lines == ["[0,1] 1"]
 
 
+def test_an_interrupted_start_is_one_line(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(notebook.extension.session, "_start_pool", interrupted)
+    ran = notebook.run("%%hvd_run -np 2\n1")
+    assert ran.lines == ["KeyboardInterrupt: interrupted before all ranks were ready; none was kept"]
+    monkeypatch.undo()
+    assert notebook.run("%%hvd_run -np 2\nprint(1)").lines == ["[0,1] 1"]
+
+
 def test_help_lists_the_options(notebook: Notebook) -> None:
     assert "--timeout S" in notebook.run("%%hvd_run --help\n1").stdout
     assert "--timeout S" in (notebook.extension.shell.find_cell_magic("hvd_run").__doc__ or "")

@@ -138,7 +138,12 @@ def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
 
 def test_who_waits_longer_drives_on() -> None:
     run = Run()
-    short = threading.Thread(target=lambda: pytest.raises(TimeoutError, run.handle.wait, 0.05))
+
+    def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            run.handle.wait(0.05)
+
+    short = threading.Thread(target=give_up)
     short.start()
     timer = threading.Timer(0.2, run.feed, (done(0), done(1)))
     timer.start()

@@ -16,6 +16,7 @@ from hvdlab.kernel_ext.environment import World, free_port
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
+from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.runs import Runs
@@ -61,6 +62,7 @@ class PoolBase:
             reason=self._why_lost,
         )
         self._local: LocalRanks | None = None
+        self._foreign: ForeignRanks | None = None
         self.group.use(self._starter())
         base.client.on_mail(JOINED, self._joined)
         base.client.on_lost(self._break)
@@ -123,9 +125,10 @@ class PoolBase:
         if self.launcher == names.LOCAL:
             self._local = LocalRanks(self._base.warm, world, self.group.handle)
             return self._local
-        from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
-
-        return ForeignRanks(self.launcher, self.hosts, self.companion, self.client, world, self.group.handle)
+        self._foreign = ForeignRanks(
+            self.launcher, self.hosts, self.companion, self.client, world, self.group.handle
+        )
+        return self._foreign
 
     # -- who tells whom -------------------------------------------------------------------------------------------
 
@@ -179,11 +182,10 @@ class PoolBase:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-        with contextlib.suppress(CoordinatorLostError, TimeoutError):
+        with contextlib.suppress(CoordinatorLostError):
             self.client.expect(())
-            if self.launcher != names.LOCAL:
-                # Ranks that leave by themselves end a launcher's job in order; the warm process needs no such time.
-                self.client.wait_for(lambda world: not world.members, LEAVE_WITHIN)
+        if self._foreign is not None:
+            self._foreign.wait_stopped(LEAVE_WITHIN)
         self.companion.close()
         for rank in self.group.pids():
             self.runs.rank_died(rank, "the pool was stopped")

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.environment import World, common, threads_per_rank
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.members import Ended, Event, Started
 
+START_WITHIN = 60.0
+"""Seconds that a launcher has to hand the ranks to its system."""
 ENGINE_COMMAND = ["-m", "hvdlab.kernel_ext.rank"]
 
 
@@ -47,6 +50,7 @@ class ForeignRanks:
         self._companion, self._client, self._world, self._report = companion, client, world, report
         self._pids: dict[int, int] = {}
         self._size = 0
+        self._stopped = threading.Event()
         client.on_membership(self._on_membership)
 
     def start(self, ranks: Sequence[int], size: int) -> None:
@@ -62,7 +66,13 @@ class ForeignRanks:
                 "single ranks can't be replaced; stop the pool and start it anew."
             )
         self._size = size
-        self._companion.call(self._start(size), Deadline(60))
+        try:
+            self._companion.call(self._start(size), Deadline(START_WITHIN))
+        # What ipyparallel's launchers raise when their program is missing or refuses has no common base.
+        except Exception as error:
+            raise StartError(
+                f"the launcher `{self._launcher}` could not start the ranks: {type(error).__name__}: {error}"
+            ) from error
 
     def signal(self, rank: int, number: int) -> None:
         """Ranks of this host get the signal; others are ended by the coordinator's word and the launcher's stop."""
@@ -72,6 +82,11 @@ class ForeignRanks:
         for member in self._client.membership().members:
             if member.rank == rank and member.host == here:
                 os.kill(member.pid, number)
+
+    def wait_stopped(self, timeout: float) -> None:
+        """Give the launcher's program time to end after its ranks, as MPI's does, which then clears up."""
+        if self._size:
+            self._stopped.wait(timeout)
 
     async def _start(self, size: int) -> None:
         load_ipyparallel()
@@ -126,6 +141,7 @@ class ForeignRanks:
 
     def _launcher_stopped(self, data: Any) -> None:
         """The launcher's program has ended. Ranks that never connected will not come any more."""
+        self._stopped.set()
         code = (data or {}).get("exit_code")
         for rank in range(self._size):
             self._report(Ended(rank, 0, f"the launcher `{self._launcher}` ended with exit code {code}"))

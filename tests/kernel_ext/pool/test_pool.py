@@ -318,6 +318,11 @@ def test_a_module_that_can_not_be_imported_is_named_with_its_error(
     assert values(start_pool(2), "1") == [1, 1]
 
 
+def test_a_launcher_whose_program_is_missing_is_told(start_pool: StartPool) -> None:
+    with pytest.raises(StartError, match=r"launcher `slurm` could not start.*sbatch"):
+        start_pool(2, launcher="slurm")
+
+
 def test_a_module_that_crashes_the_import_is_told(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

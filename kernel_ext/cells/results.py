@@ -165,10 +165,8 @@ class CellResults(Sequence[Any]):
         if done is None or done.error is not None:
             raise IndexError(self._why_missing(rank))
         if done.has_value and done.value is None:
-            raise LookupError(
-                f"rank {rank}'s value was not sent: {done.value_note or 'it can not be pickled'}. "
-                "Give it a name in the cell and use %hvd_pull NAME."
-            )
+            why = done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
+            raise LookupError(f"rank {rank}'s value was not sent: {why}")
         # The bytes come from a rank that this pool itself started: code that the user runs with his own rights.
         self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
         return self._values[rank]

@@ -65,7 +65,8 @@ class LineMerger:
         self.running = set(self.ranks)
         self._hold, self._merge = hold, merge
         self._plain = len(self.ranks) == 1
-        self._queues = {rank: RankQueue(rank) for rank in self.ranks}
+        self._totals: dict[Key, int] = {}
+        self._queues = {rank: RankQueue(rank, self._totals) for rank in self.ranks}
         self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in ("stdout", "stderr")}
         self._pieces: list[Piece] = []
         self._text: list[str] = []
@@ -143,13 +144,28 @@ class LineMerger:
         for queue in queues:
             heads.setdefault(queue.head, []).append(queue)
         groups = list(heads.values())
-        free = [g for g in groups if not any(g[0].head in q.counts for q in queues if q.head != g[0].head)]
+        free = [group for group in groups if not self._others_have(group[0].head, group)]
         if not free:  # the ranks have the same lines in different order: one of them must come first
             self._show(groups[0], 1)
             return
         for group in free:
-            others = [q.counts for q in queues if q not in group]
-            self._show(group, _common_run(group, others, most))
+            self._show(group, self._common_run(group, most))
+
+    def _others_have(self, key: Key, group: list[RankQueue]) -> bool:
+        """Whether a rank outside the group has this line in its queue."""
+        own = group[0].counts[key] if len(group) == 1 else sum(queue.counts[key] for queue in group)
+        return self._totals[key] > own
+
+    def _common_run(self, group: list[RankQueue], most: int | None) -> int:
+        """How many lines from the head on all queues of the group share, and nobody else has (at least one)."""
+        length = min(len(queue) for queue in group)
+        most = length if most is None else max(1, min(most, length))
+        size, count = len(group), 0
+        for keys in islice(zip(*(queue.keys for queue in group), strict=False), most):
+            if keys.count(keys[0]) != size or (count and self._others_have(keys[0], group)):
+                break
+            count += 1
+        return count
 
     def _show(self, group: list[RankQueue], count: int) -> None:
         keys = group[0].pop(count)
@@ -180,25 +196,6 @@ class LineMerger:
             self._pieces.append(Text(self._name, "".join(self._text)))
             self._text = []
         self._name = name
-
-
-def _common_run(group: list[RankQueue], others: list[dict[Key, int]], most: int | None) -> int:
-    """How many lines from the head on all queues of the group share, and nobody else has (at least one)."""
-    length = min(len(q) for q in group)
-    most = length if most is None else max(1, min(most, length))
-    count = 0
-    if len(group) == 1:
-        for key in islice(group[0].keys, most):
-            if count and any(key in counts for counts in others):
-                break
-            count += 1
-        return count
-    size = len(group)
-    for keys in islice(zip(*(q.keys for q in group), strict=False), most):
-        if keys.count(keys[0]) != size or (count and any(keys[0] in counts for counts in others)):
-            break
-        count += 1
-    return count
 
 
 def _piece(ranks: tuple[int, ...], chunk: Display | Clear) -> Piece:

@@ -11,16 +11,21 @@ Key = Hashable
 class RankQueue:
     """A queue that knows what it contains and since when.
 
+    Args:
+        rank: Whose lines these are.
+        totals: How often each line is in all ranks' queues together; the queues keep it.
+
     Attributes:
         rank: Whose lines these are.
         keys: The lines (or displays), oldest first.
         counts: How often each is in the queue.
     """
 
-    __slots__ = ("_arrivals", "counts", "keys", "rank")
+    __slots__ = ("_arrivals", "_totals", "counts", "keys", "rank")
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, totals: dict[Key, int]) -> None:
         self.rank = rank
+        self._totals = totals
         self.keys: deque[Key] = deque()
         self.counts: dict[Key, int] = {}
         self._arrivals: deque[list[float]] = deque()  # [time, how many of that time are left]
@@ -51,20 +56,22 @@ class RankQueue:
             return
         self.keys.extend(keys)
         self._arrivals.append([now, len(keys)])
-        counts = self.counts
-        for key in keys:
-            counts[key] = counts.get(key, 0) + 1
+        for counts in (self.counts, self._totals):
+            known = counts.get
+            for key in keys:
+                counts[key] = known(key, 0) + 1
 
     def pop(self, count: int) -> list[Key]:
         """Take ``count`` from the head."""
-        take, counts = self.keys.popleft, self.counts
+        take = self.keys.popleft
         taken = [take() for _ in range(count)]
-        for key in taken:
-            left = counts[key] - 1
-            if left:
-                counts[key] = left
-            else:
-                del counts[key]
+        for counts in (self.counts, self._totals):
+            for key in taken:
+                left = counts[key] - 1
+                if left:
+                    counts[key] = left
+                else:
+                    del counts[key]
         while count:
             first = self._arrivals[0]
             if first[1] > count:

@@ -172,6 +172,16 @@ def test_the_value_is_shown_with_the_results_only() -> None:
     assert repr(results) == "[0,1] 3"
 
 
+def test_a_value_that_was_not_sent_is_explained() -> None:
+    missing = CellDone(
+        "c1", None, 0.1, True, None, "tensor(...)", "larger than 5 bytes when pickled; %hvd_pull sends it"
+    )
+    results = finish(run(1), DoneArrived(0, missing))
+    assert repr(results) == "[0] tensor(...)"
+    with pytest.raises(LookupError, match="rank 0's value was not sent: larger than 5 bytes"):
+        results[0]
+
+
 def test_different_values_are_shown_by_group() -> None:
     results = finish(run(3), done(0, value=3), done(1, value=4), done(2, value=3))
     assert repr(results) == "[0,2] 3\n[1]   4"

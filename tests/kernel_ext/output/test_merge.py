@@ -311,3 +311,14 @@ def test_80000_lines_cost_a_fraction_of_a_second(alike: bool) -> None:
     assert total == (20_000 if alike else 80_000)
     print(f"{used:.3f} s")
     assert used < 0.5
+
+
+def test_many_ranks_cost_no_more_for_each_line() -> None:
+    ranks = 256
+    merger = LineMerger(range(ranks))
+    chunks = [out("".join(f"{rank} line {i}\n" for i in range(200))) for rank in range(ranks)]
+    begin = time.process_time()
+    for rank in range(ranks):
+        merger.feed(rank, chunks[rank], 0.0)
+    assert len(lines_of(merger.take(0.0))) == ranks * 200
+    assert time.process_time() - begin < 0.5

@@ -17,7 +17,7 @@ import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch, Ready
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.server import Server
+from hvdlab.collectives.coordinator.server import Server, drop, log_to_file
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 
@@ -27,6 +27,7 @@ def main() -> int:
     launch = msgspec.json.decode(_read_line(0), type=Launch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
+    journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     try:
         server = Server(
             ServerOptions(
@@ -34,7 +35,8 @@ def main() -> int:
                 ping_after=launch.ping_after,
                 dead_after=launch.dead_after,
                 state=CoordinatorOptions(launch.size, launch.fusion_threshold, launch.stall_seconds),
-            )
+            ),
+            note=log_to_file(journal) if journal else drop,
         )
         try:
             ready = _listen(server, launch, directory)

@@ -48,7 +48,7 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
         depart(state, rank)
         state.membership.leave(rank)
         return
-    state.outbox.log(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+    state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
     sets = state.sets.containing(rank.rank)
     depart(state, rank)
     state.membership.die(rank, reason, now, explained=explained)

@@ -65,9 +65,13 @@ class CloseConnection(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Tell the operator."""
+    """Tell the operator.
+
+    ``warning`` is False for what the peers are told anyway, such as a death: that is for the log file only.
+    """
 
     text: str
+    warning: bool = True
 
 
 Effect = Send | SendConfigure | CloseConnection | Log
@@ -87,6 +91,9 @@ class Outbox:
 
     def log(self, text: str) -> None:
         self.effects.append(Log(text))
+
+    def note(self, text: str) -> None:
+        self.effects.append(Log(text, warning=False))
 
     def take(self) -> list[Effect]:
         effects, self.effects = self.effects, []

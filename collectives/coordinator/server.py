@@ -41,12 +41,27 @@ def log_to_stderr(text: str) -> None:
     print(f"hvdlab coordinator: {text}", file=sys.stderr, flush=True)
 
 
+def drop(text: str) -> None:
+    """Nobody wants to know."""
+
+
+def log_to_file(path: str) -> Callable[[str], None]:
+    """Append lines with their time to a file."""
+
+    def log(text: str) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            print(f"{time.strftime('%F %T')} {text}", file=file)
+
+    return log
+
+
 class Server:
     """Serves listeners until told to stop.
 
     Args:
         options: Settings.
-        log: Takes lines for the operator.
+        log: Takes warnings for the operator.
+        note: Takes what happened in the ordinary course of things, deaths included, which peers are told anyway.
         memory: Creates shared memory; tests let it fail.
     """
 
@@ -55,6 +70,7 @@ class Server:
         options: ServerOptions,
         *,
         log: Callable[[str], None] = log_to_stderr,
+        note: Callable[[str], None] = drop,
         memory: Callable[[str, int], int] = create_memory,
     ) -> None:
         self.options = options
@@ -62,7 +78,7 @@ class Server:
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset)
         self.connections = Connections(options, log)
         self._selector = self.connections.selector
-        self._log = log
+        self._log, self._note = log, note
         self._memory = memory
         self._due = NEVER  # of the state
         self._running = True
@@ -226,7 +242,7 @@ class Server:
                 if closing is not None:
                     connections.finish(closing)
             elif type(effect) is Log:
-                self._log(effect.text)
+                (self._log if effect.warning else self._note)(effect.text)
 
     def _configure(self, effect: SendConfigure) -> None:
         by_peer = self.connections.open

@@ -17,6 +17,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol import tls
+from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import connect
 
 STARTER = """
@@ -47,6 +48,29 @@ def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:
     coordinator.close()
     assert not coordinator.running
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_death_is_in_the_log_file_and_not_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "coordinator.log"
+    monkeypatch.setenv("HVDLAB_COORDINATOR_LOG", str(journal))
+    with CoordinatorProcess.start(size=2) as coordinator:
+        first, second = (
+            connect(
+                coordinator.address,
+                m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", rank),
+                deadline=Deadline(10),
+            )[0]
+            for rank in (0, 1)
+        )
+        first.close()
+        while not any(type(decode_to_peer(payload)) is m.Abort for payload in second.receive()):
+            select.select([second], [], [], 10)
+        second.close()
+    assert "rank 0" in journal.read_text()
+    assert "is dead" in journal.read_text()
+    assert capfd.readouterr().err == ""
 
 
 def test_nobody_else_gets_in(tmp_path: Path) -> None:

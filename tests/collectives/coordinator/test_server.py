@@ -58,9 +58,10 @@ class Running:
         tls: bool = False,
         **options: float,
     ) -> None:
-        self.log = Lines()
+        self.log, self.notes = Lines(), Lines()
         state = CoordinatorOptions(size=2)
-        self.server = Server(ServerOptions(TOKEN, state=state, **options), log=self.log, memory=memory)  # type: ignore[arg-type]  # tests give the right ones
+        settings = ServerOptions(TOKEN, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
+        self.server = Server(settings, log=self.log, note=self.notes, memory=memory)
         self.address = f"unix:{path}/s"
         self.certificate: str | None = None
         listener = socket.socket(socket.AF_UNIX)
@@ -238,6 +239,17 @@ def test_a_rank_that_sends_garbage_is_lost(start: Start) -> None:
     assert (abort.kind, abort.ranks) == ("rank_died", (0,))
     for peer in peers:
         peer.endpoint.close()
+
+
+def test_a_death_is_noted_but_is_no_warning(start: Start) -> None:
+    running = start()
+    peers = [join(running, rank) for rank in (0, 1)]
+    peers[1].wait_for(m.Configure)
+    peers[0].endpoint.close()  # as the kernel does for a process that is killed
+    peers[1].wait_for(m.Abort)
+    running.notes.wait_for("rank 0")
+    assert running.log.lines == []
+    peers[1].endpoint.close()
 
 
 def test_who_sends_bytes_too_slowly_does_not_get_in(start: Start) -> None:

@@ -82,7 +82,7 @@ def measure_hvdlab(small_only: bool) -> Samples:
         gradients = [np.ones(shape, np.float32) for shape in resnet50_shapes()]
 
         def step() -> None:
-            for operation in [api.allreduce_async(g, f"g{i}", op=api.Max) for i, g in enumerate(gradients)]:
+            for operation in [api.allreduce_async_(g, f"g{i}", op=api.Max) for i, g in enumerate(gradients)]:
                 api.synchronize(operation)
 
         found[RESNET] = sample(step, 5)

@@ -100,6 +100,22 @@ def allreduce(
     return source.result(context.engine("allreduce").run(request))
 
 
+def allreduce_async_(
+    tensor: Any,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = 0,
+) -> Operation:
+    """Like :func:`allreduce_async`, in place: ``tensor`` gets the result, and :func:`synchronize` returns it."""
+    source = _Tensor(tensor, in_place=True)
+    request = source.request(OpKind.ALLREDUCE, name, process_set)
+    request.output = request.input
+    _reduction(request, op, prescale_factor, postscale_factor)
+    return Operation([context.engine("allreduce").submit(request)], lambda results: source.write_back())
+
+
 def allreduce_(
     tensor: Any,
     name: str | None = None,
@@ -346,7 +362,7 @@ class _Tensor:
 
     def write_back(self) -> Any:
         """After an in-place call: the values belong into the memory that the user gave."""
-        if not np.shares_memory(self.array, self.target):
+        if not np.may_share_memory(self.array, self.target):
             values = self.array if self.view_type is None else self.array.view(self.view_type)
             np.copyto(self.target, values)
         return self.original

@@ -18,7 +18,7 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.operations import run_batch
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
-from hvdlab.collectives.engine.small import run_small
+from hvdlab.collectives.engine.small import Folds, run_small
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
 
 Close = Callable[[], None]
@@ -42,6 +42,7 @@ class Lane:
         self.baton = threading.Lock()
         self.bell: SimpleQueue[bool] = SimpleQueue()
         self.abandoned = False
+        self.folds: Folds = {}
         self.current: Job | None = None
         self.running: PlaneSlot | None = None
         self.started = 0
@@ -113,7 +114,7 @@ class Executor:
         started = time.monotonic_ns()
         try:
             if batch.payloads:
-                results = [run_small(batch.entries[0].request, batch.payloads, phases)]
+                results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
             else:
                 results = run_batch(slot.open(), batch, phases)
         except PlaneAborted:

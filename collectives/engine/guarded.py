@@ -96,6 +96,8 @@ class GuardedState:
 
     def flush_direct(self) -> None:
         """Send what is queued, on a user's thread. Large amounts are left to the control thread."""
+        if not (self.state.has_messages or self._torn):
+            return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
             self._wake()
             return

@@ -54,12 +54,13 @@ class Leader:
             self._poll.register(endpoint.fileno(), select.POLLIN)
 
     def lead(self, handle: Handle, seconds: float) -> float:
-        """Try to bring ``handle`` to its end on this thread, for so long at most.
+        """Announce what is queued and try to bring ``handle`` to its end on this thread, for so long at most.
 
         Returns the seconds that are left; the handle may be in flight still if this thread could not (go on to) lead.
         """
         # No lock is taken here but by ``with``: an interrupt can't come between taking it and noting that.
         if self._wakeup < 0 or self._place.locked() or self._endpoint.backlog:
+            self._guarded.flush_direct()
             return seconds
         with self._place:
             deadline = time.monotonic() + seconds
@@ -78,7 +79,10 @@ class Leader:
         control = self._control
         try:
             if not control.cede():
+                self._guarded.flush_direct()
                 return False
+            # Only now, or else the answer might come, and wake the control thread, before its place is taken.
+            self._guarded.flush_direct()
             handle.wakeup = self._wakeup
             if handle.done():
                 return True

@@ -6,14 +6,11 @@ use: all get the same bits.
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.reduce.fold import Fold, make_fold
 
 BYTES = 4096
@@ -21,7 +18,7 @@ BYTES = 4096
 MEMBERS = 16
 """Largest process set that does so: everybody's bytes go to everybody."""
 
-_folds = threading.local()
+Folds = dict[tuple[DType, ReduceOp], Fold]
 
 
 def payload_of(request: Request, members: int) -> bytes:
@@ -32,8 +29,8 @@ def payload_of(request: Request, members: int) -> bytes:
     return source.tobytes() if source.nbytes <= BYTES else b""
 
 
-def run_small(request: Request, payloads: tuple[bytes, ...], phases: Phases) -> Result:
-    """Compute an allreduce from everybody's bytes."""
+def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
+    """Compute an allreduce from everybody's bytes. ``folds`` are kept by the caller, for one thread at a time."""
     source, out = request.input, request.output
     assert source is not None
     if out is None:
@@ -42,18 +39,10 @@ def run_small(request: Request, payloads: tuple[bytes, ...], phases: Phases) -> 
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / len(payloads)
     storage = storage_type(request.dtype)
+    fold = folds.get((request.dtype, op))
+    if fold is None:
+        fold = folds[request.dtype, op] = make_fold(request.dtype, op)
     parts = [np.frombuffer(payload, storage) for payload in payloads]
     with np.errstate(all="ignore"):
-        _fold(request.dtype, op)(parts, out.reshape(-1), request.prescale, postscale)
+        fold(parts, out if out.ndim == 1 else out.reshape(-1), request.prescale, postscale)
     return Result(out)
-
-
-def _fold(dtype: DType, op: ReduceOp) -> Fold:
-    """Folds keep scratch memory and belong to one thread."""
-    folds: dict[tuple[DType, ReduceOp], Fold] | None = getattr(_folds, "made", None)
-    if folds is None:
-        folds = _folds.made = {}
-    fold = folds.get((dtype, op))
-    if fold is None:
-        fold = folds[dtype, op] = make_fold(dtype, op)
-    return fold

@@ -28,7 +28,6 @@ class Waiter:
     def wait_for(self, handle: Handle, timeout: float | None) -> None:
         """Wait until the handle has ended; see :meth:`Handle.wait`."""
         try:
-            self._guarded.flush_direct()
             first = BLOCKED_AFTER if timeout is None or timeout > BLOCKED_AFTER else max(timeout, 0.0)
             left = self._leader.lead(handle, first)
             if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):

@@ -43,8 +43,11 @@ unit: $(INSTALLED)
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
 
-bench: $(INSTALLED) ## the figures of benchmarks/results, on this machine
-	$(BIN)/python -m benchmarks
+bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
+	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json
+	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
+	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
+	$(BIN)/python benchmarks/tracing.py > benchmarks/results/tracing.json
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

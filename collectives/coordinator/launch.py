@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
+from hvdlab.collectives.errors import InvalidRequestError
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,3 +40,31 @@ class Ready(msgspec.Struct, frozen=True):
     tls_address: str = ""
     certificate: str = ""
     error: str = ""
+
+
+_VARIABLES: dict[str, tuple[str, type[int] | type[float]]] = {
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold", int),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_seconds", float),
+}
+
+
+def settings_from(environ: Mapping[str, str]) -> dict[str, float]:
+    """What Horovod's variables say about the coordinator, as fields of :class:`Launch`.
+
+    Raises:
+        InvalidRequestError: A variable holds no number of its kind, or a negative one.
+    """
+    settings: dict[str, float] = {}
+    for variable, (name, kind) in _VARIABLES.items():
+        text = environ.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            value = kind(text)
+        except ValueError:
+            value = -1
+        if value < 0:
+            what = "a whole number of bytes" if kind is int else "a number of seconds"
+            raise InvalidRequestError(f"{variable}={text!r}: {what} from 0 was expected.")
+        settings[name] = value
+    return settings

@@ -15,7 +15,7 @@ from typing import Self
 
 import msgspec
 
-from hvdlab.collectives.coordinator.launch import Launch, Ready
+from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT
@@ -63,12 +63,14 @@ class CoordinatorProcess:
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             timeout: Seconds.
-            settings: ``fusion_threshold``, ``stall_seconds``, ``ping_after``, ``dead_after``.
+            settings: ``fusion_threshold``, ``stall_seconds``, ``ping_after``, ``dead_after``; they win over Horovod's
+                variables of the first two.
 
         Raises:
             StartError: It did not come up; the text says why.
         """
         deadline = Deadline(timeout)
+        settings = {**settings_from(os.environ), **settings}
         token = secrets.token_hex(32)
         private = _private_directory(directory)
         launch = Launch(token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "")

@@ -22,7 +22,7 @@ from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
-from hvdlab.kernel_ext.warm.messages import FromWarm
+from hvdlab.kernel_ext.warm.messages import Exited, FromWarm
 
 Progress = Callable[[str], None]
 
@@ -135,6 +135,8 @@ class PoolBase:
     def _hear(self, event: FromWarm) -> None:
         if self._local is not None:
             self._local.hear(event)
+        if isinstance(event, Exited):
+            self.joining.gone(event.number)
         self.companion.hear(event)
 
     def _joined(self, rank: int, failure: bytes) -> None:
@@ -144,7 +146,8 @@ class PoolBase:
 
     def _died(self, rank: int, reason: str) -> None:
         self.joining.gone(rank)
-        self.runs.rank_died(rank, reason)
+        member = self.group.members.get(rank)
+        self.runs.rank_died(rank, reason, member.tail if member is not None else "")
 
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)

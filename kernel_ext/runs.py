@@ -91,14 +91,14 @@ class Runs:
                 handle.feed(RankDied(rank, reason, time.monotonic_ns()))
         return handle
 
-    def rank_died(self, rank: int, reason: str) -> None:
-        """A rank is lost. Any thread."""
+    def rank_died(self, rank: int, reason: str, tail: str = "") -> None:
+        """A rank is lost; ``tail`` is the end of its standard error. Any thread."""
         when = time.monotonic_ns()
         with self._lock:
             handles = list(self._handles.values())
         for handle in handles:
             if rank in handle.ranks:
-                handle.feed(RankDied(rank, reason, when))
+                handle.feed(RankDied(rank, reason, when, tail))
         self.questions.rank_died(rank)
 
     def _finished(self, cell: str, results: CellResults | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +22,6 @@ LATER = (
     "pygments.lexers.python",
     "pygments.formatters.terminal256",
     "stack_data",
-    "ipykernel.debugger",
     "hvdlab.kernel_ext.launchers.controller",
 )
 """Wanted soon after the first cell (to show a traceback, to join ipyparallel); imported when nothing else is to do."""
@@ -61,8 +59,6 @@ def _prepare_progress_bars() -> None:
 
 def load_later(name: str) -> None:
     """Import a module that is only wanted to be quick; whoever needs it gets the error."""
-    # pydevd, which ipykernel's debugger imports, warns about frozen modules unless told not to.
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     try:
         importlib.import_module(name)
     except ImportError:

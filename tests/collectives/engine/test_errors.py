@@ -293,7 +293,8 @@ def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
             try:
                 armed.set()
                 try:
-                    pending = [api.allreduce_async(np.ones(3, np.float32), f"a{i}") for i in range(3)]
+                    # Anonymous, since some of an attempt that failed may be in flight when the next one begins.
+                    pending = [api.allreduce_async(np.ones(3, np.float32)) for _ in range(3)]
                     api.allreduce(np.ones(1 << 14, np.float32), "large", op=api.Sum)
                     for operation in pending:
                         api.synchronize(operation)

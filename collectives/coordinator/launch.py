@@ -42,7 +42,7 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_VARIABLES: dict[str, tuple[str, type[int] | type[float]]] = {
+_VARIABLES: dict[str, tuple[str, type[int | float]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold", int),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_seconds", float),
 }

@@ -18,6 +18,7 @@ from hvdlab.magics.session import shell_colours
 class RunningCell(Protocol):
     """A run of a pool, as :meth:`Pool.start_run` returns it."""
 
+    cell: str
     ranks: tuple[int, ...]
 
     @property

@@ -74,7 +74,11 @@ class RankCompleter:
     def _match(self, context: CompletionContext) -> SimpleMatcherResult:
         lines = context.full_text.split("\n")
         offset = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-        found = self._ask(context.full_text, offset, lambda pool, *at: pool.complete(*at, timeout=PATIENCE))
+        found = self._ask(
+            context.full_text,
+            offset,
+            lambda pool, source, cursor: pool.complete(source, cursor, timeout=PATIENCE),
+        )
         if found is None or not found[0].matches:
             return SimpleMatcherResult(completions=[])
         answer, source, cursor = found
@@ -89,7 +93,9 @@ class RankCompleter:
 
     def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
         found = self._ask(
-            code, cursor_pos, lambda pool, *at: pool.inspect(*at, detail_level, timeout=PATIENCE)
+            code,
+            cursor_pos,
+            lambda pool, source, cursor: pool.inspect(source, cursor, detail_level, timeout=PATIENCE),
         )
         if found is not None and found[0].found:
             return {"status": "ok", "found": True, "data": found[0].data, "metadata": {}}

@@ -54,7 +54,7 @@ class PoolMagics(Magics):
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
 
     def _status(self, options: Any) -> StatusTable:
-        return StatusTable(self.session.need_pool("%hvd_pool status").status())
+        return StatusTable(self.session.need_pool("%hvd_pool status").status(), self.session.labels)
 
     def _resize(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool resize")

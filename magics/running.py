@@ -48,6 +48,7 @@ def run_cell(
     if options.background:
         with as_usage_error():
             run = pool.start_run(source, **arguments)
+        session.labels[run.cell] = label
         handle = BackgroundCell(run, shell, options.out, label)
         if options.out:
             shell.user_ns[options.out] = handle

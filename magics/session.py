@@ -28,12 +28,14 @@ class Session:
         pool: The pool, or None if there is none or it was stopped.
         ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
+        labels: What users call the cells in the background, by their ids.
     """
 
     def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
         self.shell = shell
         self.ahead: Ahead | None = None
         self.raw_cell = ""
+        self.labels: dict[str, str] = {}
         self._pool: Pool | None = None
         self._start_pool = start or _start_pool
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLUMNS = ("rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane")
@@ -13,15 +14,24 @@ _NUMBERS = {"rank", "pid", "memory", "CPU"}
 class StatusTable:
     """One row for each rank; text in a terminal, HTML in a notebook.
 
+    Args:
+        rows: What :meth:`Pool.status` returned.
+        labels: What users call cells, by their ids.
+
     Attributes:
         rows: What :meth:`Pool.status` returned.
     """
 
-    def __init__(self, rows: Sequence[Any]) -> None:
+    def __init__(self, rows: Sequence[Any], labels: Mapping[str, str] | None = None) -> None:
         self.rows = list(rows)
+        self._labels = dict(labels or {})
 
     def cells(self) -> list[tuple[str, ...]]:
-        return [_row(row) for row in self.rows]
+        keys = {str(row.host or "") for row in self.rows}
+        names = Counter(key.split("#")[0] for key in keys)
+        # What follows the # tells apart hosts of the same name.
+        hosts = {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
+        return [_row(row, hosts, self._labels) for row in self.rows]
 
     def __repr__(self) -> str:
         table = [COLUMNS, *self.cells()]
@@ -44,14 +54,14 @@ class StatusTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _row(status: Any) -> tuple[str, ...]:
+def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:
     return (
         str(status.rank),
-        str(status.host or "").split("#")[0],  # what follows tells apart hosts of the same name
+        hosts[str(status.host or "")],
         str(status.pid or ""),
         str(status.device or ""),
         str(status.state),
-        str(status.cell or ""),
+        labels.get(status.cell, str(status.cell or "")),
         memory(status.pss or status.rss),
         f"{status.cpu:.1f} s" if status.cpu is not None else "",
         str(status.plane or ""),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.output.report import report
+
+F = TypeVar("F", bound=BaseException)
 
 
 class CellFailed(HvdlabError):
@@ -46,6 +50,12 @@ def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | Ce
     cause = results.root_cause
     if cause is None:
         return None
-    base = CellInterrupted if results.interrupted and cause.ename == "KeyboardInterrupt" else CellFailed
-    named: type[CellFailed | CellInterrupted] = type(cause.ename, (base,), {"__module__": base.__module__})
-    return named(results, colours=colours)
+    if results.interrupted and cause.ename == "KeyboardInterrupt":
+        return _named(CellInterrupted, cause.ename)(results, colours=colours)
+    return _named(CellFailed, cause.ename)(results, colours=colours)
+
+
+def _named(base: type[F], name: str) -> type[F]:
+    """A subclass under the name of the cause."""
+    found: type[F] = type(name, (base,), {"__module__": base.__module__})  # pyright: ignore[reportAssignmentType]
+    return found

@@ -34,9 +34,11 @@ class TimedSink(OutputSink, Protocol):
         Called after each batch of events and when the returned time has come. Returns when to call again, or None if
         nothing is held back; after the run's end it is called until it returns None.
         """
+        ...
 
     def backlog(self) -> int:
         """Characters that were taken but not written yet; above a limit the ranks get no further credit."""
+        ...
 
     def hurry(self) -> None:
         """The user has interrupted the run: what is held back may be shortened."""

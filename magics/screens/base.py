@@ -21,9 +21,11 @@ class Screen(Protocol):
 
     def tick(self, now: float) -> float | None:
         """Show what was held back; returns when to call again, or None."""
+        ...
 
     def backlog(self) -> int:
         """Characters held back."""
+        ...
 
     def hurry(self) -> None:
         """The user has interrupted the cell and does not want to wait for what is held back."""

@@ -104,7 +104,7 @@ class TabsView:
         self._publisher = publisher
         self._outputs: dict[int, Any] = {rank: ipywidgets.Output() for rank in ranks}
         tab = ipywidgets.Tab(children=list(self._outputs.values()), titles=[f"rank {rank}" for rank in ranks])
-        data = tab._repr_mimebundle_()
+        data: dict[str, Any] = tab._repr_mimebundle_() or {}
         publisher.display(data, {}, f"hvdlab-{cell}-tabs")
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:

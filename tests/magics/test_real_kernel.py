@@ -283,3 +283,9 @@ def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) 
 def test_status_is_a_table(kernel: LiveKernel) -> None:
     (result,) = kernel.run("%hvd_pool status").of("execute_result")
     assert result["data"]["text/html"].count("<tr>") == 5
+    started = kernel.run("%%hvd_run --background --out job\ntime.sleep(60)")
+    label = f"[{started.reply['execution_count']}]"
+    (result,) = kernel.run("%hvd_pool status").of("execute_result")
+    assert result["data"]["text/plain"].count(label) == 4
+    kernel.run("job.interrupt()")
+    assert kernel.run("job.wait()").error is not None

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -74,7 +75,14 @@ def shm(group: Group, options: dict[str, str]) -> tuple[Plane, Callable[[str, Bu
             plane.broadcast(b.target, 0, Phases())
         elif op == "reducescatter":
             plane.reducescatter(
-                b.source[: sum(share)], share, b.target[: share[0]], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases()
+                b.source[: sum(share)],
+                share,
+                b.target[: share[0]],
+                DType.F32,
+                ReduceOp.SUM,
+                1.0,
+                1.0,
+                Phases(),
             )
         else:
             plane.alltoall(b.source[: sum(share)], share, share, b.target[: sum(share)], Phases())
@@ -136,9 +144,7 @@ def memcpy(op: str, b: Buffers) -> None:
     np.copyto(b.target, b.source)
 
 
-def measure(
-    plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, size: int
-) -> dict[str, float]:
+def measure(plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, size: int) -> dict[str, float]:
     """Medians in microseconds over the rounds of the slowest rank, by contender."""
     times: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
@@ -172,7 +178,7 @@ def work(group: Group, arguments: argparse.Namespace) -> None:
             np.ones(count, np.float32), np.ones(count, np.float32), np.ones(count * group.size, np.float32)
         )
         rounds = arguments.rounds or max(11, min(400, (256 << 20) // max(nbytes, 1)))
-        calls = {name: (lambda r=run: r(arguments.op, buffers)) for name, run in runners.items()}
+        calls = {name: partial(run, arguments.op, buffers) for name, run in runners.items()}
         medians = measure(plane, calls, rounds, group.size)
         if group.rank == 0:
             print(f"{nbytes:>11}  " + "  ".join(
@@ -186,13 +192,19 @@ def parse_size(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-n", type=int, default=2, help="ranks; under mpiexec its number counts")
     parser.add_argument("--op", default="allreduce", choices=(*OPS, "inplace"))
-    parser.add_argument("--sizes", default="4,4K,64K,1M,16M,64M", type=lambda s: [parse_size(p) for p in s.split(",")])
+    parser.add_argument(
+        "--sizes", default="4,4K,64K,1M,16M,64M", type=lambda s: [parse_size(p) for p in s.split(",")]
+    )
     parser.add_argument("--contenders", default="shm,mpi,gloo", type=lambda s: s.split(","))
     parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--option", action="append", default=[], help="plane option, such as chunk_bytes=262144")
+    parser.add_argument(
+        "--option", action="append", default=[], help="plane option, such as chunk_bytes=262144"
+    )
     arguments = parser.parse_args(argv)
     options = dict(pair.split("=", 1) for pair in arguments.option)
     if {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):

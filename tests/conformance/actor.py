@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, Plane
+from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
 
 Array = npt.NDArray[Any]
 
@@ -23,6 +24,10 @@ class CollectiveActor(ABC):
     size: int
     planned: bool
     """Whether the actor takes arbitrary ``counts`` in reducescatter; a negotiated one splits by Horovod's rule."""
+
+    @abstractmethod
+    def connect(self, timeout: float) -> None:
+        """Join the other members."""
 
     @abstractmethod
     def allreduce(
@@ -69,6 +74,13 @@ class CollectiveActor(ABC):
     def close(self) -> None: ...
 
 
+def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """An actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
+    module, _, cls = target.partition(":")
+    plane_class: type[Plane] = getattr(importlib.import_module(module), cls)
+    return PlaneActor(plane_class(context))
+
+
 class PlaneActor(CollectiveActor):
     """Drives a connected plane."""
 
@@ -77,6 +89,9 @@ class PlaneActor(CollectiveActor):
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
         self.index, self.size = plane.context.index, plane.context.size
+
+    def connect(self, timeout: float) -> None:
+        self.plane.connect(timeout)
 
     def allreduce(
         self,

@@ -16,7 +16,7 @@ from conformance import cases
 from conformance.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import PlaneAborted
+from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 
 WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "allgather", "broadcast",
            "reducescatter", "alltoall", "barrier")  # fmt: skip
@@ -89,7 +89,7 @@ def abort_first(actor: CollectiveActor) -> None:
 
 
 def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> float | None:
-    """Work until the victim has killed itself and someone told this member so; returns seconds from then on."""
+    """Work until the victim has killed itself and someone told this member so; returns seconds from then on, negative if it noticed first."""
     called = [0.0]
 
     def die() -> None:
@@ -108,14 +108,16 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
             start(actor, what, count)
 
     with helper(die if actor.index == victim else hear):
-        ended = aborted_at(operations)
+        # A plane of connections may notice by itself that one is lost.
+        ended = aborted_at(operations, PlaneAborted, PlaneBroken)
     return ended - called[0]
 
 
-def aborted_at(operation: Callable[[], None]) -> float:
+def aborted_at(operation: Callable[[], None], *errors: type[Exception]) -> float:
+    """When the operation raised ``PlaneAborted`` (or one of ``errors``); it must."""
     try:
         operation()
-    except PlaneAborted:
+    except errors or PlaneAborted:
         return time.monotonic()
     raise AssertionError("the operation was not aborted")
 

@@ -72,8 +72,9 @@ class PlaneUnderTest:
         memory: Bytes of the memfd for a context of ``size`` members, or ``None`` if the plane needs none.
         options: ``PlaneContext.options``.
         lacks: What the plane can't do: ``abort`` (end a waiting operation), ``survive`` (go on after a member's
-            death with the processes that are left).
+            death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's rule).
         environment: Extra variables of the workers.
+        actor: ``module:function`` that makes the actor from ``target`` and the context, for what is no plane.
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
         missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
@@ -89,6 +90,7 @@ class PlaneUnderTest:
     environment: Mapping[str, str] = field(default_factory=dict)
     library: bool = False
     missing: Callable[[], str | None] | None = None
+    actor: str = "conformance.actor:plane_actor"
 
     def unavailable(self) -> str | None:
         """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
@@ -145,6 +147,7 @@ class WorkerGroup:
         self.plane, self.size, self.epoch = plane, size, 0
         self.clean = False
         self.closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = Path(tempfile.mkdtemp(prefix="conf-"))
         self._store = StoreServer(str(self._directory / "store"))
         self._connections: list[Connection | None] = [None] * size
@@ -202,7 +205,7 @@ class WorkerGroup:
                 os.ftruncate(fd, size or 0)
             for position, worker in enumerate(members):
                 spec = {
-                    "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
+                    "actor": self.plane.actor, "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
                     "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0, "library": self.plane.library,
                 }  # fmt: skip
                 connection = self._connections[worker]
@@ -294,34 +297,39 @@ class WorkerGroup:
         """End the workers in the ordinary way and wait for them; raises if one left a thread or a descriptor."""
         if self.closed:
             return
-        reports = []
-        for worker in self.living:
-            connection = self._connections[worker]
-            assert connection is not None
-            connection.send(("close", None))
-        for worker, outcome in zip(
-            self.living, self._collect(self.living, CALL_TIMEOUT, "close"), strict=True
-        ):
-            if outcome:
-                reports.append(f"worker {worker} left behind: {outcome}")
-        for process in self._processes:
-            process.wait(10)
-        self._release()
+        workers = self.living
+        try:
+            for worker in workers:
+                connection = self._connections[worker]
+                assert connection is not None
+                connection.send(("close", None))
+            outcomes = self._collect(workers, CALL_TIMEOUT, "close")
+            for process in self._processes:
+                process.wait(10)
+        finally:
+            self.kill()
+        reports = [f"worker {w} left behind: {o}" for w, o in zip(workers, outcomes, strict=True) if o]
         if reports:
             raise AssertionError("\n".join(reports))
 
     def kill(self) -> None:
-        """SIGKILL all workers. Idempotent."""
-        for process in getattr(self, "_processes", []):
-            process.kill()
-            process.wait(10)
-        for pid, connection in zip(self._pids, self._connections, strict=True):
-            if connection is not None and pid not in {p.pid for p in self._processes}:
-                _kill_quietly(pid)
-        self._release()
+        """SIGKILL what is left of the workers and let go of everything. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            for process in self._processes:
+                process.kill()
+                process.wait(10)
+            # Under a launcher such as mpiexec the workers are no children of ours.
+            children = {p.pid for p in self._processes}
+            for pid, connection in zip(self._pids, self._connections, strict=True):
+                if connection is not None and pid not in children:
+                    _kill_quietly(pid)
+        finally:
+            self._release()
 
     def _release(self) -> None:
-        self.closed = True
         for connection in self._connections:
             if connection is not None:
                 connection.close()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from conformance.harness import PlaneUnderTest
+from conformance.harness import WORKER, PlaneUnderTest
 from hvdlab.collectives.planes.shm.layout import layout_from
 
 CHUNK = 4096
@@ -15,6 +20,23 @@ def shm_memory(size: int, options: Mapping[str, str]) -> int:
     return layout_from(options, size).size
 
 
+def mpiexec(size: int, path: str, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
+    """Start the workers with the environment's MPI (the ``mpich`` wheel, or the system's)."""
+    command = [_mpiexec_path() or "mpiexec", "-n", str(size), sys.executable, str(WORKER)]
+    return [subprocess.Popen([*command, "--socket", path, "--size", str(size)], env=dict(environment))]
+
+
+def _mpiexec_path() -> str | None:
+    beside_python = Path(sys.executable).with_name("mpiexec")
+    return str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+
+
+def mpi_missing() -> str | None:
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    return None if _mpiexec_path() else "there is no mpiexec"
+
+
 PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,)),
     PlaneUnderTest(
@@ -23,5 +45,14 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         memory=shm_memory,
         options={"chunk_bytes": str(CHUNK)},
         environment={"PYTHONWARNINGS": "error"},
+    ),
+    PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
+    PlaneUnderTest(
+        "mpi",
+        "hvdlab.collectives.planes.mpi:MpiPlane",
+        launcher=mpiexec,
+        lacks=frozenset({"survive"}),  # mpiexec ends every process when one dies
+        library=True,
+        missing=mpi_missing,
     ),
 )

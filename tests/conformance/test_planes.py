@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.cases import even_split
 from conformance.harness import WorkerGroup
 from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType, ReduceOp
@@ -108,20 +109,16 @@ def test_broadcast_moves_every_type(group: WorkerGroup, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
 def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, dtype: DType, op: ReduceOp) -> None:
     n = group.size
-    for counts in (
-        [4] * n,
-        list(range(n)),
-        [0] * n,
-        [CHUNK + i for i in range(n)],
-        [3 * CHUNK] + [1] * (n - 1),
-    ):
+    even = [[4] * n, [0] * n, even_split(1, n), even_split(2 * CHUNK * n + 1, n)]
+    ragged = [list(range(n)), [CHUNK + i for i in range(n)], [3 * CHUNK] + [1] * (n - 1)]
+    for counts in even if "ragged" in group.plane.lacks else even + ragged:
         group.run("conformance.cases:reducescatter", counts=counts, dtype=dtype, op=op)
 
 
 @pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)], ids=str)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.I32, DType.BF16], ids=lambda d: d.label)
 def test_reducescatter_scales(group: WorkerGroup, dtype: DType, scales: tuple[float, float]) -> None:
-    counts = [CHUNK // 2 + i for i in range(group.size)]
+    counts = even_split(CHUNK * group.size // 2 + 1, group.size)
     group.run(
         "conformance.cases:reducescatter", counts=counts, dtype=dtype, prescale=scales[0], postscale=scales[1]
     )

@@ -11,13 +11,14 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from conformance.actor import CollectiveActor, PlaneActor
+from conformance.actor import CollectiveActor
 from conformance.store import StoreClient
-from hvdlab.collectives.planes.base import Plane, PlaneContext
+from hvdlab.collectives.planes.base import PlaneContext
 
 INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 CONNECT_TIMEOUT = 15.0
@@ -62,20 +63,16 @@ class Worker:
             self.fds = (
                 open_fds() if memory_fd < 0 else {k: v for k, v in open_fds().items() if k != str(memory_fd)}
             )
-        module, _, cls = spec["target"].partition(":")
-        plane_class: type[Plane] = getattr(importlib.import_module(module), cls)
         self.store.scope(f"{spec['epoch']}/")
         context = PlaneContext(
             process_set=0, epoch=spec["epoch"], index=spec["index"], size=spec["size"], ranks=spec["ranks"],
             hosts=("here",) * spec["size"], store=self.store, memory_fd=memory_fd, options=spec["options"],
         )  # fmt: skip
-        plane = plane_class(context)
-        self.actor = PlaneActor(plane)
-        plane.connect(CONNECT_TIMEOUT)
+        self.actor = actor = resolve(spec["actor"])(spec["target"], context)
+        actor.connect(CONNECT_TIMEOUT)
 
     def call(self, function: str, params: dict[str, Any]) -> Any:
-        module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self.actor, **params)
+        return resolve(function)(self.actor, **params)
 
     def reset(self) -> None:
         if self.actor is not None:
@@ -89,6 +86,13 @@ class Worker:
         threads = [t.name for t in set(threading.enumerate()) - self.threads]
         fds = {k: v for k, v in open_fds().items() if self.fds is not None and self.fds.get(k) != v}
         return " ".join([f"threads {threads}"] * bool(threads) + [f"descriptors {fds}"] * bool(fds))
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function ``module:function``."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def open_fds() -> dict[str, str]:

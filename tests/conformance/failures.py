@@ -109,15 +109,15 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
 
     with helper(die if actor.index == victim else hear):
         # A plane of connections may notice by itself that one is lost.
-        ended = aborted_at(operations, PlaneAborted, PlaneBroken)
+        ended = aborted_at(operations, PlaneBroken)
     return ended - called[0]
 
 
 def aborted_at(operation: Callable[[], None], *errors: type[Exception]) -> float:
-    """When the operation raised ``PlaneAborted`` (or one of ``errors``); it must."""
+    """When the operation raised ``PlaneAborted`` or one of ``errors``; it must."""
     try:
         operation()
-    except errors or PlaneAborted:
+    except (PlaneAborted, *errors):
         return time.monotonic()
     raise AssertionError("the operation was not aborted")
 

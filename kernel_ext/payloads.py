@@ -145,6 +145,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         interrupted: True for KeyboardInterrupt.
         mismatch: True for MismatchError (the same text on all ranks).
         syntax: True if the source did not compile (the same on all ranks).
+        cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
     """
 
     ename: str
@@ -157,6 +158,8 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     interrupted: bool = False
     mismatch: bool = False
     syntax: bool = False
+    cause: str = ""
+    why: str = ""
 
 
 class CellDone(Payload, frozen=True):

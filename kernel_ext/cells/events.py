@@ -37,12 +37,13 @@ class DoneArrived:
 class RankDied:
     """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
 
-    ``when`` is ``time.monotonic_ns()`` at which the death was seen.
+    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` what nobody read of its standard error.
     """
 
     rank: int
     reason: str
     when: int
+    tail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

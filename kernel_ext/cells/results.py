@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
 
@@ -17,11 +18,15 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`."""
+    """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`.
+
+    ``tail`` has the last lines of its standard error that nobody read, such as a crash report.
+    """
 
     rank: int
     reason: str
     when: int
+    tail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,15 @@ class RootCause:
         ranks: The ranks it happened on (several if they failed alike).
         ename: Class of the error; ``RankDied`` for a death.
         evalue: Its text.
-        traceback: Coloured lines; empty for a death.
+        traceback: Coloured lines; for a death, what is known of where it was.
+        nobody: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
     """
 
     ranks: tuple[int, ...]
     ename: str
     evalue: str
     traceback: tuple[str, ...] = ()
+    nobody: bool = False
 
 
 def same_error(a: CellError, b: CellError) -> bool:
@@ -73,6 +80,7 @@ class CellResults(Sequence[Any]):
         unanswered: The ranks that were not waited for any longer after repeated interrupts.
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
+        name: The variable that users have the results in.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class CellResults(Sequence[Any]):
         label: str = "",
     ) -> None:
         self.ranks = tuple(ranks)
-        self.label = label
+        self.label, self.name = label, "_"
         self.errors: dict[int, CellError] = {
             r: d.error for r, d in sorted(done.items()) if d.error is not None
         }
@@ -117,7 +125,8 @@ class CellResults(Sequence[Any]):
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
         if death is not None and (first is None or death.when <= own[first].when):
-            return RootCause((death.rank,), "RankDied", f"rank {death.rank} died: {death.reason}")
+            said = f"rank {death.rank} died: {death.reason}"
+            return RootCause((death.rank,), "RankDied", said, tuple(crash_lines(death.tail)))
         if first is not None:
             return self._cause_of(first)
         if self.timed_out:
@@ -132,8 +141,11 @@ class CellResults(Sequence[Any]):
 
     def _cause_of(self, rank: int) -> RootCause:
         error = self.errors[rank]
+        if error.cause == "deadlock":
+            stuck = tuple(r for r, e in self.errors.items() if (e.cause, e.why) == (error.cause, error.why))
+            return RootCause(stuck, error.ename, error.why, nobody=True)
         alike = tuple(r for r, e in self.errors.items() if same_error(e, error))
-        return RootCause(alike, error.ename, error.evalue, error.traceback)
+        return RootCause(alike, error.ename, error.evalue, error.traceback, nobody=error.aborted)
 
     def _timeout_cause(self) -> RootCause:
         said = f"{format_ranks(self.timed_out)} did not end within {self._timeout or 0:g} s and {_were(self.timed_out)} interrupted"
@@ -226,7 +238,7 @@ class CellResults(Sequence[Any]):
         failed = tuple(r for r in self.ranks if r in self.errors or r in self.deaths)
         if failed:
             groups.append((failed, {"text/plain": "failed"}))
-        return text_of(groups) if groups else f"<no values from {format_ranks(self.ranks)}>"
+        return text_of(groups, name=self.name) if groups else f"<no values from {format_ranks(self.ranks)}>"
 
     def _repr_html_(self) -> str | None:
         return html_of(self.groups())

@@ -35,6 +35,9 @@ from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
 GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""
 
+ANNOUNCE = 1.0
+"""Seconds after a death until it is told while the others go on; the report of a run that ends before tells it."""
+
 PATIENCE = 5.0
 """Seconds after an interrupt until the ranks that have not answered are named."""
 
@@ -74,6 +77,8 @@ class CellRun:
         self._timeout_at = None if timeout is None else now + timeout
         self._grace_at: float | None = None
         self._patience_at: float | None = None
+        self._announce_at: float | None = None
+        self._unannounced: list[Death] = []
         self._stopped: set[int] = set()  # ranks that this run interrupted
         self._done: dict[int, CellDone] = {}
         self._deaths: dict[int, Death] = {}
@@ -83,7 +88,11 @@ class CellRun:
 
     @property
     def deadline(self) -> float | None:
-        limits = [t for t in (self._timeout_at, self._grace_at, self._patience_at) if t is not None]
+        limits = [
+            t
+            for t in (self._timeout_at, self._grace_at, self._patience_at, self._announce_at)
+            if t is not None
+        ]
         return None if self.finished or not limits else min(limits)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -129,8 +138,11 @@ class CellRun:
         if event.rank not in self.running:
             return []
         self.running.discard(event.rank)
-        self._deaths[event.rank] = Death(event.rank, event.reason, event.when)
-        return [RankEnded(event.rank, None), Note(f"rank {event.rank} died: {event.reason}")]
+        death = self._deaths[event.rank] = Death(event.rank, event.reason, event.when, event.tail)
+        self._unannounced.append(death)
+        if self._announce_at is None:
+            self._announce_at = now + ANNOUNCE
+        return [RankEnded(event.rank, None)]
 
     @_on.register
     def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
@@ -167,6 +179,10 @@ class CellRun:
             self._grace_at = None
             if not self._stopped:
                 effects += self._stop(now)
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce_at = None
+            effects += [Note(f"rank {death.rank} died: {death.reason}") for death in self._unannounced]
+            self._unannounced.clear()
         if self._patience_at is not None and now >= self._patience_at:
             self._patience_at = None
             effects.append(

@@ -24,7 +24,7 @@ def report(results: CellResults, *, colours: bool = True) -> list[str]:
 
 
 def _coloured(results: CellResults, cause: RootCause) -> list[str]:
-    lines = [_headline(results, cause), *cause.traceback]
+    lines = [_headline(results, cause), *(_frames(cause) if cause.nobody else cause.traceback)]
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
@@ -32,6 +32,8 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
 
 
 def _headline(results: CellResults, cause: RootCause) -> str:
+    if cause.nobody:
+        return f"{_RED}{_BOLD}{_in_lines(cause.evalue)}{_RESET}"
     if cause.ename == "RankDied":
         return f"{_RED}{_BOLD}{cause.evalue}{_RESET}"
     if cause.ename == "KeyboardInterrupt" and results.interrupted:
@@ -41,6 +43,25 @@ def _headline(results: CellResults, cause: RootCause) -> str:
         return f"{_RED}TimeoutError{_RESET}: {cause.evalue}{where}"
     how = "" if len(cause.ranks) == 1 else " with the same error"
     return f"{_RED}{_BOLD}{format_ranks(cause.ranks)} failed{how}:{_RESET}"
+
+
+def _in_lines(text: str) -> str:
+    """A deadlock's ranks one below the other; other sentences as they are."""
+    head, colon, places = text.partition(": ")
+    if not head.startswith("deadlock") or not colon:
+        return text
+    return f"{head}:\n  " + places.replace("; ", "\n  ")
+
+
+def _frames(cause: RootCause) -> list[str]:
+    """The traceback without its first lines and its last one, which would repeat the headline."""
+    first = next(
+        (i for i, line in enumerate(cause.traceback) if "Traceback (most recent call last)" in line), -1
+    )
+    frames = list(cause.traceback[first + 1 :])
+    if frames and _ANSI.sub("", frames[-1]).startswith(f"{cause.ename}: "):
+        del frames[-1]
+    return [frame.rstrip("\n") for frame in frames]
 
 
 def _consequences(results: CellResults, cause: RootCause) -> list[str]:
@@ -82,5 +103,4 @@ def _because(results: CellResults, error: CellError) -> str:
         interrupted = all(results.errors[rank].interrupted for rank in failed)
         was = "was" if len(failed) == 1 else "were"
         return f" because {format_ranks(failed)} " + (f"{was} interrupted" if interrupted else "failed")
-    first = error.evalue.strip().splitlines()
-    return f": {first[0]}" if first else ""
+    return f": {error.why}" if error.why else ""

@@ -15,11 +15,41 @@ _RICH = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown
 _LABEL = '<div style="opacity: 0.65; font-size: 0.85em; margin: 0.3em 0 0.1em">{}</div>'
 
 
-def text_of(groups: Groups, width: int = 0) -> str:
-    """One block for each group of equal values, labelled by rank."""
-    rows = [(f"[{compact_ranks(ranks)}]", str(data.get("text/plain", ""))) for ranks, data in groups]
+MOST_LINES = 12
+"""Lines that are shown of one value."""
+
+MOST_LINES_IN_ALL = 120
+"""Lines that are shown of all values together, if that leaves each at least :data:`FEWEST_LINES`."""
+
+FEWEST_LINES = 3
+LONGEST_LINE = 1000
+
+
+def text_of(groups: Groups, width: int = 0, *, name: str = "_") -> str:
+    """One block for each group of equal values, labelled by rank; long ones are cut, ``name`` has them whole."""
+    most = max(FEWEST_LINES, min(MOST_LINES, MOST_LINES_IN_ALL // max(1, len(groups))))
+    rows = [
+        (f"[{compact_ranks(ranks)}]", shortened(str(data.get("text/plain", "")), most, f"{name}[{ranks[0]}]"))
+        for ranks, data in groups
+    ]
     width = max([width, *(len(label) + 1 for label, _ in rows)])
     return "\n".join(label.ljust(width) + text.replace("\n", "\n" + " " * width) for label, text in rows)
+
+
+def shortened(text: str, most: int, name: str) -> str:
+    """``text`` with at most ``most`` lines, the last of which tells how much is missing and what has it whole."""
+    lines = text.split("\n")
+    cut = any(len(line) > LONGEST_LINE for line in lines[:most])
+    if len(lines) <= most and not cut:
+        return text
+    kept = lines if len(lines) <= most else lines[: most - 1]
+    shown = [line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…" for line in kept]
+    left = len(lines) - len(kept)
+    if left:
+        shown.append(f"… {left} more lines; `{name}` has all")
+    else:
+        shown.append(f"… cut; `{name}` has all")
+    return "\n".join(shown)
 
 
 def html_of(groups: Groups) -> str | None:

@@ -25,6 +25,12 @@ class RankDisplayHook(DisplayHook):
         self.plain = ""
         """``text/plain`` of the last value."""
 
+    def __call__(self, result: Any = None) -> None:
+        """Show the value. After a ``;`` it is not shown, but still is the cell's value."""
+        super().__call__(result)  # type: ignore[no-untyped-call]  # as above
+        if result is not None and self.quiet():  # type: ignore[no-untyped-call]  # as above
+            self.fill_exec_result(result)  # type: ignore[no-untyped-call]  # as above
+
     def start_displayhook(self) -> None:
         """Nothing to prepare."""
         self._is_active = True

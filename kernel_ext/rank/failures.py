@@ -61,6 +61,8 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         interrupted=isinstance(error, KeyboardInterrupt),
         mismatch=mismatch is not None,
         syntax=before_exec and isinstance(error, SyntaxError),
+        cause=cause.kind.value if cause is not None else "",
+        why=_clean(cause.text, LONGEST_VALUE) if cause is not None else "",
     )
 
 

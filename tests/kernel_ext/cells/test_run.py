@@ -23,7 +23,7 @@ from hvdlab.kernel_ext.cells.events import (
     TimePassed,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import GRACE, PATIENCE, CellRun
+from hvdlab.kernel_ext.cells.run import ANNOUNCE, GRACE, PATIENCE, CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, Stream
 
 
@@ -109,11 +109,22 @@ def test_equal_errors_are_one_cause() -> None:
 def test_a_death_that_came_first_is_the_cause() -> None:
     machine = run(2)
     effects = machine.handle(RankDied(1, "killed by SIGKILL", 5), 0.0)
-    assert Note("rank 1 died: killed by SIGKILL") in effects
-    assert machine.deadline is None, "survivors go on until they fail themselves"
+    assert effects == [RankEnded(1, None)], "the report tells it, if the run ends soon"
     results = finish(machine, done(0, error("AbortedError", 6, aborted=True, culprits=(1,))))
     assert results.root_cause is not None
     assert results.root_cause.evalue == "rank 1 died: killed by SIGKILL"
+
+
+def test_a_death_is_told_at_once_only_if_the_others_go_on() -> None:
+    machine = run(3)
+    machine.handle(RankDied(1, "killed by SIGKILL", 5), 0.0)
+    machine.handle(RankDied(2, "exited with status 3", 6), 0.5)
+    assert machine.deadline == ANNOUNCE
+    assert machine.handle(TimePassed(), ANNOUNCE) == [
+        Note("rank 1 died: killed by SIGKILL"),
+        Note("rank 2 died: exited with status 3"),
+    ]
+    assert machine.deadline is None, "survivors go on until they fail themselves"
 
 
 def test_an_error_before_the_death_is_the_cause() -> None:

@@ -86,3 +86,85 @@ def test_the_exception_bears_the_name_and_text_of_the_cause() -> None:
     assert type(failure).__name__ == "ValueError"
     assert str(failure) == "bad"
     assert failure.results.errors[1] is BAD
+
+
+STUCK = (
+    "deadlock, all wait for each other: "
+    "rank 0 in allreduce `a` (cell [7] line 3); rank 1 in broadcast `b` (cell [7] line 5)"
+)
+
+
+def stuck(collective: str, site: str) -> CellError:
+    text = f"{collective} ({site}): {STUCK}"
+    return CellError("AbortedError", text, ("tb",), 3, True, collective, (0, 1), cause="deadlock", why=STUCK)
+
+
+def test_a_deadlock_is_one_sentence_that_blames_nobody() -> None:
+    found = results(
+        {0: stuck("allreduce `a`", "cell [7] line 3"), 1: stuck("broadcast `b`", "cell [7] line 5")}
+    )
+    assert "\n".join(shown(found)).splitlines() == [
+        "deadlock, all wait for each other:",
+        "  rank 0 in allreduce `a` (cell [7] line 3)",
+        "  rank 1 in broadcast `b` (cell [7] line 5)",
+    ]
+    assert str(failure_of(found)) == STUCK
+
+
+def test_a_collective_that_others_skipped_is_the_headline() -> None:
+    said = "allreduce `loss` (cell [7] line 2): rank 0 waited; rank 1 finished its cell without it"
+    lines = (
+        "----",
+        "AbortedError      Traceback (most recent call last)",
+        "Cell In[7], line 2\n----> 2 hvd.allreduce(x)\n",
+        f"AbortedError: {said}",
+    )
+    error = CellError("AbortedError", said, lines, 1, True, "allreduce `loss`", (1,), cause="cell_ended")
+    assert shown(results({0: error, 1: None})) == [said, "Cell In[7], line 2\n----> 2 hvd.allreduce(x)"]
+
+
+def test_ranks_stopped_in_another_collective_are_told_why_in_few_words() -> None:
+    why = "rank 2 finished its cell without it"
+    first, second = (
+        CellError("AbortedError", f"{c} (x): {why}", (), n, True, c, (2,), cause="cell_ended", why=why)
+        for n, c in enumerate(("allreduce `a`", "allreduce `b`"))
+    )
+    assert shown(results({0: first, 1: second, 2: None}))[-1] == f"rank 1: stopped in allreduce `b`: {why}"
+
+
+DUMP = """\
+terminate called after throwing an instance of 'std::bad_alloc'
+Fatal Python error: Aborted
+
+Thread 0x00007efea3fff6c0 (most recent call first):
+  File "/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x00007efeb9c5e740 (most recent call first):
+  File "/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "<cell [4] #0a1b2c>", line 5 in f
+  File "<cell [4] #0a1b2c>", line 6 in <module>
+  File "/site-packages/hvdlab/kernel_ext/rank/runner.py", line 130 in _run_code
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: msgspec._core, zmq.backend.cython._zmq (total: 2)
+"""
+
+
+def test_a_crash_is_shown_from_the_crash_to_the_cell() -> None:
+    found = results({}, deaths={1: Death(1, "aborted (SIGABRT)", 3, DUMP)})
+    assert shown(found) == [
+        "rank 1 died: aborted (SIGABRT)",
+        "  terminate called after throwing an instance of 'std::bad_alloc'",
+        "  __init__.py, line 519, in string_at",
+        "  Cell In[4], line 5, in f",
+        "  Cell In[4], line 6",
+    ]
+
+
+def test_a_deep_crash_is_cut_in_the_middle() -> None:
+    frames = "".join(f'  File "<cell [4]>", line {n} in f\n' for n in range(100))
+    dump = f"Fatal Python error: x\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
+    found = shown(results({}, deaths={1: Death(1, "segmentation fault", 3, dump)}))
+    assert len(found) == 10
+    assert "  … 92 calls between" in found
+    assert found[-1] == "  Cell In[4], line 99, in f"

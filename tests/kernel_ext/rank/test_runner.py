@@ -33,11 +33,18 @@ def test_a_cell_prints_and_returns_its_value(rank: Rank) -> None:
 
 
 def test_a_cell_without_expression_has_no_value(rank: Rank) -> None:
-    for source in ("x = 1", "None", "6 * 7;", "", "# nothing"):
+    for source in ("x = 1", "None", "", "# nothing"):
         ran = rank.run(source)
         assert ran.done.error is None
         assert not ran.done.has_value
         assert not ran.displays
+
+
+def test_a_semicolon_hides_the_value_but_keeps_it(rank: Rank) -> None:
+    ran = rank.run("6 * 7;")
+    assert not ran.displays
+    assert ran.done.has_value
+    assert ran.done.value_repr == "42"
 
 
 def test_last_values_stay_in_the_rank(rank: Rank) -> None:

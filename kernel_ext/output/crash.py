@@ -1,0 +1,46 @@
+"""What a rank that crashed wrote last, without the threads and frames that are ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+MOST_LINES = 8
+LONGEST_LINE = 300
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_CELL = re.compile(r"<cell (\[\d+\]|.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
+_CRASHED = "Current thread"
+
+
+def crash_lines(tail: str) -> list[str]:
+    """What is worth reading of a dead rank's last lines on standard error, indented.
+
+    Python's fault handler dumps every thread; of that, the calls from the cell down to the crash remain. Of anything
+    else, such as an abort message of the C++ runtime, the last lines do.
+    """
+    before, _, dump = tail.partition("Fatal Python error:")
+    said = [line[:LONGEST_LINE] for line in before.splitlines() if line.strip()][-MOST_LINES:]
+    return [f"  {line}" for line in said] + [f"  {call}" for call in _calls(dump)]
+
+
+def _calls(dump: str) -> list[str]:
+    """The calls of the thread that crashed, innermost first, down to the cell's own line."""
+    _, _, block = dump.partition(_CRASHED)
+    calls: list[str] = []
+    for line in block.splitlines()[1:]:
+        match = _FRAME.match(line)
+        if match is None or "/hvdlab/kernel_ext/" in match[1]:
+            break
+        calls.append(_call(*match.groups()))
+    if len(calls) > MOST_LINES:
+        left_out = len(calls) - MOST_LINES
+        calls[MOST_LINES // 2 : -MOST_LINES // 2] = [f"… {left_out} calls between"]
+    return calls
+
+
+def _call(file: str, line: str, function: str) -> str:
+    cell = _CELL.match(file)
+    where = f"Cell In{cell[1]}" if cell is not None else PurePath(file).name
+    of = "" if function == "<module>" else f", in {function}"
+    return f"{where}, line {line}{of}"

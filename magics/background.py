@@ -33,16 +33,18 @@ class BackgroundSink:
     A cell in the foreground does that by its result or its exception, a cell that has returned can't any more.
     """
 
-    def __init__(self, inner: TimedSink, write: Callable[[str, str], None], *, colours: bool) -> None:
+    def __init__(
+        self, inner: TimedSink, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False
+    ) -> None:
         self.output, self.done, self.note = inner.output, inner.done, inner.note
         self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
-        self._write, self._colours = write, colours
+        self._write, self._colours, self._quiet = write, colours, quiet
 
     def finished(self, results: CellResults) -> None:
         lines = report(results, colours=self._colours)
         if lines:
             self._write("stderr", "\n".join(lines) + "\n")
-        elif results.has_values:
+        elif results.has_values and not self._quiet:
             self._write("stdout", f"{results!r}\n")
 
 
@@ -67,7 +69,7 @@ class BackgroundCell:
         """
         results = self._run.wait(timeout)
         if self._name and self._shell.user_ns.get(self._name) is self:
-            self._shell.user_ns[self._name] = results
+            self._shell.user_ns[self._name], results.name = results, self._name
         failure = failure_of(results, colours=shell_colours(self._shell))
         if failure is not None:
             raise failure

@@ -71,7 +71,7 @@ class PoolMagics(Magics):
         pool = self.session.need_pool("%hvd_pool repair")
         with as_usage_error():
             replaced = list(pool.repair() or ())
-        print(f"{say_ranks(replaced)} started again" if replaced else "no rank is missing")
+        print(_repaired(replaced) if replaced else "no rank is missing")
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
@@ -88,6 +88,16 @@ class PoolMagics(Magics):
             return
         pool.stop()
         print("all ranks have ended")
+
+
+def _repaired(ranks: list[int]) -> str:
+    """What users have to do after ranks were replaced."""
+    numbers = say_ranks(ranks).split(" ", 1)[1]
+    it_has, on_it = ("it has", "it") if len(ranks) == 1 else ("they have", "them")
+    return (
+        f"{say_ranks(ranks)} started again; {it_has} none of the others' variables: run your set-up cells on {on_it} "
+        f"with `%%hvd_rank {numbers}`, then broadcast what has changed since"
+    )
 
 
 def _number(command: str, text: str) -> int:

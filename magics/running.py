@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.displayhook import DisplayHook
+
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
@@ -42,7 +44,7 @@ def run_cell(
         "ranks": ranks,
         "label": label,
         "line_offset": offset,
-        "out": make_sink(session, ranks, options.output, background=options.background),
+        "out": make_sink(session, ranks, options.output, background=options.background, source=source),
         "timeout": options.timeout,
     }
     if options.background:
@@ -55,19 +57,29 @@ def run_cell(
         return handle
     with as_usage_error():
         results = pool.run(source, **arguments)
-    return _conclude(session, results, options.out)
+    return _conclude(session, results, options.out, quiet=_quiet(source))
 
 
-def _conclude(session: Session, results: CellResults, name: str | None) -> CellResults | None:
+def _conclude(session: Session, results: CellResults, name: str | None, *, quiet: bool) -> CellResults | None:
     if name:
-        session.shell.user_ns[name] = results
+        session.shell.user_ns[name], results.name = results, name
+    elif quiet and results.ok and results.has_values:
+        # IPython takes what the magic returns for not shown, and for not kept either.
+        session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure
     return results if results.has_values else None
 
 
-def make_sink(session: Session, ranks: Sequence[int], output: str, *, background: bool) -> OutputSink:
+def _quiet(source: str) -> bool:
+    """Whether the source ends in ``;``: its value is kept but not shown."""
+    return bool(DisplayHook.semicolon_at_end_of_expression(source))  # type: ignore[no-untyped-call]  # IPython has no annotation
+
+
+def make_sink(
+    session: Session, ranks: Sequence[int], output: str, *, background: bool, source: str = ""
+) -> OutputSink:
     """The sink for ``--output``, in a notebook or a terminal."""
     if output == "none":
         return NullSink()
@@ -76,7 +88,8 @@ def make_sink(session: Session, ranks: Sequence[int], output: str, *, background
     if not background:
         return sink
     write = write_to_terminal if publisher is None else publisher.stream
-    return BackgroundSink(sink, write, colours=shell_colours(session.shell))
+    quiet = _quiet(source)
+    return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
 
 
 def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str) -> TimedSink:

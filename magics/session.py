@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,10 +80,7 @@ class Session:
             with as_usage_error():
                 pool.resize(np)
         if pool.lost:
-            rank, reason = next(iter(pool.lost.items()))
-            say(
-                f"{format_ranks(list(pool.lost))} lost (rank {rank}: {reason}); `%hvd_pool repair` starts lost ranks again"
-            )
+            say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool
 
     def close(self) -> None:
@@ -115,6 +112,13 @@ class Session:
         if not chosen:
             say(f"started {np} ranks (-np chooses how many)")
         return self._pool
+
+
+def _lost(lost: Mapping[int, str]) -> str:
+    reasons = set(lost.values())
+    are = "is" if len(lost) == 1 else "are"
+    more = "" if len(reasons) == 1 else " and other reasons"
+    return f"{format_ranks(list(lost))} {are} lost ({next(iter(lost.values()))}{more})"
 
 
 def _start_pool(*args: Any, **kwargs: Any) -> Pool:

@@ -122,16 +122,30 @@ def test_ipython_syntax_and_await_are_no_syntax_errors(notebook: Notebook, sourc
 
 def test_a_death_is_told(notebook: Notebook) -> None:
     ran = notebook.run("%%hvd_run -np 2\nif rank: die()")
-    assert "rank 1 died: killed by SIGKILL" in ran.stderr
     assert type(ran.error).__name__ == "RankDied"
+    assert str(ran.error) == "rank 1 died: killed by SIGKILL"
+    assert "died" not in ran.stderr, "the report tells it"
+
+
+def test_a_semicolon_hides_the_values_but_keeps_them(notebook: Notebook) -> None:
+    ran = notebook.run("%%hvd_run -np 2 --out kept\nrank * 2;")
+    assert ran.result is None
+    assert list(notebook.shell.user_ns["kept"]) == [0, 2]
+    assert notebook.run("%%hvd_run\nrank * 3;").result is None
+    assert list(notebook.shell.user_ns["_"]) == [0, 3]
+    notebook.run("%%hvd_run --out later --background\nrank * 4;")
+    assert list(notebook.shell.user_ns["later"].wait()) == [0, 4]
+
+
+def test_a_long_value_names_the_variable_that_has_it_whole(notebook: Notebook) -> None:
+    ran = notebook.run("%%hvd_run -np 2 --out losses\nimport numpy\nnumpy.arange(99).reshape(-1, 1)")
+    assert repr(notebook.shell.user_ns["losses"]).count("more lines; `losses[0]` has all") == 1, ran
 
 
 def test_lost_ranks_are_mentioned(notebook: Notebook) -> None:
     notebook.run("%%hvd_run -np 3\nx = 1")
     notebook.pool.lost = {2: "killed by SIGKILL"}
-    assert (
-        "rank 2 lost (rank 2: killed by SIGKILL); `%hvd_pool repair`" in notebook.run("%%hvd_run\nx").stdout
-    )
+    assert "rank 2 is lost (killed by SIGKILL); `%hvd_pool repair`" in notebook.run("%%hvd_run\nx").stdout
 
 
 def test_the_time_limit_ends_the_cell(notebook: Notebook) -> None:

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import hvdlab
+from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.magics.status_table import StatusTable
 from magics_fakes import Notebook
 
 
@@ -18,6 +20,25 @@ def test_status_is_a_table(notebook: Notebook) -> None:
     assert rows[0].split() == ["rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane"]
     assert rows[1].split() == ["0", "here", "100", "cpu", "idle", "3", "MiB", "1.2", "s", "auto"]
     assert "<th" in ran.result._repr_html_()
+
+
+def test_hosts_are_named_without_their_keys_unless_two_have_one_name() -> None:
+    def shown(*hosts: str) -> list[str]:
+        rows = [RankStatus(rank, host) for rank, host in enumerate(hosts)]
+        return [row[1] for row in StatusTable(rows).cells()]
+
+    assert shown("a#1", "a#1", "b#2", "") == ["a", "a", "b", ""]
+    assert shown("a#1", "a#2", "b#3") == ["a#1", "a#2", "b"]
+
+
+def test_a_repaired_rank_is_empty_and_that_is_said(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run("%hvd_pool start 2")
+    monkeypatch.setattr(notebook.pool, "repair", lambda: (1,))
+    (said,) = notebook.run("%hvd_pool repair").lines
+    assert said.startswith("rank 1 started again; it has none of the others' variables")
+    assert "`%%hvd_rank 1`" in said
 
 
 def test_the_pool_by_hand(notebook: Notebook) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.staging import Staging, narrow, widen
+from hvdlab.collectives.planes.staging import Staging
 
 if TYPE_CHECKING:
     import torch
@@ -153,20 +153,16 @@ class GlooPlane(Plane):
         """Send each slice to its owner, who reduces in member order: every byte crosses the network once."""
         start = time.monotonic_ns()
         mine, size = counts[self.context.index], self.context.size
-        compute = self._staging.compute_type(dtype)
-        widened = np.empty(send.size, compute)
-        widen(send, widened, dtype)
-        _scale(widened, prescale)
+        widened = self._staging.widened(send, dtype, prescale)
         packed_at = time.monotonic_ns()
-        pieces = np.empty(mine * size, compute)
+        pieces = np.empty(mine * size, widened.dtype)
         self._exchange(widened, list(counts), [mine] * size, pieces)
         moved_at = time.monotonic_ns()
         rows = pieces.reshape(size, mine)
         reduced = np.ascontiguousarray(rows[0])
         for row in rows[1:]:
             _FOLD[op](reduced, row, out=reduced)
-        _scale(reduced, postscale)
-        narrow(reduced, out, dtype)
+        self._staging.unpack(reduced, [out], dtype, postscale)
         phases.pack += packed_at - start
         phases.transfer += moved_at - packed_at
         phases.unpack += time.monotonic_ns() - moved_at
@@ -234,12 +230,6 @@ _FOLD: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
 }
-
-
-def _scale(buffer: Buffer, factor: float) -> None:
-    from hvdlab.collectives.planes.staging import scale
-
-    scale(buffer, factor)
 
 
 def _raw(buffer: Buffer) -> Buffer:

@@ -1,8 +1,8 @@
 """The ``mpi`` plane: ranks that an MPI launcher started, through mpi4py.
 
 MPI offers no way to cancel a collective, so every operation is a non-blocking one that is polled and can be given up.
-A request that was given up may still write into its buffers: they stay alive with the process, and the next epoch has
-a communicator of its own. MPI makes progress inside the poll, hence polling is the transfer, not a wait beside it.
+A request that was given up may still write into its buffers, whenever MPI next makes progress: so MPI only ever writes to
+memory of ours, which then stays alive with the process, and the next epoch has a communicator of its own. MPI makes progress inside the poll, hence polling is the transfer, not a wait beside it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.staging import Staging, narrow, scale, widen
+from hvdlab.collectives.planes.staging import Staging
 
 # While a transfer may be under way the poll only yields; a member that is much later than the bytes would need is
 # waited for in short sleeps.
@@ -36,7 +37,8 @@ class MpiPlane(Plane):
 
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
-        self._staging = Staging()
+        # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to what numpy gives.
+        self._staging = Staging({DType.U8: np.dtype(np.int32), DType.I8: np.dtype(np.int32)}, direct=False)
         self._comm: Any = None
         self._aborted = threading.Event()
 
@@ -86,17 +88,22 @@ class MpiPlane(Plane):
         start = time.monotonic_ns()
         packed = self._staging.pack(ins, outs, dtype, prescale)
         phases.pack += time.monotonic_ns() - start
-        self._finish(self._comm.Iallreduce(MPI.IN_PLACE, packed, _mpi_op(op)), phases, packed)
+        self._run(lambda: self._comm.Iallreduce(MPI.IN_PLACE, packed, _mpi_op(op)), phases, packed)
         start = time.monotonic_ns()
         self._staging.unpack(packed, outs, dtype, postscale)
         phases.unpack += time.monotonic_ns() - start
 
     def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
         sizes = [c * send.itemsize for c in counts]
-        self._finish(self._comm.Iallgatherv(_raw(send), [_raw(out), sizes]), phases, send, out)
+        with self._received(out, phases) as received:
+            self._run(lambda: self._comm.Iallgatherv(_raw(send), [received, sizes]), phases, send, received)
 
     def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
-        self._finish(self._comm.Ibcast(_raw(buffer), root), phases, buffer)
+        if root == self.context.index:
+            self._run(lambda: self._comm.Ibcast(_raw(buffer), root), phases, buffer)
+            return
+        with self._received(buffer, phases) as received:
+            self._run(lambda: self._comm.Ibcast(received, root), phases, received)
 
     def reducescatter(
         self,
@@ -110,17 +117,17 @@ class MpiPlane(Plane):
         phases: Phases,
     ) -> None:
         start = time.monotonic_ns()
-        compute = self._staging.compute_type(dtype)
-        widened = np.empty(send.size, compute)
-        widen(send, widened, dtype)
-        scale(widened, prescale)
+        widened = self._staging.widened(send, dtype, prescale)
         phases.pack += time.monotonic_ns() - start
-        reduced = np.empty(counts[self.context.index], compute)
-        request = self._comm.Ireduce_scatter(widened, reduced, list(counts), _mpi_op(op))
-        self._finish(request, phases, widened, reduced)
+        reduced = np.empty(counts[self.context.index], widened.dtype)
+        self._run(
+            lambda: self._comm.Ireduce_scatter(widened, reduced, list(counts), _mpi_op(op)),
+            phases,
+            widened,
+            reduced,
+        )
         start = time.monotonic_ns()
-        scale(reduced, postscale)
-        narrow(reduced, out, dtype)
+        self._staging.unpack(reduced, [out], dtype, postscale)
         phases.unpack += time.monotonic_ns() - start
 
     def alltoall(
@@ -132,15 +139,15 @@ class MpiPlane(Plane):
         phases: Phases,
     ) -> None:
         item = send.itemsize
-        request = self._comm.Ialltoallv(
-            [_raw(send), [c * item for c in send_counts]], [_raw(out), [c * item for c in recv_counts]]
-        )
-        self._finish(request, phases, send, out)
+        sent = [_raw(send), [c * item for c in send_counts]]
+        sizes = [c * item for c in recv_counts]
+        with self._received(out, phases) as received:
+            self._run(lambda: self._comm.Ialltoallv(sent, [received, sizes]), phases, send, received)
 
     def barrier(self, phases: Phases) -> None:
         start = time.monotonic_ns()
         moved = Phases()
-        self._finish(self._comm.Ibarrier(), moved)
+        self._run(lambda: self._comm.Ibarrier(), moved)
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
@@ -150,9 +157,21 @@ class MpiPlane(Plane):
         # MPI_Comm_free is collective and would wait for members that may be gone; the handle is left to MPI_Finalize.
         self._comm = None
 
-    def _finish(self, request: Any, phases: Phases, *buffers: Buffer) -> None:
-        """Poll a request to its end; give it up on abort, keeping its buffers alive."""
+    @contextmanager
+    def _received(self, out: Buffer, phases: Phases) -> Iterator[Buffer]:
+        """Memory of ours, as bytes, that becomes the contents of ``out`` if nothing goes wrong."""
+        received = self._staging.take(out.nbytes, np.dtype(np.uint8))
+        yield received
         start = time.monotonic_ns()
+        np.copyto(_raw(out), received)
+        phases.unpack += time.monotonic_ns() - start
+
+    def _run(self, begin: Callable[[], Any], phases: Phases, *buffers: Buffer) -> None:
+        """Begin an operation and poll it to its end; give it up on abort, keeping its buffers alive."""
+        if self._aborted.is_set():
+            raise PlaneAborted
+        start = time.monotonic_ns()
+        request = begin()
         eager_until = start + int(
             1e9 * max(_EAGER_SECONDS, sum(b.nbytes for b in buffers) / _BYTES_PER_SECOND)
         )

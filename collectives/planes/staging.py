@@ -65,9 +65,11 @@ class Staging:
 
     Args:
         compute: Compute types that differ from the storage type for this plane, beside f16, bf16 and bool.
+        direct: Whether the library may be given a user's output to write to.
     """
 
-    def __init__(self, compute: Mapping[DType, np.dtype[Any]] | None = None) -> None:
+    def __init__(self, compute: Mapping[DType, np.dtype[Any]] | None = None, *, direct: bool = True) -> None:
+        self._direct = direct
         self._compute = {**_COMPUTE, **(compute or {})}
         self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
@@ -77,11 +79,11 @@ class Staging:
     def pack(self, ins: Sequence[Buffer], outs: Sequence[Buffer], dtype: DType, prescale: float) -> Buffer:
         """The inputs, scaled, one after another in a buffer that the library may overwrite.
 
-        A lone tensor that needs no conversion is copied to its own output and that is returned, so that the result
-        needs no copy back.
+        A lone tensor that needs no conversion is copied to its own output and that is returned (if ``direct``), so
+        that the result needs no copy back.
         """
         compute = self.compute_type(dtype)
-        if len(ins) == 1 and compute == storage_type(dtype):
+        if self._direct and len(ins) == 1 and compute == storage_type(dtype):
             packed = outs[0]
             if not _same_memory(ins[0], packed):
                 np.copyto(packed, ins[0])
@@ -89,13 +91,16 @@ class Staging:
             packed = self.take(sum(b.size for b in ins), compute)
             offset = 0
             for buffer in ins:
-                widen(buffer, packed[offset : offset + buffer.size], dtype)
+                self._widen(buffer, packed[offset : offset + buffer.size], dtype, prescale)
                 offset += buffer.size
+            return packed
         scale(packed, prescale)
         return packed
 
     def unpack(self, packed: Buffer, outs: Sequence[Buffer], dtype: DType, postscale: float) -> None:
         """Scale the reduced buffer and hand its pieces to the outputs."""
+        if _wraps(packed.dtype, dtype):
+            packed = packed.astype(storage_type(dtype))
         scale(packed, postscale)
         if len(outs) == 1 and packed is outs[0]:
             return
@@ -104,12 +109,32 @@ class Staging:
             narrow(packed[offset : offset + buffer.size], buffer, dtype)
             offset += buffer.size
 
+    def widened(self, source: Buffer, dtype: DType, prescale: float) -> Buffer:
+        """A scaled copy in the compute type."""
+        target = np.empty(source.size, self.compute_type(dtype))
+        self._widen(source, target, dtype, prescale)
+        return target
+
+    @staticmethod
+    def _widen(source: Buffer, target: Buffer, dtype: DType, prescale: float) -> None:
+        if prescale != 1.0 and _wraps(target.dtype, dtype):
+            source = source.copy()
+            scale(source, prescale)
+            prescale = 1.0
+        widen(source, target, dtype)
+        scale(target, prescale)
+
     def take(self, count: int, kind: np.dtype[Any]) -> Buffer:
         """``count`` uninitialised elements, valid until the next call."""
         nbytes = count * kind.itemsize
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(kind)
+
+
+def _wraps(compute: np.dtype[Any], dtype: DType) -> bool:
+    """Whether ``compute`` is a wider integer: it must not show, so values are scaled in their own type."""
+    return compute.kind == "i" and compute != storage_type(dtype)
 
 
 def _same_memory(a: Buffer, b: Buffer) -> bool:

@@ -177,10 +177,15 @@ class AbortedError(CollectiveError):
     def __str__(self) -> str:
         p = self.pending
         site = next(iter(p.sites.values()), "")
-        head = f"{p.collective} `{p.name}`" + (f" ({site})" if site else "")
+        head = call_name(p.collective, p.name) + (f" ({site})" if site else "")
         waited = f"{format_ranks(p.waited)} waited; " if p.waited and p.missing else ""
         tail = f" (at {self.cause.site})" if self.cause.site else ""
         return f"{head}: {waited}{self.cause.text}{tail}"
+
+
+def call_name(kind: str, name: str) -> str:
+    """``allreduce `loss```; only the kind for a tensor that was given no name."""
+    return kind if name == f"{kind}.noname" else f"{kind} `{name}`"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import kind_label
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.errors import call_name, format_ranks
 
 
 class Stuck(NamedTuple):
@@ -68,7 +68,7 @@ def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]
-        what = f"{kind_label(s.round.info.kind)} `{s.round.info.name}`"
+        what = call_name(kind_label(s.round.info.kind), s.round.info.name)
         places.setdefault((s.process_set.id, what, s.site), []).append(rank)
     several = len({place[0] for place in places}) > 1
     parts = []

@@ -32,7 +32,7 @@ from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.rounds import Rejection, Verdict, report_round
 from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -256,7 +256,7 @@ class CoordinatorState:
                         tuple(self.membership.clients), m.Stalled(ps.id, now - current.since, report)
                     )
                     self.outbox.log(
-                        f"{kind_label(report.kind)} `{report.name}` has been waiting for {now - current.since:.0f} s: "
+                        f"{call_name(kind_label(report.kind), report.name)} has been waiting for {now - current.since:.0f} s: "
                         f"submitted by ranks {list(report.waited)}, missing ranks {list(report.missing)}"
                     )
                 upcoming.append(current.since + every * (current.reported + 1))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+LONGEST_LINE = 1 << 16
+"""Characters of a line after which it is broken: browsers take seconds for lines that are much longer."""
+
 
 class LineSplitter:
     """One stream of one rank.
 
-    A carriage return goes back to the start of the line, so of a progress bar only the last state counts.
+    A carriage return goes back to the start of the line, so of a progress bar only the last state counts. Lines that
+    are longer than :data:`LONGEST_LINE` are broken into several.
     """
 
     def __init__(self) -> None:
@@ -18,10 +22,17 @@ class LineSplitter:
         if not self.partial:
             self.since = now
         lines = (self.partial + text).split("\n")
-        self.partial = _last_state(lines.pop())
+        partial = _last_state(lines.pop())
+        lines = [current(line) if "\r" in line else line for line in lines]
+        if len(partial) > LONGEST_LINE or (
+            len(text) > LONGEST_LINE and max(map(len, lines), default=0) > LONGEST_LINE
+        ):
+            *whole, partial = _broken([*lines, partial])
+            lines = whole
+        self.partial = partial
         if lines and self.partial:
             self.since = now
-        return [current(line) if "\r" in line else line for line in lines]
+        return lines
 
     def flush(self) -> list[str]:
         """The unfinished line, if there is one; nothing is left afterwards."""
@@ -32,6 +43,12 @@ class LineSplitter:
     def rewrites(self) -> bool:
         """Whether the unfinished line was begun anew by a carriage return, as progress bars do."""
         return "\r" in self.partial
+
+
+def _broken(lines: list[str]) -> list[str]:
+    return [
+        line[at : at + LONGEST_LINE] for line in lines for at in range(0, max(1, len(line)), LONGEST_LINE)
+    ]
 
 
 def current(line: str) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from hvdlab.kernel_ext.output.lines import LineSplitter, current
 from hvdlab.kernel_ext.output.pieces import LiveLines, group_equal
 
+LONGEST_LIVE_LINE = 400
+"""Characters shown of a line that is not complete yet: it is shown again and again while it grows."""
+
 Source = tuple[int, str]
 """Rank and stream."""
 
@@ -50,4 +53,6 @@ class LiveView:
 
 def _text(splitter: LineSplitter) -> str:
     text = current(splitter.partial)
-    return text if text.strip() else ""
+    if not text.strip():
+        return ""
+    return text if len(text) <= LONGEST_LIVE_LINE else f"{text[:LONGEST_LIVE_LINE]}…"

@@ -8,7 +8,8 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.results import CellResults, RootCause
 from hvdlab.kernel_ext.payloads import CellError
 
-_RED, _BOLD, _RESET = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+# Bold, and not red: notebooks show errors on red, and on dark red in their dark themes.
+_BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,7 +25,10 @@ def report(results: CellResults, *, colours: bool = True) -> list[str]:
 
 
 def _coloured(results: CellResults, cause: RootCause) -> list[str]:
-    lines = [_headline(results, cause), *(_frames(cause) if cause.nobody else cause.traceback)]
+    stopped_by_user = cause.ename == "KeyboardInterrupt" and results.interrupted
+    out_of_time = cause.ename == "TimeoutError" and results.timed_out
+    told_above = cause.nobody or stopped_by_user or out_of_time
+    lines = [_headline(results, cause), *(_frames(cause) if told_above else cause.traceback)]
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
@@ -33,16 +37,19 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
 
 def _headline(results: CellResults, cause: RootCause) -> str:
     if cause.nobody:
-        return f"{_RED}{_BOLD}{_in_lines(cause.evalue)}{_RESET}"
+        return f"{_BOLD}{_in_lines(cause.evalue)}{_RESET}"
     if cause.ename == "RankDied":
-        return f"{_RED}{_BOLD}{cause.evalue}{_RESET}"
+        return f"{_BOLD}{cause.evalue}{_RESET}"
     if cause.ename == "KeyboardInterrupt" and results.interrupted:
-        return f"{_RED}KeyboardInterrupt{_RESET}: {cause.evalue}"
+        return f"{_BOLD}KeyboardInterrupt: {cause.evalue}{_where(cause)}{_RESET}"
     if results.timed_out and cause.ename == "TimeoutError":
-        where = f"; {format_ranks(cause.ranks[:1])} was here:" if cause.traceback else ""
-        return f"{_RED}TimeoutError{_RESET}: {cause.evalue}{where}"
+        return f"{_BOLD}TimeoutError: {cause.evalue}{_where(cause)}{_RESET}"
     how = "" if len(cause.ranks) == 1 else " with the same error"
-    return f"{_RED}{_BOLD}{format_ranks(cause.ranks)} failed{how}:{_RESET}"
+    return f"{_BOLD}{format_ranks(cause.ranks)} failed{how}:{_RESET}"
+
+
+def _where(cause: RootCause) -> str:
+    return f"; {format_ranks(cause.ranks[:1])} was here:" if cause.traceback else ""
 
 
 def _in_lines(text: str) -> str:
@@ -59,7 +66,7 @@ def _frames(cause: RootCause) -> list[str]:
         (i for i, line in enumerate(cause.traceback) if "Traceback (most recent call last)" in line), -1
     )
     frames = list(cause.traceback[first + 1 :])
-    if frames and _ANSI.sub("", frames[-1]).startswith(f"{cause.ename}: "):
+    if frames and _ANSI.sub("", frames[-1]).startswith((f"{cause.ename}:", "KeyboardInterrupt:")):
         del frames[-1]
     return [frame.rstrip("\n") for frame in frames]
 

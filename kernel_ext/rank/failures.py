@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
 
-from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError
+from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
 
 E = TypeVar("E", bound=BaseException)
@@ -56,7 +56,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         traceback=tuple(_render(shell, error, before_exec)),
         when=when,
         aborted=aborted is not None,
-        collective=f"{aborted.pending.collective} `{aborted.pending.name}`" if aborted is not None else "",
+        collective=call_name(aborted.pending.collective, aborted.pending.name) if aborted is not None else "",
         culprits=cause.ranks if cause is not None else (),
         interrupted=isinstance(error, KeyboardInterrupt),
         mismatch=mismatch is not None,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlab.kernel_ext.output.lines import LONGEST_LINE, LineSplitter
 from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
 from hvdlab.kernel_ext.payloads import Clear, Display, Stream
@@ -322,3 +323,23 @@ def test_many_ranks_cost_no_more_for_each_line() -> None:
         merger.feed(rank, chunks[rank], 0.0)
     assert len(lines_of(merger.take(0.0))) == ranks * 200
     assert time.process_time() - begin < 0.5
+
+
+def test_a_very_long_line_is_broken_and_nothing_is_lost() -> None:
+    splitter = LineSplitter()
+    text = "x" * (3 * LONGEST_LINE + 5)
+    lines = [line for at in range(0, len(text), 1000) for line in splitter.feed(text[at : at + 1000], 0.0)]
+    assert len(splitter.partial) <= LONGEST_LINE
+    assert [len(line) for line in lines] == [LONGEST_LINE] * 3
+    assert splitter.feed("\n", 0.0) == ["x" * 5]
+    assert [len(line) for line in splitter.feed(f"{text}\nend\n", 0.0)] == [LONGEST_LINE] * 3 + [5, 3]
+
+
+def test_a_growing_line_costs_little_each_time_it_is_shown() -> None:
+    merger = LineMerger([0, 1], hold=0.0, refresh=0.0)
+    merger.feed(0, [Stream("stdout", "x" * 50_000)], 0.0)
+    (live,) = [piece for piece in merger.take(1.0) if isinstance(piece, LiveLines)]
+    assert len(live.text()) < 500
+    merger.end(0, 1.0)
+    merger.end(1, 1.0)
+    assert sum(len(piece.text) for piece in merger.take(1.0) if isinstance(piece, Text)) > 50_000

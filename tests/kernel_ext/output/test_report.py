@@ -62,9 +62,10 @@ def test_a_death_is_the_headline() -> None:
 
 
 def test_an_interrupt_is_told_once() -> None:
-    stop = CellError("KeyboardInterrupt", "", ("tb",), 1, interrupted=True)
+    lines = ("----", "KeyboardInterrupt   Traceback (most recent call last)", "line 4", "KeyboardInterrupt: ")
+    stop = CellError("KeyboardInterrupt", "", lines, 1, interrupted=True)
     found = results({0: stop, 1: stop}, interrupted=True, stopped={0, 1})
-    assert shown(found) == ["KeyboardInterrupt: ranks 0,1 were interrupted", "tb"]
+    assert shown(found) == ["KeyboardInterrupt: ranks 0,1 were interrupted; rank 0 was here:", "line 4"]
     failure = failure_of(found)
     assert isinstance(failure, CellInterrupted)
     assert type(failure).__name__ == "KeyboardInterrupt"

@@ -66,7 +66,7 @@ class PoolBase:
         self.group.use(self._starter())
         base.client.on_mail(JOINED, self._joined)
         base.client.on_lost(self._break)
-        base.warm.listen(self._hear, self._break)
+        base.warm.listen(self._hear, self._warm_lost)
 
     @classmethod
     def start(
@@ -152,6 +152,9 @@ class PoolBase:
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)
         return member.reason if member is not None else "it left the pool"
+
+    def _warm_lost(self, reason: str) -> None:
+        self._break(f"the process that ranks are forked from ended: {reason}")
 
     def _break(self, reason: str) -> None:
         if not self._closed:

@@ -128,6 +128,11 @@ class Pool:
         return "running" if self._base.runs.active else "idle"
 
     @property
+    def broken(self) -> str:
+        """Why nothing can be done with the pool any more but to stop it; empty if all is well."""
+        return "" if self._stopped else self._base.broken
+
+    @property
     def client(self) -> Client:
         """The connection to the coordinator."""
         return self._base.client

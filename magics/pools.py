@@ -50,11 +50,15 @@ class PoolMagics(Magics):
 
     def _start(self, options: Any) -> None:
         np = options.np if options.argument is None else _number("start", options.argument)
-        pool = self.session.pool_for(np, launcher=options.launcher, plane=options.plane, hosts=options.hosts)
+        pool = self.session.pool_for(
+            np, launcher=options.launcher, plane=options.plane, hosts=options.hosts, new=True
+        )
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
 
     def _status(self, options: Any) -> StatusTable:
-        return StatusTable(self.session.need_pool("%hvd_pool status").status(), self.session.labels)
+        pool = self.session.need_pool("%hvd_pool status")
+        with as_usage_error():
+            return StatusTable(pool.status(), self.session.labels)
 
     def _resize(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool resize")

@@ -38,6 +38,8 @@ def run_cell(
         CellFailed: The cell failed on a rank.
         KeyboardInterrupt: The user interrupted it.
     """
+    with as_usage_error():
+        session.check_answering(pool, ranks)
     shell = session.shell
     label = f"[{cell_number(shell)}]"
     arguments: dict[str, Any] = {
@@ -66,6 +68,7 @@ def _conclude(session: Session, results: CellResults, name: str | None, *, quiet
     elif quiet and results.ok and results.has_values:
         # IPython takes what the magic returns for not shown, and for not kept either.
         session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
+    session.given_up |= set(results.unanswered)
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class Session:
         ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
+        given_up: Ranks that did not answer an interrupt and were not waited for.
     """
 
     def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
@@ -36,18 +37,26 @@ class Session:
         self.ahead: Ahead | None = None
         self.raw_cell = ""
         self.labels: dict[str, str] = {}
+        self.given_up: set[int] = set()
         self._pool: Pool | None = None
+        self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
 
     @property
     def pool(self) -> Pool | None:
-        if self._pool is not None and self._pool.state == "stopped":
+        pool = self._pool
+        if pool is not None and (broken := pool.broken):
+            self._broken = broken
+            pool.stop()
+        if pool is not None and pool.state == "stopped":
             self._pool = None
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
         """The pool; UsageError if there is none."""
         if self.pool is None:
+            if self._broken:
+                raise UsageError(self._gone())
             raise UsageError(
                 f"{what}: no ranks are running; start some with `%hvd_pool start -np 8` or a %%hvd_run cell"
             )
@@ -60,15 +69,22 @@ class Session:
         launcher: str | None = None,
         plane: str | None = None,
         hosts: str | None = None,
+        new: bool = False,
         say: Callable[[str], None] = print,
     ) -> Pool:
         """The pool with ``np`` ranks: as it is, resized or new.
+
+        Args:
+            new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
+                relies on variables of the old ranks would only fail on new ones.
 
         Raises:
             UsageError: It can't be had, with the remedy.
         """
         pool = self.pool
         if pool is None:
+            if self._broken and np is None and not new:
+                raise UsageError(self._gone())
             return self._start(np, launcher or "local", plane or "auto", hosts, say)
         for option, wanted, has in (("--launcher", launcher, pool.launcher), ("--plane", plane, pool.plane)):
             if wanted is not None and wanted != has:
@@ -82,6 +98,26 @@ class Session:
         if pool.lost:
             say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool
+
+    def check_answering(self, pool: Pool, ranks: Sequence[int]) -> None:
+        """UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
+        doubtful = self.given_up & set(ranks)
+        if not doubtful:
+            return
+        hanging = [
+            s.rank for s in pool.status() if s.rank in doubtful and s.state in ("running", "no answer")
+        ]
+        self.given_up = set(hanging)
+        if hanging:
+            are = "hangs" if len(hanging) == 1 else "hang"
+            numbers = format_ranks(hanging).split(" ", 1)[1]
+            raise UsageError(
+                f"{format_ranks(hanging)} still {are} in a cell that was given up; `%hvd_pool restart {numbers}` "
+                "replaces what hangs, --ranks leaves it out"
+            )
+
+    def _gone(self) -> str:
+        return f"the ranks are gone, and their variables with them: {self._broken}; `%hvd_pool start -np 8` starts new ones"
 
     def close(self) -> None:
         """Stop the pool, if there is one, and what was started ahead."""
@@ -109,6 +145,7 @@ class Session:
                 )
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
+        self._broken, self.given_up = "", set()
         if not chosen:
             say(f"started {np} ranks (-np chooses how many)")
         return self._pool

@@ -87,8 +87,9 @@ class FakePool:
             raise StartError(
                 f"the launcher {launcher!r} is not installed; `pip install hvdlab[{launcher}]` adds it"
             )
-        self.launcher, self.plane, self.state = launcher, plane, "idle"
+        self.launcher, self.plane, self.state, self.broken = launcher, plane, "idle", ""
         self.lost: dict[int, str] = {}
+        self.states: dict[int, str] = {}
         self._ranks: dict[int, FakeRank] = {}
         self.resize(np or 2)
         self.restarted: list[int] = []
@@ -126,7 +127,7 @@ class FakePool:
                 host="here",
                 pid=100 + r,
                 device="cpu",
-                state="idle",
+                state=self.states.get(r, "idle"),
                 cell="",
                 rss=5 << 20,
                 pss=3 << 20,

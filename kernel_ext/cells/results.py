@@ -48,6 +48,13 @@ class RootCause:
     nobody: bool = False
 
 
+class NoValue(IndexError):
+    """A rank's value can not be had. An ``IndexError``, as of any sequence; notebooks show just the sentence."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
 def same_error(a: CellError, b: CellError) -> bool:
     """Whether two ranks failed alike; addresses in texts may differ."""
     if (a.ename, a.aborted, a.collective, a.culprits) != (b.ename, b.aborted, b.collective, b.culprits):
@@ -169,16 +176,16 @@ class CellResults(Sequence[Any]):
         """The value of one rank; None if the last statement was no expression.
 
         Raises:
-            LookupError: The cell did not run on this rank or failed there, or the value could not be sent.
+            NoValue: The cell did not run on this rank or failed there, or the value could not be sent.
         """
         if rank in self._values:
             return self._values[rank]
         done = self._done.get(rank)
         if done is None or done.error is not None:
-            raise IndexError(self._why_missing(rank))
+            raise NoValue(self._why_missing(rank))
         if done.has_value and done.value is None:
             why = done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
-            raise LookupError(f"rank {rank}'s value was not sent: {why}")
+            raise NoValue(f"rank {rank}'s value was not sent: {why}")
         # The bytes come from a rank that this pool itself started: code that the user runs with his own rights.
         self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
         return self._values[rank]

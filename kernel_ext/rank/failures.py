@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from IPython.core.error import UsageError
+from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
@@ -151,7 +151,7 @@ def _own_frames_hidden(error: BaseException) -> Iterator[None]:
     Only for errors that hvdlab raises on purpose; in others our frames may be what is wrong.
     """
     cut = None
-    if isinstance(error, (HvdlabError, KeyboardInterrupt, ValueError, TypeError)):
+    if isinstance(error, (HvdlabError, KeyboardInterrupt, ValueError, TypeError, StdinNotImplementedError)):
         cut = _last_user_frame(error.__traceback__)
     below = cut.tb_next if cut is not None else None
     if cut is not None:

@@ -59,7 +59,9 @@ def dump_result(value: Any, limit: int) -> tuple[bytes | None, str]:
     try:
         return dump(value, limit), ""
     except TooLarge:
-        return None, f"larger than {limit} bytes when pickled; %hvd_pull sends it"
+        return None, (
+            f"larger than {limit:,} bytes when pickled; give it a name in the cell, `%hvd_pull NAME` brings it"
+        )
     except KeyboardInterrupt:
         return None, "interrupted while it was pickled"
     except Exception as error:  # noqa: BLE001  # pickling runs the user's __reduce__

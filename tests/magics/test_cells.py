@@ -278,3 +278,30 @@ def test_an_interrupted_start_is_one_line(notebook: Notebook, monkeypatch: pytes
 def test_help_lists_the_options(notebook: Notebook) -> None:
     assert "--timeout S" in notebook.run("%%hvd_run --help\n1").stdout
     assert "--timeout S" in (notebook.extension.shell.find_cell_magic("hvd_run").__doc__ or "")
+
+
+def test_a_pool_that_broke_down_is_told_in_one_sentence_until_there_is_a_new_one(notebook: Notebook) -> None:
+    notebook.run("%%hvd_run -np 2\nx = 1")
+    notebook.pool.broken = "the coordinator is lost"
+    for source in ("%%hvd_run\nx", "%hvd_pool status", "%%hvd_rank 0\nx", "%%hvd_run\nx"):
+        ran = notebook.run(source)
+        assert isinstance(ran.error, UsageError)
+        assert "the ranks are gone, and their variables with them: the coordinator is lost;" in str(ran.error)
+        assert ran.stdout == ""
+    assert notebook.run("%%hvd_run -np 3\nsize()").error is None
+    notebook.pool.broken = "the coordinator is lost"
+    assert notebook.run("%hvd_pool start").error is None
+
+
+def test_a_cell_is_not_sent_to_a_rank_that_was_given_up_and_still_hangs(notebook: Notebook) -> None:
+    notebook.run("%%hvd_run -np 2\nx = 1")
+    notebook.extension.session.given_up = {1}
+    notebook.pool.states[1] = "no answer"
+    error = notebook.run("%%hvd_run\nx").error
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(
+        "rank 1 still hangs in a cell that was given up; `%hvd_pool restart 1` replaces"
+    )
+    assert notebook.run("%%hvd_run --ranks 0\nx").error is None
+    notebook.pool.states[1] = "idle"
+    assert notebook.run("%%hvd_run\nx").error is None

@@ -379,3 +379,9 @@ def test_a_child_forked_by_a_cell_does_not_disturb(fd_rank: Rank) -> None:
     )
     assert ran.text() == "from the child\nfrom the parent\n"
     assert os.getpid() == fd_rank.shell.user_ns["os"].getpid()
+
+
+def test_input_is_refused_at_the_users_line(rank: Rank) -> None:
+    ran = rank.run("name = input('name? ')")
+    assert "input() can't ask from a rank" in ran.error.evalue
+    assert "shell.py" not in traceback_of(ran)

@@ -36,7 +36,7 @@ def test_no_value_is_pickled_if_none_is_wanted(rank: Rank) -> None:
 def test_a_large_value_stays_and_says_so(rank: Rank) -> None:
     done = rank.run("'x' * 100_000", value_limit=1000).done
     assert done.value is None
-    assert "larger than 1000 bytes" in done.value_note
+    assert "larger than 1,000 bytes" in done.value_note
     assert rank.run("len(_)").done.value_repr == "100000"
 
 

@@ -45,10 +45,12 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
             f"{memory / 2**30:.1f} GiB are available; choose at most {already + memory // BYTES_PER_RANK}."
         )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = (hard - 64) // DESCRIPTORS_PER_RANK
+    most = max(0, (hard - 64) // DESCRIPTORS_PER_RANK)
     if hard != resource.RLIM_INFINITY and np > most:
+        needed = 64 + np * DESCRIPTORS_PER_RANK
         raise InvalidRequestError(
-            f"np={np}: a process may have {hard} open files here (`ulimit -Hn`), enough for {most} ranks."
+            f"np={np}: a process may have {hard} open files here, enough for {most or 'no'} ranks; start the notebook "
+            f"where `ulimit -Hn` is at least {needed}" + (f", or choose at most {most}." if most else ".")
         )
 
 

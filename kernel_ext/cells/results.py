@@ -132,8 +132,14 @@ class CellResults(Sequence[Any]):
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
         if death is not None and (first is None or death.when <= own[first].when):
-            said = f"rank {death.rank} died: {death.reason}"
-            return RootCause((death.rank,), "RankDied", said, tuple(crash_lines(death.tail)))
+            lines = tuple(crash_lines(death.tail))
+            alike = [
+                d.rank
+                for d in self.deaths.values()
+                if d.reason == death.reason and (d is death or tuple(crash_lines(d.tail)) == lines)
+            ]
+            said = f"{format_ranks(alike)} died: {death.reason}"
+            return RootCause(tuple(alike), "RankDied", said, lines)
         if first is not None:
             return self._cause_of(first)
         if self.timed_out:

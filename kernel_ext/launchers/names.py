@@ -15,6 +15,18 @@ MPI = "mpi"
 _GROUP = "ipyparallel.engine_launchers"
 
 
+PROGRAMS = {
+    "htcondor": "condor_submit",
+    "lsf": "bsub",
+    "pbs": "qsub",
+    "sge": "qsub",
+    "slurm": "sbatch",
+    "ssh": "ssh",
+    "sshproxy": "ssh",
+}
+"""What ipyparallel's launchers call."""
+
+
 def known() -> tuple[str, ...]:
     """Names that ``launcher=`` takes: ours first, then ipyparallel's."""
     others = {entry.name.lower() for entry in entry_points(group=_GROUP)} - {LOCAL, MPI}
@@ -27,6 +39,12 @@ def check(launcher: str) -> None:
         raise InvalidRequestError(f"there is no launcher {launcher!r}; choose one of {', '.join(known())}.")
     if launcher.lower() == MPI:
         mpiexec()
+    program = PROGRAMS.get(launcher.lower())
+    if program is not None and shutil.which(program) is None:
+        raise StartError(
+            f"the launcher `{launcher}` needs `{program}`, which is not on the PATH; run the notebook on a host that "
+            "has it, or choose another launcher, such as local."
+        )
 
 
 def mpiexec() -> list[str]:

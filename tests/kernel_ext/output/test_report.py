@@ -169,3 +169,9 @@ def test_a_deep_crash_is_cut_in_the_middle() -> None:
     assert len(found) == 10
     assert "  … 92 calls between" in found
     assert found[-1] == "  Cell In[4], line 99, in f"
+
+
+def test_ranks_that_died_alike_are_told_in_one_line() -> None:
+    found = results({0: aborted(9, 2)}, deaths={r: Death(r, "killed by SIGKILL", 3 + r) for r in (1, 2, 4)})
+    assert shown(found)[0] == "ranks 1,2,4 died: killed by SIGKILL"
+    assert not any("died: killed" in line for line in shown(found)[1:])

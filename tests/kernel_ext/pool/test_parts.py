@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -86,6 +87,21 @@ def test_room_is_counted_for_new_ranks_only() -> None:
     checks.check_room(100, already=90, available=10 * checks.BYTES_PER_RANK)
     with pytest.raises(InvalidRequestError, match="choose at most 99"):
         checks.check_room(100, already=90, available=9 * checks.BYTES_PER_RANK)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (40, "enough for no ranks; start the notebook where `ulimit -Hn` is at least"),
+        (400, "choose at most "),
+    ],
+)
+def test_too_few_open_files_are_told_with_the_remedy(
+    limit: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (limit, limit))
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        checks.check_room(500, available=1 << 62)
 
 
 @pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None])

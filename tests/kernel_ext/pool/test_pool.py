@@ -318,9 +318,13 @@ def test_a_module_that_can_not_be_imported_is_named_with_its_error(
     assert values(start_pool(2), "1") == [1, 1]
 
 
-def test_a_launcher_whose_program_is_missing_is_told(start_pool: StartPool) -> None:
-    with pytest.raises(StartError, match=r"launcher `slurm` could not start.*sbatch"):
+def test_a_launcher_whose_program_is_missing_is_told_before_anything_starts(
+    start_pool: StartPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StartError, match=r"launcher `slurm` needs `sbatch`, which is not on the PATH"):
         start_pool(2, launcher="slurm")
+    assert not list(tmp_path.iterdir()), "no batch script is left behind"
 
 
 def test_a_module_that_crashes_the_import_is_told(

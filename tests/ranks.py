@@ -81,7 +81,10 @@ class Running:
 
 
 class Ranks:
-    """A coordinator and ``size`` rank processes, initialized unless ``init`` is false."""
+    """A coordinator and ``size`` rank processes, initialized unless ``init`` is false.
+
+    With ``tls`` they reach the coordinator as ranks of other hosts do.
+    """
 
     def __init__(
         self,
@@ -91,12 +94,17 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         timeout: float = 60,
+        tls: bool = False,
     ) -> None:
         self.size = size
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self.coordinator = CoordinatorProcess.start(size=size)
-        self._env = dict(env or {})
+        self.coordinator = CoordinatorProcess.start(size=size, tcp_host="127.0.0.1" if tls else None)
+        self._env = {
+            "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
+            "HVDLAB_CERT": self.coordinator.certificate or "",
+            **(env or {}),
+        }
         self._imports = list(imports)
         try:
             for rank in range(size):
@@ -111,7 +119,6 @@ class Ranks:
         ours, theirs = socket.socketpair()
         env = {
             **os.environ,
-            "HVDLAB_COORDINATOR": self.coordinator.address,
             "HVDLAB_TOKEN": self.coordinator.token,
             "HVDLAB_RANK": str(rank),
             "HVDLAB_SIZE": str(self.size),

@@ -70,6 +70,11 @@ class CollectiveActor(ABC):
     def abort(self) -> None:
         """End what this member waits in. From any thread."""
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether an operation was aborted that the plane's library can't cancel, so that it keeps descriptors."""
+        return False
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -139,6 +144,10 @@ class PlaneActor(CollectiveActor):
 
     def abort(self) -> None:
         self.plane.abort()
+
+    @property
+    def gave_up(self) -> bool:
+        return bool(getattr(self.plane, "gave_up", False))
 
     def close(self) -> None:
         self.plane.close()

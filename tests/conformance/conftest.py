@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
 from conformance.harness import PlaneUnderTest, WorkerGroup
 from conformance.planes_under_test import PLANES
 
-SEVERAL = [
-    pytest.param((plane, size), id=f"{plane.name}-{size}")
-    for plane in PLANES
-    for size in plane.sizes
-    if size > 1
-]
-GROUPS = [pytest.param((plane, size), id=f"{plane.name}-{size}") for plane in PLANES for size in plane.sizes]
+
+def _params(planes: Iterable[PlaneUnderTest], fits: Callable[[PlaneUnderTest, int], bool]) -> list[Any]:
+    return [
+        pytest.param((plane, size), id=f"{plane.name}-{size}")
+        for plane in planes
+        for size in plane.sizes
+        if fits(plane, size)
+    ]
+
+
+GROUPS = _params(PLANES, lambda plane, size: True)
+ABORTABLE = _params(PLANES, lambda plane, size: size > 1 and "abort" not in plane.lacks)
+# Workers of their own for each test are dear: thinned out planes get one size, in which someone is left to work with.
+MORTAL = _params(PLANES, lambda plane, size: size == 3 if plane.every > 1 else size > 1)
 _reasons: dict[str, str | None] = {}
 
 
@@ -27,6 +35,29 @@ def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
         pytest.skip(f"{plane.name}: {_reasons[plane.name]}")
     if missing := plane.lacks & set(needs):
         pytest.skip(f"{plane.name} can't {', '.join(sorted(missing))}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin the cases out where :attr:`PlaneUnderTest.every` says so."""
+    cases: dict[Any, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and "resident_group" in getattr(item, "fixturenames", ()):
+            plane, size = item.callspec.params["resident_group"]
+            if plane.every > 1:
+                cases.setdefault((item.function, plane.name, size), []).append(item)
+    dropped = set()
+    for (_, _, size), group in cases.items():
+        plane = group[0].callspec.params["resident_group"][0]
+        if len(group) >= plane.every:
+            dropped |= {item for item in group if (_position(item) + size) % plane.every}
+    if dropped:
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _position(item: pytest.Function) -> int:
+    """Sum of the positions of the case's own parameters."""
+    return sum(index for name, index in item.callspec.indices.items() if name != "resident_group")
 
 
 @pytest.fixture(scope="package", params=GROUPS)
@@ -49,7 +80,7 @@ def group(resident_group: WorkerGroup) -> WorkerGroup:
     return resident_group
 
 
-@pytest.fixture(params=SEVERAL)
+@pytest.fixture(params=MORTAL)
 def mortal_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """A configured group of several members for one test, whose workers may be killed."""
     plane, size = request.param

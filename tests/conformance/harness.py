@@ -31,11 +31,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from conformance.store import StoreServer
 
@@ -60,6 +60,21 @@ def spawn(size: int, path: str, environment: Mapping[str, str]) -> list[subproce
     ]
 
 
+class Service(Protocol):
+    """Something beside the workers that a group needs as long as it lives.
+
+    Attributes:
+        environment: Variables that tell the workers of it.
+    """
+
+    environment: Mapping[str, str]
+
+    def expect(self, members: Sequence[int]) -> None:
+        """The next epoch is to consist of these workers."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class PlaneUnderTest:
     """A plane and how to test it.
@@ -75,6 +90,11 @@ class PlaneUnderTest:
             death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's rule).
         environment: Extra variables of the workers.
         actor: ``module:function`` that makes the actor from ``target`` and the context, for what is no plane.
+        service: Starts what a group of this size needs beside its workers.
+        every: Of the cases of :mod:`conformance.test_planes` only every so-manieth runs at each size: the sums of their
+            parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
+            each parameter (operation, dtype, …) at each size where it meets enough values of another one. Tests with
+            fewer cases than this run in full.
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
         missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
@@ -91,6 +111,8 @@ class PlaneUnderTest:
     library: bool = False
     missing: Callable[[], str | None] | None = None
     actor: str = "conformance.actor:plane_actor"
+    service: Callable[[int], Service] | None = None
+    every: int = 1
 
     def unavailable(self) -> str | None:
         """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
@@ -150,6 +172,7 @@ class WorkerGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = Path(tempfile.mkdtemp(prefix="conf-"))
         self._store = StoreServer(str(self._directory / "store"))
+        self._service: Service | None = None
         self._connections: list[Connection | None] = [None] * size
         self._pids = [0] * size
         try:
@@ -160,10 +183,13 @@ class WorkerGroup:
 
     def _start(self) -> None:
         path = str(self._directory / "control")
+        if self.plane.service is not None:
+            self._service = self.plane.service(self.size)
         environment = {
             **os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             "HVDLAB_CONFORMANCE_STORE": str(self._directory / "store"),
             "HVDLAB_CONFORMANCE_DUMPS": str(self._directory), **self.plane.environment,
+            **(self._service.environment if self._service else {}),
         }  # fmt: skip
         with Listener(path, family="AF_UNIX", backlog=self.size) as listener:
             self._processes = self.plane.launcher(self.size, path, environment)
@@ -198,6 +224,8 @@ class WorkerGroup:
         """Begin an epoch: a new plane on all living workers, or on ``members`` (worker indices, in that order)."""
         members = self.living if members is None else members
         self.epoch += 1
+        if self._service is not None:
+            self._service.expect(members)
         size = self.plane.memory and self.plane.memory(len(members), self.plane.options)
         fd = os.memfd_create("hvdlab-conformance") if size is not None else -1
         try:
@@ -335,6 +363,8 @@ class WorkerGroup:
                 connection.close()
         self._connections = [None] * self.size
         self._store.close()
+        if self._service is not None:
+            self._service.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

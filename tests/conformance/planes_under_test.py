@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from conformance.engine_actor import Coordination
 from conformance.harness import WORKER, PlaneUnderTest
 from hvdlab.collectives.planes.shm.layout import layout_from
 
@@ -37,6 +39,19 @@ def mpi_missing() -> str | None:
     return None if _mpiexec_path() else "there is no mpiexec"
 
 
+def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), **how: Any) -> PlaneUnderTest:
+    """The engine, made to use a plane. Each case is run on each plane, at one of the sizes."""
+    return PlaneUnderTest(
+        f"engine-{name}",
+        target,
+        actor="conformance.engine_actor:engine_actor",
+        service=Coordination,
+        lacks=lacks | {"ragged", "abort"},
+        every=4,
+        **how,
+    )
+
+
 PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,)),
     PlaneUnderTest(
@@ -52,6 +67,17 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         "hvdlab.collectives.planes.mpi:MpiPlane",
         launcher=mpiexec,
         lacks=frozenset({"survive"}),  # mpiexec ends every process when one dies
+        library=True,
+        missing=mpi_missing,
+    ),
+    # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
+    negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane"),
+    negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
+    negotiated(
+        "mpi",
+        "hvdlab.collectives.planes.mpi:MpiPlane",
+        lacks=frozenset({"survive"}),
+        launcher=mpiexec,
         library=True,
         missing=mpi_missing,
     ),

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from conformance.conftest import SEVERAL, skip_unless_available
+from conformance.conftest import ABORTABLE, skip_unless_available
 from conformance.failures import WAITING
 from conformance.harness import Died, WorkerGroup
 from conformance.planes_under_test import CHUNK
@@ -23,7 +23,7 @@ def works(group: WorkerGroup) -> None:
 
 @pytest.mark.parametrize("count", [30, 5 * CHUNK], ids=["short", "long"])
 @pytest.mark.parametrize("what", WAITING)
-@pytest.mark.parametrize("resident_group", SEVERAL, indirect=True)
+@pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
 def test_abort_ends_a_wait_in(group: WorkerGroup, what: str, count: int) -> None:
     skip_unless_available(group.plane, "abort")
     early = list(range(group.size - 1))
@@ -34,7 +34,7 @@ def test_abort_ends_a_wait_in(group: WorkerGroup, what: str, count: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("resident_group", SEVERAL, indirect=True)
+@pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
 def test_abort_ends_whatever_runs(group: WorkerGroup, seed: int) -> None:
     skip_unless_available(group.plane, "abort")
     delays = group.run("conformance.failures:abort_at_random", seed=seed)

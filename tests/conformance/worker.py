@@ -31,6 +31,7 @@ class Worker:
         self.actor: CollectiveActor | None = None
         self.threads = set(threading.enumerate())
         self.fds: dict[str, str] | None = None
+        self.gave_up = False
 
     def serve(self) -> None:
         while True:
@@ -77,6 +78,7 @@ class Worker:
     def reset(self) -> None:
         if self.actor is not None:
             self.actor.close()
+            self.gave_up = self.gave_up or self.actor.gave_up
             self.actor = None
             if self.fds is None:  # a library under the plane keeps what its first use opened
                 self.fds = open_fds()
@@ -85,6 +87,8 @@ class Worker:
         """Threads and descriptors that outlived all planes, as text; empty if none."""
         threads = [t.name for t in set(threading.enumerate()) - self.threads]
         fds = {k: v for k, v in open_fds().items() if self.fds is not None and self.fds.get(k) != v}
+        if self.gave_up:
+            fds = {}
         return " ".join([f"threads {threads}"] * bool(threads) + [f"descriptors {fds}"] * bool(fds))
 
 

@@ -12,22 +12,25 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.staging import Staging
+from hvdlab.collectives.planes.staging import Staging, leave_to_library
 
 if TYPE_CHECKING:
     import torch
 
 # Longest time in which Gloo may see nothing from a peer; the coordinator ends a collective long before.
 _GLOO_TIMEOUT = timedelta(hours=24)
+_NEWS_SECONDS = 0.5
+_GIVE_UP_SECONDS = 0.2
 
 
 class GlooPlane(Plane):
@@ -42,6 +45,9 @@ class GlooPlane(Plane):
         self._group: Any = None
         self._ports: set[tuple[str, int]] = set()
         self._aborted = threading.Event()
+        self._settled = threading.Event()
+        self.gave_up = False
+        """Whether an aborted operation, with the group's descriptors, had to be left to the process."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -127,7 +133,7 @@ class GlooPlane(Plane):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
             tensor = _tensor(piece)
-            self._wait(lambda tensor=tensor, options=options: self._group.broadcast([tensor], options))
+            self._wait(partial(self._group.broadcast, [tensor], options))
 
     def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
         import torch.distributed as dist
@@ -191,8 +197,9 @@ class GlooPlane(Plane):
         self._wait(lambda: self._group.alltoall_base(*tensors, splits_out, splits_in, options))
 
     def barrier(self, phases: Phases) -> None:
+        # Not Gloo's own barrier: it waits for ever on a connection that was shut down before it began.
         start = time.monotonic_ns()
-        self._wait(lambda: self._group.barrier())
+        self._wait(lambda: self._group.allreduce([_tensor(np.zeros(1, np.uint8))]))
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
@@ -200,14 +207,30 @@ class GlooPlane(Plane):
         for fd, local, peer in _connections():
             if local in self._ports or peer in self._ports:
                 _shut_down(fd)
+        self._settled.set()
 
     def close(self) -> None:
         # The destructor joins Gloo's threads; on a group that is still connected they end by themselves.
         self._group = None
 
-    def _wait(self, start: Any) -> None:
+    def _wait(self, start: Callable[[], Any]) -> None:
+        """Run an operation to its end, or to an abort.
+
+        Once in a while Gloo does not notice that the connection of an operation was shut down. Then the operation and
+        its group are left to the process: nothing can arrive on what is shut down, so no buffer changes any more.
+        """
         with self._failures():
-            start().wait()
+            work = start()
+            settled = self._settled = threading.Event()
+            work.get_future().add_done_callback(lambda _: settled.set())
+            if not self._aborted.is_set():
+                settled.wait()
+            if not work.is_completed() and not _completes(work, _GIVE_UP_SECONDS):
+                self.gave_up = True
+                leave_to_library(self._group, work)
+                self._group = None
+                raise PlaneAborted
+            work.wait()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -217,7 +240,8 @@ class GlooPlane(Plane):
         try:
             yield
         except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-            if self._aborted.is_set():
+            # A peer that was told of an abort first, or died, closes the connection before our own news arrives.
+            if self._aborted.wait(_NEWS_SECONDS):
                 raise PlaneAborted from error
             raise PlaneBroken(f"Gloo failed: {error}") from error
         if self._aborted.is_set():
@@ -234,6 +258,13 @@ _FOLD: dict[ReduceOp, Any] = {
 
 def _raw(buffer: Buffer) -> Buffer:
     return buffer.view(np.uint8)
+
+
+def _completes(work: Any, seconds: float) -> bool:
+    """Whether the operation ends, in whatever way, within this time."""
+    ended = threading.Event()
+    work.get_future().add_done_callback(lambda _: ended.set())
+    return ended.wait(seconds)
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -7,7 +7,6 @@ memory of ours, which then stays alive with the process, and the next epoch has 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.staging import Staging
+from hvdlab.collectives.planes.staging import Staging, leave_to_library
 
 # While a transfer may be under way the poll only yields; a member that is much later than the bytes would need is
 # waited for in short sleeps.
@@ -177,7 +176,7 @@ class MpiPlane(Plane):
         )
         while not request.Test():
             if self._aborted.is_set():
-                _leave_to_mpi(request, *buffers)
+                leave_to_library(request, *buffers)
                 raise PlaneAborted
             if time.monotonic_ns() < eager_until:
                 os.sched_yield()
@@ -186,12 +185,6 @@ class MpiPlane(Plane):
         phases.transfer += time.monotonic_ns() - start
         if self._aborted.is_set():
             raise PlaneAborted
-
-
-def _leave_to_mpi(*objects: object) -> None:
-    """Keep these alive for as long as the process lives: MPI may still read and write them."""
-    for each in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _raw(buffer: Buffer) -> Buffer:

@@ -6,6 +6,7 @@ type* in which that library reduces without losing precision: float32 for f16 an
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,6 +131,12 @@ class Staging:
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(kind)
+
+
+def leave_to_library(*objects: object) -> None:
+    """Keep these alive for as long as the process lives: a library that can't cancel may still use them."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _wraps(compute: np.dtype[Any], dtype: DType) -> bool:

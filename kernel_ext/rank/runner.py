@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, Display, RunCell, encode
@@ -25,6 +27,7 @@ class _Run:
 
     request: RunCell
     started: float = field(default_factory=time.monotonic)
+    pid: int = field(default_factory=os.getpid)
     error: BaseException | None = None
     when: int = 0
     ran: bool = False
@@ -73,6 +76,8 @@ class CellRunner:
         result = None
         try:
             result = await self._run_in_shell(request)
+            if os.getpid() != run.pid:
+                end_child(None)
             self._run_hooks(result)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
             self._failed(error)
@@ -130,6 +135,8 @@ class CellRunner:
             else:
                 exec(code_obj, *variables)  # noqa: S102  # running cells is what a rank is for
         except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt end the cell, not the rank
+            if self._run is not None and os.getpid() != self._run.pid:
+                end_child(error)
             self._failed(error)
             if result is not None:
                 result.error_in_exec = error
@@ -213,3 +220,22 @@ class CellRunner:
     def _describe(self, run: _Run) -> CellError:
         assert run.error is not None
         return describe(self._shell, run.error, run.when, before_exec=not run.ran)
+
+
+def end_child(error: BaseException | None) -> NoReturn:
+    """End a process that the cell forked when it leaves the cell's code: it is no second rank.
+
+    The status is what Python's own would be; nothing that belongs to the rank is closed or told.
+    """
+    if error is None:
+        status = 0
+    elif isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    else:
+        status = 1
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)

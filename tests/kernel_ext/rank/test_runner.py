@@ -367,6 +367,23 @@ def test_ids_are_those_of_the_request(rank: Rank) -> None:
     rank.play(script)
 
 
+@pytest.mark.parametrize(
+    ("code", "status"), [("sys.exit(7)", 7), ("1 / 0", 1), ("status = 5", 0), ("sys.exit()", 0)]
+)
+def test_a_forked_child_ends_where_it_leaves_the_cell(fd_rank: Rank, code: str, status: int) -> None:
+    ran = fd_rank.run(
+        "import os, sys\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        f"    {code}\n"
+        "else:\n"
+        "    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "status"
+    )
+    assert ran.done.error is None
+    assert ran.done.value_repr == str(status)
+
+
 def test_a_child_forked_by_a_cell_does_not_disturb(fd_rank: Rank) -> None:
     ran = fd_rank.run(
         "import os\n"

@@ -1,0 +1,16 @@
+"""What the tests of notebooks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jupyter_core.utils import ensure_event_loop
+
+
+@pytest.fixture(scope="session", autouse=True)
+def jupyter_loop() -> Iterator[None]:
+    """The event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
+    loop = ensure_event_loop()
+    yield
+    loop.close()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import linecache
+import os
 import re
 from typing import Any
 
@@ -52,6 +54,9 @@ class CellCompiler(CachingCompiler):
             self._names[name] = source
         self._source, self._name, self._lines = source, name, lines
         register_label(name, f"cell {label}")
+        # Else it is looked for in every module that is imported, for each frame of a traceback: seconds, with torch.
+        for file in (name, os.path.normcase(os.path.abspath(name))):
+            inspect.modulesbyfile[file] = "__main__"
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """The file name that the code is compiled under."""

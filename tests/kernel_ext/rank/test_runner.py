@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 from typing import TYPE_CHECKING, Any
@@ -402,3 +403,12 @@ def test_input_is_refused_at_the_users_line(rank: Rank) -> None:
     ran = rank.run("name = input('name? ')")
     assert "input() can't ask from a rank" in ran.error.evalue
     assert "shell.py" not in traceback_of(ran)
+
+
+def test_the_module_of_a_cell_is_known_without_a_search(rank: Rank) -> None:
+    import inspect
+
+    ran = rank.run("def f(): pass\n(f.__code__.co_filename,)", label="[91]")
+    (file,) = ast.literal_eval(ran.done.value_repr)
+    assert inspect.modulesbyfile[file] == "__main__"
+    assert inspect.modulesbyfile[os.path.abspath(file)] == "__main__"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
+from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 
@@ -70,7 +71,7 @@ class Program:
         return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(size=st.integers(2, 4), program=st.lists(steps, max_size=12), seed=st.integers(0, 1 << 32))
 def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
     size: int, program: list[Step], seed: int

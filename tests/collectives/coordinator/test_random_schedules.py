@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator_simulation import SimulatedRank, Simulation, signature
+from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN
 from hvdlab.collectives.dtypes import OpKind
@@ -268,7 +269,7 @@ class RandomSchedules(RuleBasedStateMachine):
 
 TestRandomSchedules = RandomSchedules.TestCase
 TestRandomSchedules.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     report_multiple_bugs=False,
     stateful_step_count=40,
     deadline=None,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from joint_simulation import SimEntry, Simulation, allreduce
 
@@ -19,7 +20,7 @@ def outcomes(simulation: Simulation, name: str) -> list[object]:
 
 
 @given(seed=SEEDS, size=st.integers(1, 5), count=st.integers(1, 30), limit=st.sampled_from([4, 4096]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_order_of_submissions_completes(seed: int, size: int, count: int, limit: int) -> None:
     simulation = Simulation(size, seed, local_limit=limit)
     for round_ in range(2):
@@ -89,7 +90,7 @@ ACTIONS = ("submit", "submit", "submit", "submit", "steps", "steps", "withdraw",
 
 
 @given(seed=SEEDS, size=st.integers(1, 4), count=st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) -> None:
     chance = random.Random(seed)
     simulation = Simulation(size, seed, local_limit=8)

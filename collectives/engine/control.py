@@ -114,6 +114,7 @@ class Control:
         try:
             while not self._stopping:
                 self._step()
+            self._run_calls()  # the goodbye is one, and must not depend on where the thread was when told to stop
             self._guard(self._flush)
         finally:
             self._endpoint.close()
@@ -126,12 +127,15 @@ class Control:
                 os.eventfd_read(self._wakeup)
         if self._endpoint.early:
             self._guard(self._receive)
-        while self._calls:
-            self._calls.popleft()()
+        self._run_calls()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
         self._guard(self._flush)
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _receive(self) -> None:
         with self.reading:

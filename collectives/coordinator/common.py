@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
     """Answered after everything else of the round."""
-    state.answers.append((peer, m.Pong(message.number, int(now * 1e9))))
+    # The round may have begun before the question was asked, hence not ``now``.
+    state.answers.append((peer, m.Pong(message.number, state.clock())))
 
 
 def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
     if message.events:
-        state.history.subscribe(peer, state.outbox)
+        state.history.subscribe(peer, state.outbox, past=message.history)
     else:
         state.history.unsubscribe(peer)
 

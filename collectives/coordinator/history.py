@@ -34,11 +34,11 @@ class History:
             self.dropped += 1
         outbox.send(self._subscribers, RankEvents(rank, batch))
 
-    def subscribe(self, peer: int, outbox: Outbox) -> None:
-        """Send ``peer`` the history, oldest first, and everything from now on. Idempotent."""
+    def subscribe(self, peer: int, outbox: Outbox, *, past: bool = True) -> None:
+        """Send ``peer`` the history (if it wants the past), oldest first, and everything from now on. Idempotent."""
         if peer in self._subscribers:
             return
-        for rank, batch in self._batches:
+        for rank, batch in self._batches if past else ():
             outbox.send((peer,), RankEvents(rank, batch))
         self._subscribers += (peer,)
 

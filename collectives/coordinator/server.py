@@ -75,7 +75,7 @@ class Server:
     ) -> None:
         self.options = options
         offset = time.time() - time.monotonic()
-        self.state = CoordinatorState(options.state, wall=lambda now: now + offset)
+        self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
         self._selector = self.connections.selector
         self._log, self._note = log, note

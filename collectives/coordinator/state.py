@@ -42,12 +42,18 @@ class CoordinatorState:
     Args:
         options: Settings.
         wall: Turns ``now`` into seconds since 1970, for what users see.
+        clock: Nanoseconds of the clock that ranks compare theirs with.
     """
 
     def __init__(
-        self, options: CoordinatorOptions | None = None, *, wall: Callable[[float], float] = float
+        self,
+        options: CoordinatorOptions | None = None,
+        *,
+        wall: Callable[[float], float] = float,
+        clock: Callable[[], int] = int,
     ) -> None:
         self.options = options or CoordinatorOptions()
+        self.clock = clock
         self.outbox = Outbox()
         size = self.options.size
         self.membership = Membership(None if size is None else range(size), wall)

@@ -79,7 +79,7 @@ class Dispatcher:
         if self.perform(effects):
             self._executor.ring()
         if isinstance(message, m.Configure):
-            self._spans.recorder.members(message.process_set, message.epoch, len(message.members))
+            self._spans.members(message.process_set, message.epoch, len(message.members))
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members])
         elif isinstance(message, m.Abort):
@@ -103,6 +103,8 @@ class Dispatcher:
                 if error.__cause__ is None:
                     error.__cause__ = self._executor.error_of(entry.request.process_set, entry.epoch)
                 complete(entry, None, error)
+                if self._spans.failed(entry, time.monotonic_ns()):
+                    self.schedule_events()
             case Succeed(entry, process_set):
                 complete(entry, Result(process_set=process_set), None)
             case AbortPlane(process_set, epoch):
@@ -151,6 +153,13 @@ class Dispatcher:
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)
         self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
+        self.ask_clock()
+
+    def ask_clock(self) -> None:
+        """Compare clocks with the coordinator, if that is due."""
+        question = self._spans.ask_clock()
+        if question is not None:
+            self._guarded.post(question)
 
     def _on_pong(self, message: m.Message) -> None:
         assert isinstance(message, m.Pong)
@@ -169,6 +178,7 @@ class Dispatcher:
             control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
 
     def send_events(self) -> None:
+        self.ask_clock()
         for batch in self._spans.take():
             self._guarded.post(m.Events(batch))
 

@@ -18,6 +18,7 @@ from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
 from hvdlab.collectives.engine.leading import Leader
+from hvdlab.collectives.engine.leaving import settle
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.timeline import TimelineTap
@@ -48,7 +49,7 @@ class Engine:
         self.settings = settings
         self.rank = rank
         self.failed_cells = 0
-        self._spans = SpanLog(rank, settings.record)
+        self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
         self._guarded = GuardedState(rank, endpoint, self._wake)
@@ -64,6 +65,7 @@ class Engine:
         self._timeline = TimelineTap(self._dispatcher)
         _engines.add(self)
         self._control.start()
+        self._control.call(self._dispatcher.ask_clock)
 
     @classmethod
     def connect(cls, settings: Settings, *, timeout: float | None = None) -> Engine:
@@ -101,7 +103,7 @@ class Engine:
         """Wait until all expected ranks are members of the world.
 
         Raises:
-            StartError: Some are not there after ``timeout`` seconds; the text names them.
+            StartError: Some are not there after ``timeout`` seconds, or have died before; the text names them.
         """
         self._dispatcher.world.wait_complete(timeout, self.rank)
 
@@ -272,6 +274,11 @@ class Engine:
         if self._spans.batch(batch, started, finished, phases):
             self._dispatcher.schedule_events()
 
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
+        """A batch was not executed to its end; ``started`` is 0 if it was not begun. What follows is not told here."""
+        if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
+            self._dispatcher.schedule_events()
+
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """The plane failed: all members are told, and this rank's handles end with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
@@ -284,12 +291,17 @@ class Engine:
         return self._closed.is_set()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave the world in order and end all threads. Idempotent. Handles in flight fail."""
+        """Leave the world in order and end all threads. Idempotent.
+
+        What is executing is finished first. Handles in flight then fail, on the other ranks as well.
+        """
         if self._closed.is_set():
             return
-        self._timeline.stop(settle=not self._closed.is_set())
-        self._closed.set()
         self._guarded.unusable = NotInitializedError("the engine of this rank")
+        on_control = threading.current_thread() is self._control.thread
+        settle(self._guarded, self.rank, None if on_control else Deadline(timeout))
+        self._timeline.stop()
+        self._closed.set()
         self._control.call(self._say_bye)
         self._control.stop(timeout)
         self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))

@@ -30,6 +30,8 @@ class Outcomes(Protocol):
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
 
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None: ...
+
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 
 
@@ -45,8 +47,12 @@ class Lane:
         self.folds: Folds = {}
         self.current: Job | None = None
         self.running: PlaneSlot | None = None
-        self.started = 0
         self.thread: threading.Thread | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether somebody, the lane's thread or a user's, is in the middle of an operation."""
+        return self.running is not None
 
 
 class Executor:
@@ -61,7 +67,9 @@ class Executor:
         self._label = label
         self._slots: dict[Scope, PlaneSlot] = {}
         self._abandoned: list[Lane] = []
-        self._closing = False
+        self._lanes = 0
+        # Jobs are taken, put and handed over to another lane under this lock.
+        self._handing = threading.Lock()
         self.lane = self._new_lane()
 
     # -- work -----------------------------------------------------------------------------------------------------
@@ -69,10 +77,13 @@ class Executor:
     def prepare(self, slot: PlaneSlot) -> None:
         """A new epoch: its plane is built when it is first needed."""
         self._slots[slot.scope] = slot
+        if self._abandoned:
+            self._reap()
 
     def put(self, job: Job) -> None:
         """Add work without waking anybody."""
-        self.lane.jobs.append(job)
+        with self._handing:
+            self.lane.jobs.append(job)
 
     def ring(self) -> None:
         """Let the lane's thread work."""
@@ -86,10 +97,13 @@ class Executor:
         # Whoever puts a job and finds the baton taken may go: its holder looks again after it has put it down.
         while lane.jobs and not lane.abandoned and not lane.baton.locked():
             with lane.baton:
-                while lane.jobs and not lane.abandoned:
-                    # Noted before it is taken: if Ctrl-C comes in between, its process set is known.
-                    job = lane.current = lane.jobs[0]
-                    lane.jobs.popleft()
+                while True:
+                    with self._handing:
+                        if lane.abandoned or not lane.jobs:
+                            break
+                        # Noted before it is taken: if Ctrl-C comes in between, its process set is known.
+                        job = lane.current = lane.jobs[0]
+                        lane.jobs.popleft()
                     if type(job) is RunBatch:
                         self._run(lane, job)
                     else:
@@ -107,11 +121,13 @@ class Executor:
 
     def _run(self, lane: Lane, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch))
+        phases = Phases()
         if slot is None or slot.aborted:
+            self._outcomes.batch_unfinished(batch, 0, phases)
             return  # the abort ends the batch's handles
         lane.running = slot
-        phases = Phases()
         started = time.monotonic_ns()
+        finished = False
         try:
             if batch.payloads:
                 results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
@@ -127,11 +143,14 @@ class Executor:
             slot.abort()  # an interrupt in the middle of an operation: the plane's peers can't be served any more
             raise
         else:
+            finished = True
             self._outcomes.batch_done(batch, results, started, phases)
         finally:
             lane.running = None
             if lane.abandoned:
                 slot.close()
+            if not finished:
+                self._outcomes.batch_unfinished(batch, started, phases)
 
     def _loop(self, lane: Lane) -> None:
         while lane.bell.get():
@@ -166,6 +185,7 @@ class Executor:
     def _close_older(self, process_set: int, epoch: int) -> None:
         for scope in [s for s in self._slots if s[0] == process_set and s[1] < epoch]:
             slot = self._slots.pop(scope)
+            # Who is stuck in it closes it when it comes back.
             if not any(lane.running is slot for lane in self._abandoned):
                 slot.close()
 
@@ -176,21 +196,29 @@ class Executor:
 
     def abandon(self, lane: Lane, slot: PlaneSlot) -> None:
         """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""
-        if lane is not self.lane or lane.running is not slot:
-            return
-        lane.abandoned = True
-        self._abandoned.append(lane)
-        new = self._new_lane()
-        while lane.jobs:
-            new.jobs.append(lane.jobs.popleft())
-        self.lane = new
+        with self._handing:
+            if lane is not self.lane or lane.running is not slot:
+                return
+            lane.abandoned = True
+            self._abandoned.append(lane)
+            new = self._new_lane()
+            new.jobs, lane.jobs = lane.jobs, new.jobs
+            self.lane = new
         lane.bell.put(True)
         self.ring()
+
+    def _reap(self) -> None:
+        """Let go of the abandoned lanes that have come back."""
+        back = [lane for lane in self._abandoned if not lane.stuck]
+        for lane in back:
+            assert lane.thread is not None
+            lane.thread.join()
+            self._abandoned.remove(lane)
 
     @property
     def abandoned(self) -> int:
         """How many lanes were left behind and are still stuck."""
-        return sum(1 for lane in self._abandoned if lane.thread is not None and lane.thread.is_alive())
+        return sum(lane.stuck for lane in self._abandoned)
 
     def close(self, timeout: float) -> None:
         """End all work and close all planes; waits for the threads, for stuck ones only if they have come back."""
@@ -199,12 +227,11 @@ class Executor:
         self.lane.bell.put(False)
         if self.lane.thread is not None:
             self.lane.thread.join(timeout)
-        for lane in self._abandoned:
-            if lane.thread is not None and lane.running is None:
-                lane.thread.join(timeout)
+        self._reap()
 
     def _new_lane(self) -> Lane:
-        lane = Lane(len(self._abandoned) + 1)
+        self._lanes += 1
+        lane = Lane(self._lanes)
         name = f"hvdlab-executor-{self._label}-{lane.number}"
         lane.thread = threading.Thread(target=self._loop, args=(lane,), name=name, daemon=True)
         lane.thread.start()

@@ -1,31 +1,61 @@
-"""From executed batches to the recorder, and when its batches are due."""
+"""From executed and failed operations to the recorder, and when its batches are due."""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import ClassVar
 
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.spans import Recorder
 
 
 class SpanLog:
-    """The recorder of a rank and whether a flush of it is under way."""
+    """The recorder of a rank, what each of its batches must carry along, and whether a flush of it is under way.
+
+    Whoever begins to listen gets no earlier batches, so each one says again how this rank's clock compares with the
+    coordinator's and how many members the process sets have that it tells of.
+
+    Args:
+        rank: This rank.
+        enabled: Whether anything is recorded.
+        remote: Whether this rank's clock is not the coordinator's, and is to be compared with it.
+    """
 
     INTERVAL: ClassVar[float] = 0.1
     """Seconds between two flushes, at least."""
+    CLOCK_INTERVAL: ClassVar[float] = 30.0
+    """Seconds between two looks at the coordinator's clock, at least."""
 
-    def __init__(self, rank: int, enabled: bool) -> None:
+    def __init__(self, rank: int, enabled: bool, *, remote: bool = False) -> None:
         self.recorder = Recorder(rank, enabled=enabled)
+        self._remote = remote
         self._due = threading.Lock()
+        self._samples = ClockSamples()
+        self._asked = (0, 0)
+        self._members: dict[int, tuple[int, int]] = {}
+        self._touched: set[int] = set()
 
-    def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases) -> bool:
-        """Record an executed batch; whether there is something to flush."""
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases, ok: bool = True) -> bool:
+        """Record a batch that was executed, or failed; whether there is something to flush.
+
+        Args:
+            batch: What was to be executed.
+            started: When, in ns; 0 if it failed before.
+            finished: When it was done or failed, in ns.
+            phases: What the plane measured.
+            ok: Whether it was done.
+        """
         recorder = self.recorder
         if not recorder.enabled:
             return False
+        self._touched.add(batch.process_set)
         name_id = recorder.name_id
         first = batch.entries[0]
         request = first.request
@@ -43,6 +73,7 @@ class SpanLog:
                 started,
                 finished,
                 phases,
+                ok,
             )
             return True
         recorder.spans(
@@ -55,13 +86,40 @@ class SpanLog:
             started,
             finished,
             phases,
-            True,
+            ok,
             [
                 (name_id(e.name), 0 if e.request.input is None else e.request.input.nbytes, e.submitted)
                 for e in batch.entries
             ],
         )
         return True
+
+    def failed(self, entry: Entry, now: int) -> bool:
+        """Record a collective that failed at ``now`` (ns) before it was ordered; whether there is something to flush.
+
+        One that was ordered is recorded by whoever executes it, with its times.
+        """
+        if entry.received or not self.recorder.enabled:
+            return False
+        request = entry.request
+        self.recorder.span(
+            self.recorder.name_id(entry.name),
+            request.kind,
+            request.dtype,
+            request.process_set,
+            0,
+            0,
+            request.input.nbytes if request.input is not None else 0,
+            entry.submitted,
+            0,
+            0,
+            now,
+            Phases(),
+            ok=False,
+        )
+        return True
+
+    # -- flushing -------------------------------------------------------------------------------------------------
 
     def claim(self) -> bool:
         """Whether the caller is to schedule the next flush: nobody has since the last."""
@@ -71,7 +129,40 @@ class SpanLog:
         """What was recorded since the last time. Control thread."""
         if self._due.locked():
             self._due.release()
+        if self.recorder.pending():
+            self._add_context()
         return self.recorder.drain()
 
+    def _add_context(self) -> None:
+        touched, self._touched = self._touched, set()
+        for process_set in touched:
+            if process_set in self._members:
+                self.recorder.members(process_set, *self._members[process_set])
+        now = time.monotonic_ns()
+        sample = self._samples.best(now) if self._remote else (now, now, now)
+        if sample is not None:
+            self.recorder.clock(*sample)
+
+    def members(self, process_set: int, epoch: int, size: int) -> None:
+        """A process set was configured. Control thread."""
+        self._members[process_set] = (epoch, size)
+        self.recorder.members(process_set, epoch, size)
+
+    # -- clocks ---------------------------------------------------------------------------------------------------
+
+    def ask_clock(self) -> m.Ping | None:
+        """The question to the coordinator, to be sent now, if it is time to ask again. Control thread."""
+        if not self._remote or not self.recorder.enabled:
+            return None
+        number, asked = self._asked
+        now = time.monotonic_ns()
+        if number and now < asked + self.CLOCK_INTERVAL * 1e9:
+            return None
+        self._asked = (number + 1, now)
+        return m.Ping(number + 1)
+
     def clock_answer(self, message: m.Pong) -> None:
-        """The coordinator's clock; see :meth:`Recorder.clock`."""
+        """The coordinator's answer to :meth:`ask_clock`. Control thread."""
+        number, asked = self._asked
+        if message.number == number:
+            self._samples.add(asked, time.monotonic_ns(), message.clock)

@@ -32,7 +32,7 @@ class TimelineTap:
                 )
             self._file = TimelineFile.start(path, mark_cycles=mark_cycles)
             self._dispatcher.mailbox.event_sinks.append(self._file.feed)
-        self._dispatcher.send(m.Subscribe(True))
+        self._dispatcher.send(m.Subscribe(True, history=False))
 
     def stop(self, *, settle: bool = True) -> None:
         """Complete the file. Raises ``OSError`` if it could not be written.

@@ -39,18 +39,32 @@ class WorldView:
         expected = frozenset(self.last.expected) if self.last is not None else frozenset()
         return expected - self._members
 
-    def wait_complete(self, timeout: float, rank: int) -> None:
-        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing."""
+    def _dead(self) -> list[m.Death]:
+        """Deaths of ranks that are missing: nobody else will come for them."""
+        if self.last is None:
+            return []
+        missing = self._missing()
+        return [death for death in self.last.deaths if death.rank in missing]
 
-        def settled() -> bool:
-            return self._lost is not None or (bool(self._members) and not self._missing())
+    def wait_complete(self, timeout: float, rank: int) -> None:
+        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead."""
+
+        def complete() -> bool:
+            return bool(self._members) and not self._missing()
 
         with self._changed:
-            complete = self._changed.wait_for(settled, timeout)
-            missing = sorted(self._missing())
+            self._changed.wait_for(
+                lambda: complete() or self._lost is not None or bool(self._dead()), timeout
+            )
+            came, missing, dead = complete(), sorted(self._missing()), self._dead()
         if self._lost is not None:
             raise StartError(self._lost)
-        if not complete:
+        if dead:
+            told = "; ".join(
+                f"rank {death.rank} ended before the world was complete: {death.reason}" for death in dead
+            )
+            raise StartError(f"{told}. Look at its output, then start the group again.")
+        if not came:
             who = format_ranks(missing) if missing else "the coordinator's go-ahead"
             raise StartError(
                 f"rank {rank} waited {timeout:g} s for the world: {who} did not come. Look at the output of the "

@@ -235,9 +235,10 @@ class Events(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Ask for every rank's :class:`Events` (history first) on this connection, or stop."""
+    """Ask for every rank's :class:`Events` on this connection, those of the past first if wanted, or stop."""
 
     events: bool
+    history: bool = True
 
 
 # -- client to coordinator --------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ class ChromeTrace:
         for event in batch.events:
             if isinstance(event, ClockSample):
                 self._alignment.observe(batch.clock, event)
+            elif isinstance(event, Members):
+                self._operations.introduce(event)
         if self._alignment.offset(batch.clock) is None:
             self._hold_unaligned(batch)
             return []

@@ -1,12 +1,39 @@
-"""Which processes share a clock."""
+"""Which processes share a clock, and how far that of another host is from the coordinator's."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
+from collections import deque
 from functools import cache
 from pathlib import Path
+
+SAMPLES_KEPT = 8
+DRIFT = 20e-6
+"""Seconds per second that the clocks of two hosts may part: that of common quartz."""
+
+Sample = tuple[int, int, int]
+"""When the question was sent, when the answer came, and the coordinator's time in between; in ns."""
+
+
+class ClockSamples:
+    """The newest samples of this process's clock against the coordinator's."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
+
+    def add(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
+        self._samples.append((sent_ns, received_ns, coordinator_ns))
+
+    def best(self, now_ns: int) -> Sample | None:
+        """The one that tells most about ``now_ns``: a quick answer, and not too long ago."""
+
+        def error(sample: Sample) -> float:
+            sent, received, _ = sample
+            return (received - sent) / 2 + DRIFT * (now_ns - received)
+
+        return min(self._samples, key=error, default=None)
 
 
 @cache

@@ -1,0 +1,55 @@
+"""Before a rank leaves: what it executes is finished, since others are in the middle of it, too."""
+
+from __future__ import annotations
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.entry import EXECUTING
+from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.errors import CauseKind
+
+
+def settle(guarded: GuardedState, rank: int, deadline: Deadline | None) -> None:
+    """Wait for what is executing, then give up what is left on all ranks.
+
+    What was only announced may be ordered at this very moment; others would wait for this rank in the plane, so
+    that is given up, too. Nothing must be submitted meanwhile.
+
+    Args:
+        guarded: The rank's state.
+        rank: This rank.
+        deadline: How long to wait; ``None`` if the calling thread is needed for the operations to end.
+    """
+    try:
+        if deadline is not None:
+            _finish(guarded, deadline)
+    finally:
+        guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job (shutdown)"))
+
+
+def _finish(guarded: GuardedState, deadline: Deadline) -> None:
+    executing: list[Handle] = []
+
+    def look(state: RankState) -> None:
+        executing[:] = [
+            entry
+            for group in state.sets.values()
+            for entry in group.pending
+            if entry.phase == EXECUTING and isinstance(entry, Handle)
+        ]
+
+    guarded.tell(look)
+    while executing:
+        for handle in executing:
+            left = deadline.remaining()
+            if not handle.ended.acquire(timeout=-1 if left is None else left):
+                return
+            handle.open()
+        guarded.tell(look)
+
+
+def _give_up(state: RankState, text: str) -> None:
+    for group in list(state.sets.values()):
+        if group.pending:
+            state.withdraw(group.id, CauseKind.RANK_LEFT, text)

@@ -1,0 +1,172 @@
+"""A rank that leaves, or never comes, keeps nobody waiting."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.settings import Settings
+from ranks import Ranks
+
+LARGE = 1 << 22
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(3, env={"HVDLAB_PLANE": request.param}) as ranks:
+        ranks.run(total)
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def total() -> float:
+    return float(api.allreduce(np.ones(5000), "total", op=api.Sum)[0])
+
+
+def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
+    """Some large operations, and at once away without waiting for them."""
+    rank = context.engine().rank
+    operations = [api.allreduce_async(np.full(count, rank), f"x{i}", op=api.Sum) for i in range(times)]
+    if leave:
+        context.engine().flush()
+        context.shutdown()
+    try:
+        return [float(np.asarray(api.synchronize(operation))[0]) for operation in operations]
+    except AbortedError as error:
+        return error.cause.kind.value
+
+
+def broadcast_and_leave(count: int) -> float:
+    rank = context.engine().rank
+    x = api.broadcast(np.full(count, rank, np.float32), 1, "b")
+    if rank == 1:
+        context.shutdown()
+    return float(x[-1])
+
+
+def announce_and_leave() -> str:
+    operation = api.allreduce_async(np.ones(LARGE), "never")
+    context.engine().flush()
+    context.shutdown()
+    with pytest.raises(AbortedError) as told:
+        api.synchronize(operation)
+    return told.value.cause.kind.value
+
+
+def leave_soon() -> float:
+    """Leave while an operation can't end, since another member is stopped; seconds that it takes."""
+    engine = context.engine()
+    api.allreduce_async(np.ones(LARGE), "stopped", op=api.Sum)
+    engine.flush()
+    while not any(pending.executing for pending in engine.pending()):
+        time.sleep(0.001)
+    begun = time.monotonic()
+    engine.close(0.5)
+    return time.monotonic() - begun
+
+
+def wait_for_the_first() -> None:
+    operation = api.allreduce_async(np.ones(LARGE), "stopped", op=api.Sum)
+    context.engine().flush()
+    context.engine().post("waiting", b"")
+    api.synchronize(operation)
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_executing_is_finished_before_a_rank_leaves(three: Ranks) -> None:
+    outcomes = [three.start(reduce_keeping if rank else reduce_leaving, ranks=[rank]) for rank in range(3)]
+    results = [outcome.results(20)[0] for outcome in outcomes]
+    # Those that had begun are right everywhere; later ones were given up, on all ranks.
+    for result in results[1:]:
+        assert result == [3.0] * 3 or result == CauseKind.RANK_LEFT.value, results
+    assert results[1] == results[2]
+
+
+def reduce_leaving() -> Any:
+    return reduce(LARGE, 3, leave=True)
+
+
+def reduce_keeping() -> Any:
+    return reduce(LARGE, 3, leave=False)
+
+
+def test_the_last_operation_is_whole_although_its_source_has_left(three: Ranks) -> None:
+    assert three.run(broadcast_and_leave, LARGE) == [1.0] * 3
+
+
+def test_what_only_one_has_asked_for_is_given_up(three: Ranks) -> None:
+    started = time.monotonic()
+    assert three.run(announce_and_leave, ranks=[1])[0] in ("rank_left", "shutdown")
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_member_that_does_not_move_does_not_keep_a_rank_from_leaving() -> None:
+    told: SimpleQueue[int] = SimpleQueue()
+    with Ranks(3, env={"HVDLAB_PLANE": "shm"}) as ranks:
+        ranks.run(total)
+        client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        try:
+            client.on_mail("waiting", lambda sender, body: told.put(sender))
+            one, two = [ranks.start(wait_for_the_first, ranks=[rank]) for rank in (1, 2)]
+            assert {told.get(timeout=20), told.get(timeout=20)} == {1, 2}
+        finally:
+            client.close()
+        ranks.kill(2, signal.SIGSTOP)
+        (seconds,) = ranks.run(leave_soon, ranks=[0])
+        (error,) = one.outcomes(10)
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.RANK_LEFT
+        assert error.cause.ranks == (0,)
+        assert seconds < 3.0
+        ranks.kill(2, signal.SIGCONT)
+        assert isinstance(two.outcomes(10)[0], AbortedError)
+
+
+def test_a_rank_that_died_is_not_waited_for() -> None:
+    with CoordinatorProcess.start(size=3) as coordinator:
+        settings = Settings(coordinator.address, coordinator.token, 0, plane="shm")
+        engine = Engine.connect(settings, timeout=10)
+        client = Client.connect(coordinator.address, coordinator.token)
+        try:
+            client.rank_lost(2, 4711, "killed by SIGKILL")
+            started = time.monotonic()
+            with pytest.raises(StartError, match=r"rank 2 .*killed by SIGKILL"):
+                engine.wait_for_world(30)
+            assert time.monotonic() - started < 5.0
+        finally:
+            client.close()
+            engine.close()
+
+
+def test_a_death_counts_only_as_long_as_nobody_has_come_for_it() -> None:
+    view = WorldView()
+    member = [m.Member(rank, "host", rank) for rank in range(2)]
+    death = m.Death(1, 7, 0.0, "killed by SIGKILL")
+    view.update(m.World((0, 1), (member[0],), (death,), 1))
+    with pytest.raises(StartError, match="rank 1 ended before"):
+        view.wait_complete(10, 0)
+    view.update(m.World((0, 1), (member[0],), (), 1))
+    with pytest.raises(StartError, match="rank 0 waited"):
+        view.wait_complete(0, 0)
+    view.configured([0, 1])
+    view.update(
+        m.World((0, 1), (member[0],), (death,), 1)
+    )  # a member that dies later is no matter of starting
+    view.wait_complete(0, 0)

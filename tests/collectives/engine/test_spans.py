@@ -1,0 +1,247 @@
+"""What an engine records of its operations, failed ones included, and how clocks of other hosts are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.errors import AbortedError, MismatchError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.timeline.check import check, load
+from hvdlab.collectives.timeline.clock import ClockSamples
+from hvdlab.collectives.timeline.events import ClockSample, Members, Span
+from hvdlab.collectives.timeline.records import decode
+from ranks import Ranks
+from skewed_clock import AHEAD_NS
+
+LARGE = 1 << 20
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def hosts() -> Iterator[Ranks]:
+    """Two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
+    with Ranks(
+        2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"]
+    ) as ranks:
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
+    """Name, whether ordered, begun and done, of the spans with these names, once there are that many."""
+    deadline = time.monotonic() + 10
+    found: list[Span] = []
+    recorder = context.engine().recorder
+    while len(found) < len(names) and time.monotonic() < deadline:
+        for batch in recorder.drain():
+            found += [e for e in decode(batch).events if isinstance(e, Span) and e.name in names]
+        time.sleep(0.01)
+    for span in found:
+        times = [t for t in (span.submitted_ns, span.ready_ns, span.started_ns, span.finished_ns) if t]
+        assert times == sorted(times)
+        assert times[-1] <= time.monotonic_ns()
+    return [(s.name, s.ready_ns is not None, s.started_ns is not None, s.ok) for s in found]
+
+
+def quiet() -> None:
+    """Nothing is sent from now on, so that the test finds all in the recorder."""
+    context.engine()._spans.claim = lambda: False  # type: ignore[method-assign]
+
+
+def total(count: int = LARGE, name: str | None = None) -> float:
+    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+
+
+def disagree() -> None:
+    with pytest.raises(MismatchError):
+        api.allreduce(np.ones(3 + context.engine().rank), "wrong")
+
+
+def withdrawn() -> None:
+    operation = api.allreduce_async(np.ones(3), "given up")
+    context.engine().flush()
+    context.engine().withdraw("no more")
+    with pytest.raises(AbortedError):
+        api.synchronize(operation)
+
+
+def begin(path: str) -> None:
+    context.engine().start_timeline(path)
+
+
+def end() -> None:
+    context.engine().stop_timeline()
+
+
+def offset() -> tuple[int, int]:
+    """The coordinator's clock minus this rank's as measured, and its bound, once they are known."""
+    log: Any = context.engine()._spans
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        sample = log._samples.best(time.monotonic_ns())
+        if sample is not None:
+            sent, received, coordinator = sample
+            return coordinator - (sent + received) // 2, (received - sent) // 2 + 1
+        time.sleep(0.01)
+    raise AssertionError("the coordinator did not answer")
+
+
+# -- failed operations ------------------------------------------------------------------------------------------------
+
+
+def test_failed_operations_are_recorded_with_the_times_they_had(two: Ranks) -> None:
+    two.run(quiet)
+    two.run(disagree)
+    two.run(withdrawn, ranks=[0])
+    two.run(total, 5000, "good")
+    first, second = two.run(recorded, per_rank=[("wrong", "given up", "good"), ("wrong", "good")])
+    wrong, good = ("wrong", False, False, False), ("good", True, True, True)
+    assert first == [wrong, ("given up", False, False, False), good]
+    assert second == [wrong, good]
+
+
+def test_a_killed_operation_is_recorded_as_begun_and_failed(two: Ranks) -> None:
+    two.run(quiet)
+    two.run(total, 5000)
+    survivor, _ = two.start(keep_reducing, ranks=[0]), two.start(keep_reducing, ranks=[1])
+    time.sleep(0.5)  # somewhere in the middle of them
+    two.kill(1)
+    survivor.results()
+    (found,) = two.run(recorded_failures, ranks=[0])
+    assert {(name, ok) for name, _, ok in found} == {("big", False)}, found
+
+
+def keep_reducing() -> None:
+    try:
+        while True:
+            total(LARGE, "big")
+    except AbortedError:
+        return
+
+
+def recorded_failures() -> list[tuple[str, bool, bool]]:
+    deadline = time.monotonic() + 10
+    found: list[tuple[str, bool, bool]] = []
+    while not found and time.monotonic() < deadline:
+        for batch in context.engine().recorder.drain():
+            events = decode(batch).events
+            found += [
+                (e.name, e.started_ns is not None, e.ok) for e in events if isinstance(e, Span) and not e.ok
+            ]
+        time.sleep(0.01)
+    return found
+
+
+def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    two.run(total, 5000, "early")
+    two.run(pause)
+    two.run(begin, str(path), ranks=[0])
+    two.run(total, 5000, "late")
+    two.run(disagree)
+    two.run(end, ranks=[0])
+    events = load(path.read_text())
+    check(events)
+    tensors = {event["args"]["tensor"] for event in events if "tensor" in event.get("args", {})}
+    assert tensors == {"late", "wrong"}
+    failed = [e for e in events if e.get("args", {}).get("status") == "failed"]
+    assert {(e["args"]["tensor"], e["pid"]) for e in failed} == {("wrong", e["pid"]) for e in failed}
+    assert len({e["pid"] for e in failed}) == 2
+    # Although the members were told of before the call, both ranks' arrivals are compared.
+    last = [e for e in events if e.get("args", {}).get("tensor") == "late" and e["ph"] == "b"]
+    assert all("last_rank" in e["args"] for e in last if e["name"] == "NEGOTIATE_ALLREDUCE"), last
+
+
+def pause() -> None:
+    """Until what was recorded has been sent."""
+    recorder = context.engine().recorder
+    while recorder.pending():
+        time.sleep(0.01)
+    context.engine().post("nobody", b"")
+
+
+# -- clocks -------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_of_other_hosts_are_compared_with_the_coordinators(hosts: Ranks) -> None:
+    (first, first_error), (second, second_error) = hosts.run(offset)
+    assert abs(first) <= first_error < 1e9
+    assert abs(second + AHEAD_NS) <= second_error < 1e9
+
+
+def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hosts.run(total)
+    hosts.run(pause)
+    hosts.run(begin, str(path), ranks=[0])
+    for i in range(5):
+        hosts.run(total, LARGE, f"t{i}")
+    hosts.run(end, ranks=[0])
+    events = load(path.read_text())
+    check(events)
+    assert not [e for e in events if e["name"] in ("CLOCK_NOT_ALIGNED", "RECORDS_LOST")]
+    slices: dict[str, list[Any]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "ALLREDUCE":
+            slices.setdefault(event["args"]["tensor"], []).append(event)
+    assert sorted(slices) == [f"t{i}" for i in range(5)]
+    for one, other in slices.values():
+        # An operation is left by nobody before all have begun with it.
+        assert one["pid"] != other["pid"]
+        assert max(one["ts"], other["ts"]) <= min(one["ts"] + one["dur"], other["ts"] + other["dur"])
+
+
+def test_the_clock_is_asked_for_rarely_and_only_by_ranks_of_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 5 * 10**9
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    local, remote = SpanLog(0, True), SpanLog(1, True, remote=True)
+    assert local.ask_clock() is None
+    assert SpanLog(1, False, remote=True).ask_clock() is None
+    question = remote.ask_clock()
+    assert question is not None
+    now += 1000
+    remote.clock_answer(m.Pong(question.number + 1, 1))  # to a question of somebody else
+    remote.clock_answer(m.Pong(question.number, 100))
+    now += int(29e9)
+    assert remote.ask_clock() is None
+    now += int(2e9)
+    assert remote.ask_clock() is not None
+    remote.members(0, 3, 2)
+    (batch,) = remote.take()
+    samples = [e for e in decode(batch).events if isinstance(e, ClockSample)]
+    assert samples == [ClockSample(5 * 10**9 + 1000, 100 - (5 * 10**9 + 500), 500)]
+    assert remote.take() == [], "a sample alone is no reason to send a batch"
+    local.recorder.cell_begin("1")
+    (batch,) = local.take()
+    assert [(e.offset_ns, e.uncertainty_ns) for e in decode(batch).events if isinstance(e, ClockSample)] == [
+        (0, 0)
+    ]
+    assert not [e for e in decode(batch).events if isinstance(e, Members)]
+
+
+def test_a_quick_answer_is_preferred_until_it_is_old() -> None:
+    samples = ClockSamples()
+    assert samples.best(0) is None
+    quick, slow = (0, 10_000, 1), (10**9, 10**9 + 1_000_000, 2)
+    samples.add(*quick)
+    samples.add(*slow)
+    assert samples.best(10**9 + 1_000_000) == quick
+    samples.add(60 * 10**9, 60 * 10**9 + 200_000, 3)
+    assert samples.best(60 * 10**9 + 200_000) == (60 * 10**9, 60 * 10**9 + 200_000, 3)

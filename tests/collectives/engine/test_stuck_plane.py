@@ -1,0 +1,148 @@
+"""A plane operation that can't be aborted: its thread is left behind, and the next epoch works without it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import AbortedError, CauseKind
+from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes.base import Buffer, Phases
+from hvdlab.collectives.planes.shm import ShmPlane
+from ranks import Ranks
+
+STUCK = threading.Event()
+OTHER_IS_STUCK = threading.Event()
+RELEASED = threading.Event()
+CLOSED: list[int] = []
+THREADS: list[threading.Thread] = []
+
+
+class StubbornPlane(ShmPlane):
+    """Rank 0's broadcasts of the first epoch hear of nothing until they are released."""
+
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        if self.context.index == 0 and not CLOSED and not RELEASED.is_set():
+            THREADS.append(threading.current_thread())
+            STUCK.set()
+            RELEASED.wait()
+        super().broadcast(buffer, root, phases)
+
+    def close(self) -> None:
+        CLOSED.append(self.context.epoch)
+        super().close()
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    with Ranks(2, init=False, env={"HVDLAB_PLANE": "shm"}) as ranks:
+        ranks.run(begin)
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def begin() -> None:
+    registry._CLASSES["shm"] = (__name__, "StubbornPlane", "")
+    global BEFORE
+    BEFORE = left_open()
+    context.init().on_mail("stuck", lambda sender, body: OTHER_IS_STUCK.set())
+
+
+BEFORE: tuple[int, list[str]] = (0, [])
+
+
+def left_open() -> tuple[int, list[str]]:
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)]
+    return threading.active_count(), sorted(name for name in names if not name.startswith("/proc"))
+
+
+def fd_exists(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def total(value: float, count: int = 5000) -> float:
+    return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
+
+
+def get_stuck(waiting: bool) -> Any:
+    """Rank 0 is stuck in an executor thread, or in a thread of the user's that waits."""
+    engine = context.engine()
+    operation = api.broadcast_async(np.ones(5000), 0, "stuck")
+    if engine.rank == 1:
+        engine.flush()
+        assert OTHER_IS_STUCK.wait(20)
+        engine.withdraw("rank 1 gave up")
+        api.synchronize(operation)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            api.synchronize(operation)
+        except AbortedError as error:
+            errors.append(error)
+
+    if waiting:
+        threading.Thread(target=wait, name="user").start()
+    else:
+        engine.flush()
+    assert STUCK.wait(20)
+    engine.post("stuck", b"", to=[1])
+    if not waiting:
+        wait()
+        assert isinstance(errors[0], AbortedError)
+        assert errors[0].cause.kind is CauseKind.WITHDRAWN
+    return None
+
+
+def stuck() -> int:
+    return context.engine()._executor.abandoned
+
+
+def release() -> tuple[int, int, bool, list[int]]:
+    """Let the stuck thread come back; what is left of it after the next epoch began."""
+    RELEASED.set()
+    THREADS[0].join(5)
+    for thread in threading.enumerate():
+        if thread.name == "user":
+            thread.join(5)
+    executor = context.engine()._executor
+    executor._reap()
+    return executor.abandoned, len(executor._abandoned), THREADS[0].is_alive(), CLOSED
+
+
+def end() -> tuple[tuple[int, list[str]], tuple[int, list[str]]]:
+    context.shutdown()
+    return BEFORE, left_open()
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["executor", "user"])
+def test_the_next_epoch_works_while_a_thread_is_stuck(two: Ranks, waiting: bool) -> None:
+    first, second = two.outcomes(get_stuck, waiting)
+    assert first is None
+    assert isinstance(second, AbortedError)
+    assert two.run(total, 2.0) == [4.0] * 2
+    assert two.run(stuck) == [1, 0]
+    assert two.run(total, 1.0, 3) == [2.0] * 2
+    (left,) = two.run(release, ranks=[0])
+    assert left == (0, 0, False, [1])
+    assert two.run(total, 1.0) == [2.0] * 2
+    for before, after in two.run(end):
+        assert after == before
+
+
+def test_a_world_can_be_left_while_a_thread_is_stuck(two: Ranks) -> None:
+    assert two.outcomes(get_stuck, False)[0] is None
+    assert two.run(total, 2.0) == [4.0] * 2
+    for rank, (before, after) in enumerate(two.run(end)):
+        assert after[0] == before[0] + (rank == 0)

@@ -128,6 +128,8 @@ class RankAgent:
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
         else:
+            if isinstance(mail, RunCell):
+                self._gate.expect()
             self._jobs.append(mail)
             self._call_soon(self._arrived.set)
 

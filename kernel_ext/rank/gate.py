@@ -46,6 +46,8 @@ class InterruptGate:
         self._run = 0  # number of the cell that is running or ran last
         self._running = False
         self._requested: int | None = None  # run that the signal under way is meant for
+        self._awaited = 0  # cells that have come and not begun
+        self._early = 0  # how many of them an interrupt is meant for
         self.pending = False  # an interrupt came when it could not be raised
         self._guarded: list[CodeType] = []
         self._suspended: asyncio.Task[Any] | None = None
@@ -57,11 +59,20 @@ class InterruptGate:
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
+    def expect(self) -> None:
+        """A cell has come; it will begin."""
+        with self._lock:
+            self._awaited += 1
+
     def request(self) -> bool:
-        """Interrupt the running cell; False (and nothing happens) if none is running."""
+        """Interrupt the cells that have come: the running one, or the one that is about to begin.
+
+        Returns False (and nothing happens) if there is none.
+        """
         with self._lock:  # the cell can't end between the look and the signal
             if not self._running:
-                return False
+                self._early = self._awaited
+                return self._early > 0
             self._requested = self._run
             signal.pthread_kill(self._main, SIGNAL)
             self._changed.notify_all()
@@ -112,7 +123,10 @@ class InterruptGate:
         self._take_signals()  # an earlier cell may have changed them
         with self._lock:
             self._run += 1
-            self.pending = self._cancelled = False
+            self._cancelled = False
+            self.pending = self._early > 0
+            self._early = max(0, self._early - 1)
+            self._awaited = max(0, self._awaited - 1)
             self._running = True
 
     def end(self) -> None:

@@ -103,6 +103,19 @@ def test_a_handled_interrupt_leaves_room_for_the_next(rank: Rank) -> None:
     rank.play(script)
 
 
+def test_an_interrupt_right_behind_a_cell_is_for_that_cell(rank: Rank) -> None:
+    """The cell has come, but the main thread may not have begun it: the interrupt must not be lost."""
+
+    def script(pool: Pool) -> None:
+        for _ in range(20):
+            cell = pool.start("while True:\n    pass")
+            pool.engine.interrupt()
+            assert pool.finish(cell).error.interrupted
+            assert pool.run("1 + 1").done.error is None
+
+    rank.play(script)
+
+
 def test_an_interrupt_between_cells_is_dropped(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         for _ in range(20):

@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 NP ?= 4
 INSTALLED := $(VENV)/.installed
 
+# With RETRY=1, what failed is run once more.
+AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
+
 .PHONY: help demo lab test lint types unit soak bench clean
 
 help:
@@ -38,7 +41,7 @@ types: $(INSTALLED)
 	$(BIN)/pyright
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives $(PYTEST_ARGS)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
 class HvdlabError(Exception):
@@ -105,7 +105,7 @@ class MismatchError(CollectiveError):
         )
 
 
-class CauseKind(str, Enum):
+class CauseKind(StrEnum):
     """Why an epoch was ended."""
 
     RANK_DIED = "rank_died"

@@ -164,7 +164,7 @@ class Simulation:
                     if me.alive:
                         me.from_coordinator.append(effect.message)
             elif isinstance(effect, CloseConnection):
-                raise AssertionError(f"the coordinator throws {effect.peer} out: {self.coordinator.outbox}")
+                raise AssertionError(f"the coordinator throws {effect.peer} out: {self.coordinator.outbox}")  # noqa: TRY004  # no type error: it may not happen
 
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()

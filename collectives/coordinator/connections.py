@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -11,27 +10,29 @@ from collections.abc import Callable
 from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, Connection
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Ping
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 NEVER = float("inf")
 
 
 class Connections:
-    """All accepted sockets and the selector that watches them.
+    """All accepted sockets and what watches them.
 
     Attributes:
-        selector: Its keys' data are connections, or functions to call.
+        poller: Its targets are connections, or functions to call.
+        listeners: Sockets that connections come from.
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
         next_sweep: When :meth:`sweep` is due.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.poller: Poller[Connection | Callable[[], None]] = Poller()
+        self.listeners: list[socket.socket] = []
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
         self.next_sweep = NEVER
@@ -49,7 +50,7 @@ class Connections:
         connection = Connection(sock, self._next_peer, deadline)
         self._next_peer += 1
         self._settle_by(connection, deadline)
-        self.selector.register(connection, READ, connection)
+        self.poller.register(connection, READ, connection)
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
         """A connection has shown the token."""
@@ -72,7 +73,7 @@ class Connections:
     def drop(self, connection: Connection) -> None:
         """Close a connection now."""
         self._unsettled.pop(connection, None)
-        self.selector.unregister(connection)
+        self.poller.unregister(connection)
         connection.endpoint.close()
 
     def lose(self, connection: Connection, reason: str, events: list[Event]) -> None:
@@ -89,20 +90,20 @@ class Connections:
             return
         connection.phase = CLOSING
         self._settle_by(connection, time.monotonic() + self._options.hello_timeout)
-        self.selector.modify(connection, WRITE, connection)
+        self.poller.modify(connection, WRITE)
 
     def close(self) -> None:
         """Close every socket, with what can be sent at once sent."""
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.data, Connection):
+        for target in self.poller:
+            if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
-                    key.data.endpoint.flush()
-                key.data.endpoint.close()
-            elif isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+                    target.endpoint.flush()
+                target.endpoint.close()
+        for listener in self.listeners:
+            listener.close()
         self.open.clear()
         self._unsettled.clear()
-        self.selector.close()
+        self.poller.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class Connections:
             return
         if not connection.writing:
             connection.writing = True
-            self.selector.modify(connection, READ | WRITE, connection)
+            self.poller.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
             self._log(f"{connection.name} is dropped: it does not read what it is sent")
             self.lose(connection, "it did not read what it was sent", self.lost)
@@ -135,7 +136,7 @@ class Connections:
             self.drop(connection)
         elif connection.writing:
             connection.writing = False
-            self.selector.modify(connection, READ, connection)
+            self.poller.modify(connection, READ)
 
     # -- time -----------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,12 @@ def execute(
     outbox: Outbox,
 ) -> None:
     """Tell all members to execute ``batches``; one message for all if their local ids agree."""
+    if len(batches) == 1 and len(batches[0]) == 1:
+        (only,) = batches[0]
+        if only.agree and not only.extras:  # a short way for the common case
+            one = Batch((only.local,), (), _payloads(batches[0], ranks))
+            outbox.send(peers, Execute(process_set, epoch, sequence, (one,)))
+            return
     tables = [_tables(batch, ranks) for batch in batches]
     payloads = [_payloads(batch, ranks) for batch in batches]
     if all(current.agree for batch in batches for current in batch):

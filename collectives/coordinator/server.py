@@ -1,6 +1,6 @@
-"""The shell around the coordinator's state: sockets, clock and one selector.
+"""The shell around the coordinator's state: sockets, clock and one poller.
 
-Everything waits in one ``select``; its timeout is the next thing that is due, so an idle job wakes up for
+Everything waits in one call; its timeout is the next thing that is due, so an idle job wakes up for
 heartbeats only.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
-from hvdlab.collectives.coordinator.connections import NEVER, READ, WRITE, Connections
+from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -29,6 +29,7 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
@@ -77,7 +78,7 @@ class Server:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
-        self._selector = self.connections.selector
+        self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
         self._due = NEVER  # of the state
@@ -88,15 +89,16 @@ class Server:
     def listen(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
         """Accept connections on a listening socket, over TLS if a context is given. Takes the socket over."""
         sock.setblocking(False)
-        self._selector.register(sock, READ, lambda: self._accept(sock, context))
+        self.connections.listeners.append(sock)
+        self._poller.register(sock, READ, lambda: self._accept(sock, context))
 
     def stop_at_end_of(self, descriptor: int) -> None:
         """Stop once this descriptor reports end of file: the one who started us is gone."""
-        self._selector.register(descriptor, READ, lambda: self._read_lifeline(descriptor))
+        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor))
 
     def stop_when_readable(self, descriptor: int) -> None:
         """Stop once this descriptor is readable (a process descriptor, a signal's wake-up)."""
-        self._selector.register(descriptor, READ, self.stop)
+        self._poller.register(descriptor, READ, self.stop)
 
     def stop(self) -> None:
         """Leave :meth:`serve` after what is being handled."""
@@ -124,14 +126,13 @@ class Server:
     def serve_once(self, timeout: float | None) -> None:
         """Wait at most ``timeout`` seconds for something to happen, and handle what has."""
         connections = self.connections
-        ready = self._selector.select(timeout)
+        ready = self._poller.wait(timeout)
         now = time.monotonic()
         events: list[Event] = []
         later: list[Connection] = []
-        for key, mask in ready:
-            target = key.data
+        for target, mask in ready:
             if type(target) is not Connection:
-                target()
+                target()  # type: ignore[operator]  # the other kind of target
                 continue
             if mask & WRITE:
                 connections.flush(target)

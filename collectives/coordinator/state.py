@@ -35,6 +35,8 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
+_PLAIN = frozenset(kind for kind in OpKind if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET))
+
 
 class CoordinatorState:
     """Membership, readiness and order of one job.
@@ -67,6 +69,7 @@ class CoordinatorState:
         self.check_admission = False
         self.check_blocked = False
         self._next_stall: float | None = None
+        self._due: float | None = None  # what _find_due found last
 
     # -- the door -------------------------------------------------------------------------------------------------
 
@@ -77,24 +80,34 @@ class CoordinatorState:
     def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
         """Take in the events of one round, in order, and return what is to be done about them, in order."""
         by_peer = self.by_peer
+        plain = True
         for event in events:
             if type(event) is Received:
                 rank = by_peer.get(event.peer)
+                if rank is not None and type(event.message) is m.Announce:
+                    self._announce(rank, event.message, now)
+                    continue
+                plain = False
                 if rank is None:
                     self._from_client(event, now)
-                elif type(event.message) is m.Announce:
-                    self._announce(rank, event.message, now)
                 else:
                     self._from_rank(rank, event.message, now)
-            elif type(event) is PeerConnected:
+                continue
+            plain = False
+            if type(event) is PeerConnected:
                 arrivals.connect(self, event.peer, event.hello, now)
             elif type(event) is PeerLost:
                 arrivals.lose(self, event.peer, event.reason, now)
-        self._settle(now)
+        if not (plain and self._release_plain(now)):
+            self._settle(now)
+            self._due = self._find_due()
         return self.outbox.take()
 
     def next_deadline(self) -> float | None:
         """When a :class:`Tick` is due at the latest, or ``None`` for never."""
+        return self._due
+
+    def _find_due(self) -> float | None:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
         for time in (self._next_stall, self.membership.next_report()):
             if time is not None:
@@ -127,6 +140,7 @@ class CoordinatorState:
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
         if self._next_stall is None:
             self._next_stall = now + self.options.stall_seconds
+            self._due = None  # to be found anew
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -160,6 +174,23 @@ class CoordinatorState:
         return ps
 
     # -- the end of a round ---------------------------------------------------------------------------------------
+
+    def _release_plain(self, now: float) -> bool:
+        """A short end for the common round, announcements at most one of which was complete; false if it is none."""
+        due = self._due
+        if due is None or now >= due or len(self.touched) != 1 or self.cells.idle or self.outbox.effects:
+            return False
+        (ps,) = self.touched
+        matcher = ps.matcher
+        if ps.gone or matcher.conflict or matcher.rejections or len(matcher.ready) > 1:
+            return False
+        if matcher.ready:
+            if matcher.ready[0].info.kind not in _PLAIN:
+                return False
+            ready, matcher.ready = matcher.ready, []
+            self._execute(ps, ready)
+        self.touched.clear()
+        return True
 
     def _settle(self, now: float) -> None:
         if self.touched:

@@ -66,5 +66,6 @@ class Handle(Entry):
 
     def open(self) -> None:
         """Let everybody through who waits. For the engine only."""
-        with contextlib.suppress(RuntimeError):  # somebody else was quicker
-            self.ended.release()
+        if self.ended.locked():
+            with contextlib.suppress(RuntimeError):  # somebody else was quicker
+                self.ended.release()

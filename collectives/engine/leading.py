@@ -66,8 +66,10 @@ class Leader:
             deadline = time.monotonic() + seconds
             left = seconds
             try:
-                while not handle.done() and left > 0 and self._watch(handle, left):
+                while left > 0 and self._watch(handle, left):
                     self._executor.help()
+                    if handle.done():
+                        return left
                     left = deadline - time.monotonic()
             finally:
                 if self._executor.lane.jobs:

@@ -60,7 +60,7 @@ def _position(item: pytest.Function) -> int:
     return sum(index for name, index in item.callspec.indices.items() if name != "resident_group")
 
 
-@pytest.fixture(scope="package", params=GROUPS)
+@pytest.fixture(scope="module", params=GROUPS)
 def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """The workers that all tests of one plane and size share."""
     plane, size = request.param

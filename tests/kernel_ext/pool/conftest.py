@@ -47,8 +47,9 @@ def start_pool() -> Iterator[StartPool]:
         pools.append(Pool.start(*args, **kwargs))  # type: ignore[arg-type]  # passed through
         return pools[-1]
 
+    others = set(psutil.Process().children(recursive=True))
     yield start
-    family = psutil.Process().children(recursive=True)
+    family = [child for child in psutil.Process().children(recursive=True) if child not in others]
     for pool in pools:
         pool.stop()
     _, alive = psutil.wait_procs(family, timeout=3)

@@ -59,7 +59,9 @@ class Handle(Entry):
             return
         self._result, self._error = result, error
         self._done = True
-        with contextlib.suppress(RuntimeError):  # one who gave up waiting has seen it done, and let all others through
+        with contextlib.suppress(
+            RuntimeError
+        ):  # one who gave up waiting has seen it done, and let all others through
             self.ended.release()
         if self.wakeup >= 0:
             with contextlib.suppress(OSError):  # it was closed: nobody watches it any more

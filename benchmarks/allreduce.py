@@ -66,6 +66,9 @@ def sizes(small_only: bool) -> dict[str, int]:
     return SMALL if small_only else {**SMALL, **LARGE}
 
 
+GLOO_BUCKET_BYTES = 25 << 20
+"""What DistributedDataParallel puts together."""
+
 # -- systems ------------------------------------------------------------------------------------------------------
 
 
@@ -101,13 +104,36 @@ def measure_gloo(small_only: bool) -> Samples:
     if not small_only:
         gradients = [torch.ones(shape) for shape in resnet50_shapes()]
 
+        buckets = in_buckets([gradient.numel() for gradient in gradients], GLOO_BUCKET_BYTES // 4)
+        flats = [torch.empty(sum(gradients[i].numel() for i in bucket)) for bucket in buckets]
+
         def step() -> None:
-            for work in [dist.all_reduce(g, dist.ReduceOp.MAX, async_op=True) for g in gradients]:
+            works = []
+            for bucket, flat in zip(buckets, flats, strict=True):
+                torch.cat([gradients[i].view(-1) for i in bucket], out=flat)
+                works.append(dist.all_reduce(flat, dist.ReduceOp.MAX, async_op=True))
+            for bucket, flat, work in zip(buckets, flats, works, strict=True):
                 work.wait()
+                pieces = flat.split([gradients[i].numel() for i in bucket])
+                for i, piece in zip(bucket, pieces, strict=True):
+                    gradients[i].view(-1).copy_(piece)
 
         found[RESNET] = sample(step, 3)
     dist.barrier()
     return found
+
+
+def in_buckets(counts: list[int], limit: int) -> list[list[int]]:
+    """Indices of consecutive tensors, as many together as stay within ``limit`` elements."""
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for index, count in enumerate(counts):
+        if buckets[-1] and filled + count > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += count
+    return buckets
 
 
 def measure_mpi(small_only: bool) -> Samples:

@@ -2,10 +2,10 @@
 
 ::
 
-    HvdlabError
-    ├── NotInitializedError         a collective or a query before hvd.init()
+    HvdlabError                     (a RuntimeError)
+    ├── NotInitializedError         (also ValueError) a collective or a query before hvd.init()
     ├── InvalidRequestError         (also ValueError) wrong argument on this rank alone; nothing was sent
-    │   ├── UnsupportedError        this dtype, operator or plane can't do it
+    │   ├── UnsupportedError        (also NotImplementedError) this dtype, operator or plane can't do it
     │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
     ├── StartError                  coordinator, rank or plane could not start
     ├── ProtocolError               a peer sent what the protocol does not allow
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class HvdlabError(Exception):
-    """Base of all errors raised by hvdlab itself."""
+class HvdlabError(RuntimeError):
+    """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)"""
 
 
 class NotInitializedError(HvdlabError, ValueError):
@@ -44,7 +44,7 @@ class InvalidRequestError(HvdlabError, ValueError):
     """An argument is wrong on this rank. Nothing was sent, other ranks are not affected."""
 
 
-class UnsupportedError(InvalidRequestError):
+class UnsupportedError(InvalidRequestError, NotImplementedError):
     """The combination of collective, element type, operator and plane does not exist."""
 
 
@@ -62,7 +62,7 @@ class DuplicateNameError(InvalidRequestError):
         )
 
 
-class StartError(HvdlabError, RuntimeError):
+class StartError(HvdlabError):
     """The coordinator, a rank or a plane could not start."""
 
 
@@ -70,7 +70,7 @@ class ProtocolError(HvdlabError):
     """A peer sent bytes that the protocol does not allow; its connection is closed."""
 
 
-class CollectiveError(HvdlabError, RuntimeError):
+class CollectiveError(HvdlabError):
     """A submitted collective failed. Output buffers are undefined, the group remains usable."""
 
 

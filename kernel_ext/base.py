@@ -10,9 +10,9 @@ from collections.abc import Callable
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext import checks
-from hvdlab.kernel_ext.environment import World, free_port
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion

@@ -11,8 +11,8 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
-from hvdlab.kernel_ext.environment import sizes
 from hvdlab.kernel_ext.members import (
     Answered,
     Died,

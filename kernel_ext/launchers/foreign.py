@@ -14,8 +14,8 @@ from typing import Any
 
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import World, common, threads_per_rank
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext.environment import World, common, threads_per_rank
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel

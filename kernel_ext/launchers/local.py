@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.environment import World, rank_environment
 from hvdlab.kernel_ext.members import Ended, Event, Started
 from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.exits import describe

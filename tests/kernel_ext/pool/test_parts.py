@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import checks
-from hvdlab.kernel_ext.environment import World, foreign_sizes, rank_environment
+from hvdlab.kernel_ext.environment import foreign_sizes
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import parse_hosts
 from hvdlab.kernel_ext.launchers.joining import Joining

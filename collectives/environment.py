@@ -1,0 +1,85 @@
+"""The environment of a rank: what hvdlab reads, and what other libraries look for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdlab.collectives.engine.hosts import Place
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What all ranks of a job are told alike.
+
+    Attributes:
+        coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
+        token: Its secret.
+        certificate: PEM text (``tls`` only).
+        plane: Data plane to use, or ``auto``.
+        master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
+    """
+
+    coordinator: str
+    token: str
+    certificate: str | None = None
+    plane: str = "auto"
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def sizes(rank: int, size: int, where: Place | None = None) -> dict[str, str]:
+    """The variables that depend on the number of ranks; all are on one host unless ``where`` says otherwise."""
+    here = where or Place(rank, size, 0, 1)
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": here.local_rank,
+        "LOCAL_WORLD_SIZE": here.local_size,
+        "HVDLAB_SIZE": size,
+        "HOROVOD_RANK": rank,
+        "HOROVOD_SIZE": size,
+        "HOROVOD_LOCAL_RANK": here.local_rank,
+        "HOROVOD_LOCAL_SIZE": here.local_size,
+        "HOROVOD_CROSS_RANK": here.cross_rank,
+        "HOROVOD_CROSS_SIZE": here.cross_size,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def common(world: World) -> dict[str, str]:
+    """The variables that are the same on all ranks."""
+    values = {
+        "HVDLAB_COORDINATOR": world.coordinator,
+        "HVDLAB_TOKEN": world.token,
+        "HVDLAB_PLANE": world.plane,
+        "MASTER_ADDR": world.master_address,
+        "MASTER_PORT": str(world.master_port),
+    }
+    if world.certificate:
+        values["HVDLAB_CERT"] = world.certificate
+    return values
+
+
+def own_environment(world: World, rank: int, size: int, where: Place | None = None) -> dict[str, str]:
+    """The variables that make a process this rank."""
+    return {"HVDLAB_RANK": str(rank), **common(world), **sizes(rank, size, where)}
+
+
+def rank_environment(base: Mapping[str, str], world: World, rank: int, size: int) -> dict[str, str]:
+    """The whole environment of a rank on this host. What ``base`` says about threads stays."""
+    return {"OMP_NUM_THREADS": str(threads_per_rank(size)), **base, **own_environment(world, rank, size)}
+
+
+def threads_per_rank(size: int) -> int:
+    """Usable cores divided by ranks, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, size))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of an address of this host (the loopback interface) that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

@@ -6,10 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.knobs import Reader, for_reader
+from hvdlab.collectives.knobs.table import PLANES
 
-PLANES = ("auto", "shm", "gloo", "mpi", "nccl", "local")
+__all__ = ["PLANES", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Settings:
         mark_cycles: Whether that file marks the coordinator's decisions.
         start_timeout: Seconds that ``init()`` waits for the world.
         record: Whether spans are recorded.
+        log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
+        log_hide_time: Whether these lines leave the time out.
+        cache_capacity: Tensors that are known by number, at most.
+        thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
     """
 
     coordinator: str | None = None
@@ -49,20 +56,22 @@ class Settings:
     mark_cycles: bool = False
     start_timeout: float = 60.0
     record: bool = True
+    log_level: int = 30
+    log_hide_time: bool = False
+    cache_capacity: int = 4096
+    thread_affinity: tuple[int, ...] = ()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read the ``HVDLAB_*`` variables (and the ``HOROVOD_*`` ones of the timeline).
+        """Read what a launcher tells a rank, and the variables that users set (:mod:`hvdlab.collectives.knobs`).
 
         Raises:
-            InvalidRequestError: A variable does not hold what it should; the text names it.
+            InvalidRequestError: Variables do not hold what they should; the text names them.
         """
         env = os.environ if environ is None else environ
-        plane = env.get("HVDLAB_PLANE", "auto") or "auto"
-        if plane not in PLANES:
-            raise InvalidRequestError(
-                f"HVDLAB_PLANE={plane!r} is no data plane; choose one of {', '.join(PLANES)}."
-            )
+        knobs: dict[str, Any] = for_reader(Reader.RANK, env)
+        if knobs.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
+            del knobs["timeline"]
         rank = _integer(env, "HVDLAB_RANK")
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
@@ -73,13 +82,9 @@ class Settings:
             local_size=_integer(env, "HVDLAB_LOCAL_SIZE"),
             cross_rank=_integer(env, "HVDLAB_CROSS_RANK"),
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
-            plane=plane,
             certificate=_certificate(env.get("HVDLAB_CERT")),
             address=env.get("HVDLAB_ADDRESS") or "127.0.0.1",
-            timeline=env.get("HOROVOD_TIMELINE") or None,
-            mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES", False),
-            start_timeout=_seconds(env, "HVDLAB_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS", default=60.0),
-            record=_flag(env, "HVDLAB_RECORD", True),
+            **knobs,
         )
 
 
@@ -91,22 +96,6 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise InvalidRequestError(f"{name}={text!r} is no whole number.") from None
-
-
-def _seconds(env: Mapping[str, str], *names: str, default: float) -> float:
-    for name in names:
-        text = env.get(name, "").strip()
-        if text:
-            try:
-                return float(text)
-            except ValueError:
-                raise InvalidRequestError(f"{name}={text!r} is no number of seconds.") from None
-    return default
-
-
-def _flag(env: Mapping[str, str], name: str, default: bool) -> bool:
-    text = env.get(name, "").strip().lower()
-    return default if not text else text not in ("0", "false", "no", "off")
 
 
 def _certificate(value: str | None) -> str | None:

@@ -11,14 +11,16 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.coordinator.launch import Launch, Ready
-from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.server import Server, drop, log_to_file
+from hvdlab.collectives.coordinator.launch import Launch, Ready, state_options
+from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.knobs.kinds import LEVELS
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 
 
@@ -27,17 +29,15 @@ def main() -> int:
     launch = msgspec.json.decode(_read_line(0), type=Launch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
-    journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     try:
-        server = Server(
-            ServerOptions(
-                launch.token,
-                ping_after=launch.ping_after,
-                dead_after=launch.dead_after,
-                state=CoordinatorOptions(launch.size, launch.fusion_threshold, launch.stall_seconds),
-            ),
-            note=log_to_file(journal) if journal else drop,
+        options = ServerOptions(
+            launch.token,
+            ping_after=launch.ping_after,
+            dead_after=launch.dead_after,
+            tuning_log=launch.autotune_log,
+            state=state_options(launch),
         )
+        server = Server(options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"]))
         try:
             ready = _listen(server, launch, directory)
         except (OSError, StartError) as error:
@@ -51,6 +51,20 @@ def main() -> int:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return 0
+
+
+def _log(launch: Launch, level: int) -> Callable[[str], None]:
+    """Where lines of this level go: to the file that the operator has named, and to stderr if that is wanted."""
+    sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
+    journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
+    if journal:
+        sinks.append(log_to_file(journal))
+
+    def log(text: str) -> None:
+        for sink in sinks:
+            sink(text)
+
+    return log
 
 
 def _listen(server: Server, launch: Launch, directory: Path) -> Ready:

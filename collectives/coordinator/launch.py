@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
+from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.coordinator.history import HISTORY_BYTES
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.knobs import Reader, for_reader
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,7 +23,10 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         starter: Process id of the starter.
         size: Number of ranks, or ``None`` to wait for a client's word.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
-        fusion_threshold, stall_seconds, ping_after, dead_after: See ``ServerOptions`` and ``CoordinatorOptions``.
+        stall_disable: Neither report nor end what stalls, whatever the other fields say.
+        autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
+        log_level: The least important lines to write to stderr, as ``logging`` counts.
+        fusion_threshold, …: See ``ServerOptions`` and ``CoordinatorOptions``.
     """
 
     token: str
@@ -28,7 +35,21 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int | None = None
     tcp_host: str = ""
     fusion_threshold: int = FUSION_THRESHOLD
+    flush_delay: float = 0.0
+    separate_groups: bool = False
+    stall_disable: bool = False
     stall_seconds: float = 10.0
+    stall_shutdown: float = 0.0
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    history_bytes: int = HISTORY_BYTES
+    log_level: int = 30
+    autotune: bool = False
+    autotune_log: str = ""
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_max_samples: int = 20
+    autotune_noise: float = 0.8
     ping_after: float = 5.0
     dead_after: float = 30.0
 
@@ -42,29 +63,34 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_VARIABLES: dict[str, tuple[str, type[int | float]]] = {
-    "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold", int),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_seconds", float),
-}
-
-
-def settings_from(environ: Mapping[str, str]) -> dict[str, float]:
-    """What Horovod's variables say about the coordinator, as fields of :class:`Launch`.
+def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What users' variables say about the coordinator, as fields of :class:`Launch`.
 
     Raises:
-        InvalidRequestError: A variable holds no number of its kind, or a negative one.
+        InvalidRequestError: Variables do not hold what they should; the text names them.
     """
-    settings: dict[str, float] = {}
-    for variable, (name, kind) in _VARIABLES.items():
-        text = environ.get(variable, "").strip()
-        if not text:
-            continue
-        try:
-            value = kind(text)
-        except ValueError:
-            value = -1
-        if value < 0:
-            what = "a whole number of bytes" if kind is int else "a number of seconds"
-            raise InvalidRequestError(f"{variable}={text!r}: {what} from 0 was expected.")
-        settings[name] = value
-    return settings
+    return for_reader(Reader.COORDINATOR, environ)
+
+
+def state_options(launch: Launch) -> CoordinatorOptions:
+    """The settings of the coordinator's state."""
+    tuning = None
+    if launch.autotune:
+        tuning = TuningOptions(
+            launch.autotune_warmup_samples,
+            launch.autotune_steps_per_sample,
+            launch.autotune_max_samples,
+            launch.autotune_noise,
+        )
+    return CoordinatorOptions(
+        size=launch.size,
+        fusion_threshold=launch.fusion_threshold,
+        flush_delay=launch.flush_delay,
+        separate_groups=launch.separate_groups,
+        stall_seconds=0.0 if launch.stall_disable else launch.stall_seconds,
+        stall_shutdown=0.0 if launch.stall_disable else launch.stall_shutdown,
+        history_bytes=launch.history_bytes,
+        hierarchical_allreduce=launch.hierarchical_allreduce,
+        hierarchical_allgather=launch.hierarchical_allgather,
+        tuning=tuning,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
 
@@ -15,16 +16,28 @@ class CoordinatorOptions:
     Attributes:
         size: Ranks 0 to ``size - 1`` are expected; ``None`` waits for a client's word.
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
-        stall_seconds: After how long (and then how often) a waiting collective is reported.
+        flush_delay: Seconds that what is ready is held for more to fuse with it; 0 executes at once.
+        separate_groups: Whether tensors of a group are fused with each other only.
+        stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
+        stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
         history_bytes: Size of the history of events.
+        hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
+            ``None`` chooses.
+        tuning: How to tune the parameters above, or ``None``.
     """
 
     size: int | None = None
     fusion_threshold: int = FUSION_THRESHOLD
+    flush_delay: float = 0.0
+    separate_groups: bool = False
     stall_seconds: float = 10.0
+    stall_shutdown: float = 0.0
     failure_grace: float = 0.25
     history_bytes: int = HISTORY_BYTES
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    tuning: TuningOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,7 @@ class ServerOptions:
         ping_after: Silence after which a peer is asked for a sign of life.
         dead_after: Silence after which it counts as lost, unless it is a process of this host that runs.
         backlog_limit: How much may wait for a peer that does not read.
+        tuning_log: File that samples of the tuner are written to, or empty.
         state: Settings of the state.
     """
 
@@ -45,4 +59,5 @@ class ServerOptions:
     ping_after: float = 5.0
     dead_after: float = 30.0
     backlog_limit: int = 256 * 1024 * 1024
+    tuning_log: str = ""
     state: CoordinatorOptions = field(default_factory=CoordinatorOptions)

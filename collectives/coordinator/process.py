@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -54,7 +54,7 @@ class CoordinatorProcess:
         directory: Path | None = None,
         tcp_host: str | None = None,
         timeout: float = 10,
-        **settings: float,
+        **settings: Any,
     ) -> CoordinatorProcess:
         """Start it and wait until it listens.
 
@@ -63,10 +63,11 @@ class CoordinatorProcess:
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             timeout: Seconds.
-            settings: ``fusion_threshold``, ``stall_seconds``, ``ping_after``, ``dead_after``; they win over Horovod's
-                variables of the first two.
+            settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
+                ``stall_seconds``; they win over users' variables.
 
         Raises:
+            InvalidRequestError: A variable of the environment does not hold what it should.
             StartError: It did not come up; the text says why.
         """
         deadline = Deadline(timeout)

@@ -1,0 +1,111 @@
+"""The table. ``docs/reference/settings.md`` shows it; a test compares the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hvdlab.collectives.knobs.kinds import (
+    BYTES,
+    CORES,
+    COUNT,
+    FILE,
+    FLAG,
+    FRACTION,
+    LEVEL,
+    MILLISECONDS,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    Kind,
+    choice,
+)
+
+PLANES = ("auto", "shm", "gloo", "mpi", "nccl", "local")
+
+
+class Reader(StrEnum):
+    """Who reads a variable."""
+
+    COORDINATOR = "coordinator"
+    """Whoever starts the coordinator (a pool, ``hvdlab run``, rank 0 under another launcher) passes it on."""
+    RANK = "rank"
+    """Each rank, in ``hvd.init()``."""
+    BOTH = "coordinator and ranks"
+    POOL = "pool"
+    """A pool, when it starts its ranks."""
+    NOBODY = "nobody"
+    """It is accepted, so that scripts and configurations go on to work, and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A variable.
+
+    Attributes:
+        variable: Its name.
+        kind: What it may hold.
+        reader: Who reads it.
+        default: What holds when it is unset, in the words of the documentation.
+        meaning: What it does; for one that nobody reads, why.
+        field: The field of ``Launch`` or ``Settings`` that it sets, or empty.
+    """
+
+    variable: str
+    kind: Kind
+    reader: Reader
+    default: str
+    meaning: str
+    field: str = ""
+
+
+_C, _R, _P, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.NOBODY
+
+KNOBS: tuple[Knob, ...] = (
+    # -- fusing and holding ---------------------------------------------------------------------------------------
+    Knob("HOROVOD_FUSION_THRESHOLD", BYTES, _C, "67108864", "bytes of tensors that are fused into one operation at most; 0 fuses nothing", "fusion_threshold"),
+    Knob("HOROVOD_CYCLE_TIME", MILLISECONDS, _C, "0", "flush delay: how long what is ready is held for more to fuse with it; 0 executes at once, which is quickest unless an application submits very many tensors slowly", "flush_delay"),
+    Knob("HOROVOD_DISABLE_GROUP_FUSION", FLAG, _C, "0", "1 fuses the tensors of a `grouped_*` call with each other only", "separate_groups"),
+    Knob("HOROVOD_CACHE_CAPACITY", COUNT, _R, "4096", "tensors (name, shape, type, operation, call site) that ranks and coordinator remember, so that they are announced by number; the longest unused makes room", "cache_capacity"),
+    # -- stalls ---------------------------------------------------------------------------------------------------
+    Knob("HOROVOD_STALL_CHECK_DISABLE", FLAG, _C, "0", "1 neither reports nor ends collectives that wait for ranks", "stall_disable"),
+    Knob("HOROVOD_STALL_CHECK_TIME_SECONDS", SECONDS, _C, "10", "after how long, and how often, a collective that waits for ranks is reported; 0 never", "stall_seconds"),
+    Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
+    # -- planes ---------------------------------------------------------------------------------------------------
+    Knob("HVDLAB_PLANE", choice(*PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
+    Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),
+    Knob("HOROVOD_HIERARCHICAL_ALLGATHER", FLAG, _C, "-", "the same for allgather", "hierarchical_allgather"),
+    Knob("HOROVOD_THREAD_AFFINITY", CORES, _R, "-", "cores that the threads of hvdlab are bound to: the n-th number is for the rank with local rank n", "thread_affinity"),
+    # -- starting -------------------------------------------------------------------------------------------------
+    Knob("HVDLAB_START_TIMEOUT", SECONDS, _R, "60", "how long `hvd.init()` waits for all ranks", "start_timeout"),
+    Knob("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),
+    Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the warm process imports before it forks ranks; empty for none"),
+    # -- seeing ---------------------------------------------------------------------------------------------------
+    Knob("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
+    Knob("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),
+    Knob("HVDLAB_RECORD", FLAG, _R, "1", "0 records no spans (and then there is nothing for a timeline)", "record"),
+    Knob("HVDLAB_HISTORY_BYTES", BYTES, _C, "67108864", "recorded spans that the coordinator keeps for views that are opened later", "history_bytes"),
+    Knob("HOROVOD_LOG_LEVEL", LEVEL, Reader.BOTH, "warning", "the least important lines that are written to stderr, by ranks (logger `hvdlab`) and by the coordinator", "log_level"),
+    Knob("HOROVOD_LOG_HIDE_TIME", FLAG, _R, "0", "1 leaves the time out of these lines", "log_hide_time"),
+    Knob("HVDLAB_COORDINATOR_LOG", FILE, _C, "-", "file to which the coordinator writes what it notices"),
+    # -- tuning ---------------------------------------------------------------------------------------------------
+    Knob("HOROVOD_AUTOTUNE", FLAG, _C, "0", "1 looks for the fusion threshold, flush delay and slice size with which this application moves most bytes per second, then keeps them", "autotune"),
+    Knob("HOROVOD_AUTOTUNE_LOG", FILE, _C, "-", "file to which each sample is written: its parameters and its score", "autotune_log"),
+    Knob("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", COUNT, _C, "3", "samples at the beginning that do not count", "autotune_warmup_samples"),
+    Knob("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", POSITIVE, _C, "10", "times that a sample sees the same tensor", "autotune_steps_per_sample"),
+    Knob("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", POSITIVE, _C, "20", "samples after which the best setting is kept", "autotune_max_samples"),
+    Knob("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", FRACTION, _C, "0.8", "how much of the difference between scores is taken for noise: 0 none", "autotune_noise"),
+    # -- accepted without effect ----------------------------------------------------------------------------------
+    Knob("HOROVOD_DYNAMIC_PROCESS_SETS", FLAG, _N, "-", "process sets may always be added and removed"),
+    Knob("HOROVOD_NUM_NCCL_STREAMS", TEXT, _N, "-", "there is no NCCL plane"),
+    Knob("HOROVOD_BATCH_D2D_MEMCOPIES", TEXT, _N, "-", "fused tensors are not copied into a buffer on a device"),
+    Knob("HOROVOD_ENABLE_ASYNC_COMPLETION", TEXT, _N, "-", "it concerns GPU streams"),
+    Knob("HOROVOD_DISABLE_NVTX_RANGES", TEXT, _N, "-", "there are no NVTX ranges; see the [timeline](trace.md)"),
+    Knob("HOROVOD_ENABLE_XLA_OPS", TEXT, _N, "-", "it concerns TensorFlow"),
+    Knob("HOROVOD_CCL_CACHE", TEXT, _N, "-", "there is no oneCCL plane"),
+    Knob("HOROVOD_MPI_THREADS_DISABLE", TEXT, _N, "-", "only one thread of a rank calls MPI at a time"),
+    Knob("HOROVOD_CONTROLLER", TEXT, _N, "-", "ranks always negotiate through hvdlab's coordinator"),
+    Knob("HOROVOD_CPU_OPERATIONS", TEXT, _N, "-", "`HVDLAB_PLANE` chooses how data moves"),
+    Knob("HOROVOD_TORUS_ALLREDUCE", TEXT, _N, "-", "it concerns GPUs of several hosts"),
+    Knob("HOROVOD_ADASUM_MPI_CHUNK_SIZE", TEXT, _N, "-", "Adasum moves whole tensors over the data plane"),
+)  # fmt: skip

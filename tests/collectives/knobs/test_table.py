@@ -1,0 +1,120 @@
+"""The table of variables: what it says is so, and the documentation shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.knobs import KNOBS, Knob, Reader, read
+from hvdlab.collectives.knobs.markdown import filled
+from hvdlab.collectives.settings import Settings
+
+PAGE = Path(__file__).parents[3] / "docs/reference/settings.md"
+LAUNCH = {field.name: field for field in msgspec.structs.fields(Launch)}
+SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+def test_the_documentation_shows_the_table() -> None:
+    page = PAGE.read_text()
+    assert filled(page) == page, "run python -m hvdlab.collectives.knobs.markdown docs/reference/settings.md"
+
+
+def test_every_variable_is_there_once() -> None:
+    variables = [knob.variable for knob in KNOBS]
+    assert len(set(variables)) == len(variables)
+
+
+@pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob.field], ids=lambda knob: knob.variable)
+def test_a_field_exists_and_has_the_default_that_is_written_down(knob: Knob) -> None:
+    both = knob.reader is Reader.BOTH
+    for reader, fields in ((Reader.COORDINATOR, LAUNCH), (Reader.RANK, SETTINGS)):
+        if knob.reader is not reader and not both:
+            continue
+        default = fields[knob.field].default
+        if knob.default == "-":
+            assert not default
+        else:
+            assert default == knob.kind.parse(knob.default)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    environ = {
+        "HOROVOD_CYCLE_TIME": "soon",
+        "HOROVOD_CACHE_CAPACITY": "-1",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+    }
+    with pytest.raises(InvalidRequestError) as caught:
+        read(environ)
+    text = str(caught.value)
+    assert "HOROVOD_CYCLE_TIME='soon': a number of milliseconds from 0 was expected" in text
+    assert "HOROVOD_CACHE_CAPACITY='-1': a whole number from 0 was expected" in text
+    assert "MARK_CYCLES" not in text
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "1", True),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "off", False),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "0", False),
+        ("HOROVOD_CYCLE_TIME", "2.5", 0.0025),
+        ("HOROVOD_THREAD_AFFINITY", "0,3, 5", (0, 3, 5)),
+        ("HOROVOD_LOG_LEVEL", "INFO", 20),
+        ("HVDLAB_PLANE", "shm", "shm"),
+    ],
+)
+def test_texts_become_values(variable: str, text: str, value: object) -> None:
+    assert read({variable: text}) == {variable: value}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "perhaps"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "nan"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "-1"),
+        ("HOROVOD_THREAD_AFFINITY", "0,x"),
+        ("HOROVOD_LOG_LEVEL", "loud"),
+        ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0"),
+        ("HVDLAB_PLANE", "teleport"),
+    ],
+)
+def test_nonsense_is_refused(variable: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{variable}='{text}'"):
+        read({variable: text})
+
+
+def test_ranks_take_their_variables() -> None:
+    settings = Settings.from_env(
+        {
+            "HOROVOD_TIMELINE": "/tmp/t.json",
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "7",
+            "HOROVOD_CACHE_CAPACITY": "100",
+            "HOROVOD_LOG_LEVEL": "debug",
+            "HVDLAB_RECORD": "0",
+            "HVDLAB_PLANE": "gloo",
+        }
+    )
+    assert (settings.timeline, settings.mark_cycles) == ("/tmp/t.json", True)
+    assert (settings.start_timeout, settings.cache_capacity) == (7.0, 100)
+    assert (settings.log_level, settings.record, settings.plane) == (10, False, "gloo")
+
+
+def test_our_own_start_timeout_wins_over_horovods() -> None:
+    environ = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "7", "HVDLAB_START_TIMEOUT": "8"}
+    assert Settings.from_env(environ).start_timeout == 8.0
+
+
+def test_a_timeline_that_is_started_later_is_none_yet() -> None:
+    assert Settings.from_env({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline is None
+
+
+def test_a_rank_also_refuses_what_only_the_coordinator_would_read() -> None:
+    with pytest.raises(InvalidRequestError, match="HOROVOD_FUSION_THRESHOLD"):
+        Settings.from_env({"HOROVOD_FUSION_THRESHOLD": "lots"})

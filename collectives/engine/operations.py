@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request, Result
@@ -45,7 +46,10 @@ def _allreduce(plane: Plane, entries: Sequence[Entry], phases: Phases) -> list[R
         ins.append(source.reshape(-1))
         outs.append(out.reshape(-1))
         results.append(Result(out))
-    plane.allreduce(ins, outs, first.dtype, op, first.prescale, postscale, phases)
+    if op is ReduceOp.ADASUM:
+        allreduce_adasum(plane, ins, outs, first.dtype, first.prescale, postscale, phases)
+    else:
+        plane.allreduce(ins, outs, first.dtype, op, first.prescale, postscale, phases)
     return results
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.reduce.adasum import adasum
 from hvdlab.collectives.reduce.fold import Fold, make_fold
 
 BYTES = 4096
@@ -35,14 +36,17 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
     assert source is not None
     if out is None:
         out = np.empty_like(source) if request.allocate is None else request.allocate(source.shape)
+    storage = storage_type(request.dtype)
+    parts = [np.frombuffer(payload, storage) for payload in payloads]
+    if request.op is ReduceOp.ADASUM:
+        out.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
+        return Result(out)
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / len(payloads)
-    storage = storage_type(request.dtype)
     fold = folds.get((request.dtype, op))
     if fold is None:
         fold = folds[request.dtype, op] = make_fold(request.dtype, op)
-    parts = [np.frombuffer(payload, storage) for payload in payloads]
     with np.errstate(all="ignore"):
         fold(parts, out if out.ndim == 1 else out.reshape(-1), request.prescale, postscale)
     return Result(out)

@@ -19,13 +19,25 @@ def check_supported(kind: OpKind, dtype: DType, op: ReduceOp) -> None:
     if kind not in _REDUCING:
         return
     if op is ReduceOp.ADASUM:
-        raise UnsupportedError(
-            f"{kind.label} with Adasum is not available; use Average, and scale the learning rate with the number of ranks."
-        )
+        _check_adasum(kind, dtype)
+        return
     if dtype is DType.BOOL and op not in (ReduceOp.MIN, ReduceOp.MAX):
         raise UnsupportedError(
             f"{kind.label} of bool tensors can't {_verb(op)}; use Min (true where all ranks are true) or Max "
             "(true where any rank is true), or cast to an integer type to count."
+        )
+
+
+def _check_adasum(kind: OpKind, dtype: DType) -> None:
+    if kind is OpKind.REDUCESCATTER:
+        raise UnsupportedError(
+            "reducescatter with Adasum does not exist, since what Adasum makes of a part depends on the whole tensor; "
+            "use allreduce with Adasum, or reducescatter with Average."
+        )
+    if not dtype.is_floating:
+        raise UnsupportedError(
+            f"{kind.label} with Adasum takes floating-point tensors, not {dtype.label}; use Sum or Average, "
+            "or cast to float32."
         )
 
 

@@ -194,7 +194,9 @@ def unsupported() -> None:
     with pytest.raises(UnsupportedError, match="native byte order"):
         api.allreduce(np.ones(2, ">f4"))
     with pytest.raises(UnsupportedError, match="Adasum"):
-        api.allreduce(np.ones(2), op=api.Adasum)
+        api.reducescatter(np.ones(2), op=api.Adasum)
+    with pytest.raises(UnsupportedError, match="floating-point"):
+        api.allreduce(np.ones(2, int), op=api.Adasum)
     with pytest.raises(UnsupportedError):
         api.allgather(np.array(["text"]))
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
 
 Array = npt.NDArray[Any]
@@ -108,7 +109,10 @@ class PlaneActor(CollectiveActor):
         in_place: bool,
     ) -> list[Array]:
         outs = list(ins) if in_place else [np.empty_like(a) for a in ins]
-        self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, Phases())
+        if op is ReduceOp.ADASUM:
+            allreduce_adasum(self.plane, ins, outs, dtype, prescale, postscale, Phases())
+        else:
+            self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, Phases())
         return outs
 
     def allgather(self, send: Array, counts: Sequence[int], dtype: DType) -> Array:

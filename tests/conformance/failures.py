@@ -18,7 +18,7 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 
-WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "allgather", "broadcast",
+WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "adasum", "allgather", "broadcast",
            "reducescatter", "alltoall", "barrier")  # fmt: skip
 
 
@@ -26,7 +26,9 @@ def start(actor: CollectiveActor, what: str, count: int) -> None:
     """One operation of ``count`` elements per member, on zeros."""
     n, dtype = actor.size, DType.BF16 if what == "allreduce-bf16" else DType.F32
     buffer = np.zeros(count * n, storage_type(dtype))
-    if what.startswith("allreduce"):
+    if what == "adasum":
+        actor.allreduce([buffer], dtype, ReduceOp.ADASUM, 1.0, 1.0, False)
+    elif what.startswith("allreduce"):
         parts = [buffer[:5], buffer[5:]] if what == "allreduce-fused" else [buffer]
         actor.allreduce([buffer[:9]] if what == "allreduce" else parts, dtype, ReduceOp.SUM, 1.0, 1.0, False)
     elif what == "allgather":

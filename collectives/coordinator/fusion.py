@@ -15,19 +15,19 @@ FUSION_THRESHOLD = 64 * 1024 * 1024
 Table = tuple[tuple[int, ...], ...]
 
 
-def fuse(ready: Sequence[Round], threshold: int) -> list[list[Round]]:
+def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = False) -> list[list[Round]]:
     """Gather allreduces of one kind into batches of up to ``threshold`` bytes.
 
     Batches are in the order in which their first rounds became ready; within a batch that order holds too. A
-    threshold of 0 fuses nothing.
+    threshold of 0 fuses nothing. With ``separate_groups`` tensors of a group are fused with each other only.
     """
     batches: list[list[Round]] = []
-    open_batches: dict[FuseKey, tuple[list[Round], int]] = {}
+    open_batches: dict[tuple[FuseKey, str], tuple[list[Round], int]] = {}
     for current in ready:
-        key = current.info.fuse_key
-        if key is None:
+        if current.info.fuse_key is None:
             batches.append([current])
             continue
+        key = (current.info.fuse_key, current.info.group if separate_groups else "")
         nbytes = current.info.nbytes
         batch, filled = open_batches.get(key, (None, 0))
         if batch is not None and filled + nbytes <= threshold:

@@ -266,7 +266,7 @@ class Matcher:
         """Assert what must hold between calls."""
         members = self.members
         assert not self.rejections
-        assert not self.ready
+        assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
         for name, current in self.rounds.items():
             assert name == current.info.name
             assert current.heads.keys() <= members

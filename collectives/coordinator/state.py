@@ -25,14 +25,16 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.fusion import execute, fuse
 from hvdlab.collectives.coordinator.history import History
+from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.rounds import Rejection, Verdict, report_round
-from hvdlab.collectives.coordinator.signatures import SignatureTable, kind_label
+from hvdlab.collectives.coordinator.rounds import Rejection, Verdict
+from hvdlab.collectives.coordinator.signatures import SignatureTable
+from hvdlab.collectives.coordinator.stalls import Stalls
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
+from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(kind for kind in OpKind if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET))
@@ -68,7 +70,10 @@ class CoordinatorState:
         self.answers: list[tuple[int, m.Pong]] = []  # sent last: they say that all before has been handled
         self.check_admission = False
         self.check_blocked = False
-        self._next_stall: float | None = None
+        self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
+        self.holding = Holding()
+        self.fusion_threshold = self.options.fusion_threshold
+        self.flush_delay = self.options.flush_delay
         self._due: float | None = None  # what _find_due found last
 
     # -- the door -------------------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ class CoordinatorState:
 
     def _find_due(self) -> float | None:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
-        for time in (self._next_stall, self.membership.next_report()):
+        for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -138,8 +143,8 @@ class CoordinatorState:
                     submit(rank.rank, definitions[local], (), now)
         except (KeyError, ValueError) as error:
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
-        if self._next_stall is None:
-            self._next_stall = now + self.options.stall_seconds
+        if self.stalls.due is None:
+            self.stalls.watch(now)
             self._due = None  # to be found anew
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
@@ -184,6 +189,8 @@ class CoordinatorState:
         matcher = ps.matcher
         if ps.gone or matcher.conflict or matcher.rejections or len(matcher.ready) > 1:
             return False
+        if self.flush_delay and matcher.ready:
+            return False
         if matcher.ready:
             if matcher.ready[0].info.kind not in _PLAIN:
                 return False
@@ -193,10 +200,14 @@ class CoordinatorState:
         return True
 
     def _settle(self, now: float) -> None:
+        urgent = bool(self.cells.idle) or self.check_blocked
+        if self.holding.due is not None:
+            self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
-                if ps.phase == OPEN:
+                delay = 0.0 if urgent else self.flush_delay
+                if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
                     self._decide(ps)
         if self.cells.idle:
             for ps in list(self.sets):
@@ -205,8 +216,8 @@ class CoordinatorState:
         if self.check_blocked:
             self.check_blocked = False
             set_changes.end_deadlock(self)
-        if self._next_stall is not None and now >= self._next_stall:
-            self._report_stalls(now)
+        if self.stalls.due is not None and now >= self.stalls.due:
+            self.stalls.look(self, now)
         set_changes.end_failures(self, now)
         if self.membership.changed or self.check_admission:
             self.check_admission = False
@@ -268,7 +279,9 @@ class CoordinatorState:
     def _execute(self, ps: ProcessSet, run: Sequence[Any]) -> None:
         if run:
             ps.sequence += 1
-            batches = fuse(run, self.options.fusion_threshold) if len(run) > 1 else (run,)
+            batches: Sequence[Sequence[Any]] = (run,)
+            if len(run) > 1:
+                batches = fuse(run, self.fusion_threshold, separate_groups=self.options.separate_groups)
             execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self.outbox)
 
     def _check_idle(self, ps: ProcessSet) -> None:
@@ -279,25 +292,6 @@ class CoordinatorState:
                 why = self.cells.absence(absent, current.heads)
                 self.sets.abort(ps, why.kind, why.ranks, why.text)
                 return
-
-    def _report_stalls(self, now: float) -> None:
-        """Report what waits for long, and find out when to look again."""
-        every = self.options.stall_seconds
-        upcoming: list[float] = []
-        for ps in self.sets:
-            for current, missing in ps.matcher.waiting():
-                if now >= current.since + every * (current.reported + 1):
-                    current.reported = int((now - current.since) / every)
-                    report = report_round(current, missing)
-                    self.outbox.send(
-                        tuple(self.membership.clients), m.Stalled(ps.id, now - current.since, report)
-                    )
-                    self.outbox.log(
-                        f"{call_name(kind_label(report.kind), report.name)} has been waiting for {now - current.since:.0f} s: "
-                        f"submitted by ranks {list(report.waited)}, missing ranks {list(report.missing)}"
-                    )
-                upcoming.append(current.since + every * (current.reported + 1))
-        self._next_stall = min(upcoming, default=None)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -313,6 +307,7 @@ class CoordinatorState:
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
+            assert not ps.matcher.ready or ps in self.holding
             if ps.matcher.pending:
-                assert self._next_stall is not None
+                assert self.stalls.due is not None
                 assert not ps.gone

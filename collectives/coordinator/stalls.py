@@ -1,0 +1,86 @@
+"""Collectives that wait for long: they are reported, and in the end given up if that is wanted."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
+from hvdlab.collectives.coordinator.rounds import Round, report_round
+from hvdlab.collectives.coordinator.signatures import kind_label
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
+from hvdlab.collectives.protocol.messages import Stalled
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+class Stalls:
+    """When to look for what waits for long, and what to do about it.
+
+    Args:
+        every: Seconds after which, and then how often, it is reported; 0 never.
+        shutdown: Seconds after which its epoch ends; 0 never.
+
+    Attributes:
+        due: When to look next; ``None`` if nothing waited when that was last asked.
+    """
+
+    def __init__(self, every: float, shutdown: float) -> None:
+        self._every = every or math.inf
+        self._shutdown = shutdown or math.inf
+        self._first = min(self._every, self._shutdown)
+        self.due: float | None = None
+
+    def watch(self, now: float) -> None:
+        """Something was submitted, and nothing is being watched."""
+        self.due = now + self._first
+
+    def look(self, state: CoordinatorState, now: float) -> None:
+        """Report or end what waits for long, and find out when to look again."""
+        upcoming: list[float] = []
+        for ps in list(state.sets):
+            for current, missing in list(ps.matcher.waiting()):
+                if self._is_over(current, now):
+                    self._end(state, ps, current, missing)
+                    break
+                if now >= self._next_report(current):
+                    current.reported = int((now - current.since) / self._every)
+                    _report(state, ps, current, missing, now - current.since)
+                upcoming.append(min(self._next_report(current), self._end_of(current)))
+        self.due = min(upcoming, default=None)
+
+    def _next_report(self, current: Round) -> float:
+        return current.since + self._every * (current.reported + 1)
+
+    def _end_of(self, current: Round) -> float:
+        # Who has joined waits for the others to run out of data, however long that takes.
+        return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
+
+    def _is_over(self, current: Round, now: float) -> bool:
+        return now >= self._end_of(current)
+
+    def _end(self, state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...]) -> None:
+        what = call_name(kind_label(current.info.kind), current.info.name)
+        lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
+        text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+        state.outbox.log(text)
+        if ps.phase == OPEN:
+            state.sets.abort(ps, CauseKind.TIMEOUT, missing, text)
+
+
+def _report(
+    state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...], seconds: float
+) -> None:
+    report = report_round(current, missing)
+    state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
+    what = call_name(kind_label(report.kind), report.name)
+    state.outbox.log(
+        f"{what} has been waiting for {seconds:.0f} s: submitted by {_ranks(report.waited)}, "
+        f"missing {_ranks(report.missing)}"
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"ranks {compact_ranks(ranks)}" if ranks else "the rest of its group"

@@ -17,7 +17,7 @@ import sys
 def main() -> None:
     control, pool = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from hvdlab.kernel_ext.warm.linux import adopt_orphans, name_process, raise_on_hangup
+    from hvdlab.collectives.linux import adopt_orphans, name_process, raise_on_hangup
 
     name_process("hvd-warm", "hvdlab: warm process")
     adopt_orphans()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from hvdlab.kernel_ext.warm.linux import die_with_parent, name_process
+from hvdlab.collectives.linux import die_with_parent, name_process
 from hvdlab.kernel_ext.warm.messages import CONTROLLER
 from hvdlab.kernel_ext.warm.process import Role
 

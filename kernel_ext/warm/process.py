@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdlab.collectives.linux import living_children
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.kernel_ext.rank.fds import StdPipes
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
-from hvdlab.kernel_ext.warm.linux import living_children
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Loaded, decode_to_warm, encode
 from hvdlab.kernel_ext.warm.preload import load_later
 from hvdlab.kernel_ext.warm.supervisor import (

@@ -26,16 +26,29 @@ class RandomSchedules(RuleBasedStateMachine):
         super().__init__()
         self.cells = 0
 
-    @initialize(size=st.integers(1, 5), tracked=st.booleans(), threshold=st.sampled_from([0, 32, 1 << 20]))
-    def begin(self, size: int, tracked: bool, threshold: int) -> None:
-        self.size, self.tracked = size, tracked
-        self.sim = Simulation(CoordinatorOptions(size=size, fusion_threshold=threshold))
+    @initialize(
+        size=st.integers(1, 5),
+        tracked=st.booleans(),
+        threshold=st.sampled_from([0, 32, 1 << 20]),
+        delay=st.sampled_from([0.0, 0.0, 0.2]),
+    )
+    def begin(self, size: int, tracked: bool, threshold: int, delay: float) -> None:
+        self.size, self.tracked, self.delay = size, tracked, delay
+        options = CoordinatorOptions(size=size, fusion_threshold=threshold, flush_delay=delay)
+        self.sim = Simulation(options)
         self.sim.connect_client()
         for rank in range(size):
             self.sim.connect(rank, tracked=tracked)
         self.sim.drain()
         if tracked:
             self.start_cell(tuple(range(size)))
+
+    def drain(self) -> None:
+        """Deliver everything there is, what is held included."""
+        self.sim.drain()
+        if self.delay:
+            self.sim.tick(self.delay)
+            self.sim.drain()
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -201,7 +214,7 @@ class RandomSchedules(RuleBasedStateMachine):
 
     @rule()
     def deliver_all(self) -> None:
-        self.sim.drain()
+        self.drain()
         self.check_nothing_waits_in_vain()
 
     # -- what must hold -------------------------------------------------------------------------------------------
@@ -233,12 +246,12 @@ class RandomSchedules(RuleBasedStateMachine):
         if not hasattr(self, "sim"):
             return
         sim = self.sim
-        sim.drain()
+        self.drain()
         self.check_nothing_waits_in_vain()
         for rank in list(sim.ranks.values()):
             while rank.cells:
                 rank.say(m.CellEnd(rank.cells.pop()))
-        sim.drain()
+        self.drain()
         if self.tracked and not sim.state.cells.idle.symmetric_difference(sim.ranks):
             for rank in sim.ranks.values():
                 assert all(s.outcome is not None for s in rank.submissions if 0 in rank.sets), (
@@ -247,11 +260,11 @@ class RandomSchedules(RuleBasedStateMachine):
         for number in sorted(sim.ranks):
             if not sim.ranks[number].left:
                 sim.leave(number)
-                sim.drain()
+                self.drain()
                 for rank in sim.ranks.values():
                     done = [v for v in rank.sets.values() if v.open and number in v.ranks and v.pending]
                     assert not done, "waits for a rank that has left"
-        sim.drain()
+        self.drain()
         sim.tick(1000)
         self.check_empty()
         sim.check_order()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from pathlib import Path
@@ -103,8 +104,41 @@ def test_init_shutdown_and_init_again(world_of_one: None) -> None:
         assert not hvd.is_initialized()
         hvd.init()
     hvd.init()  # nothing happens
-    with pytest.raises(UnsupportedError, match="communicator"):
-        hvd.init(comm=[0])
+
+
+def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:
+    hvd.shutdown()
+    for comm in (None, [], [0], (0,)):
+        hvd.init(comm=comm)
+        assert hvd.size() == 1
+    with pytest.raises(UnsupportedError, match=r"names the ranks \[0, 1\], but \[0\] were started"):
+        hvd.init(comm=[0, 1])
+    assert hvd.is_initialized()
+    hvd.shutdown()
+    with pytest.raises(UnsupportedError):
+        hvd.init(comm=[0, 1])
+    assert not hvd.is_initialized()
+    for wrong in ("static", [["a"]], 3):
+        with pytest.raises((InvalidRequestError, TypeError)):
+            hvd.init(process_sets=wrong)  # type: ignore[arg-type]  # on purpose
+        assert not hvd.is_initialized()
+    hvd.init(process_sets="dynamic")
+
+
+def test_before_init_queries_raise_value_error() -> None:
+    whole = hvd.global_process_set
+    assert whole.process_set_id == 0
+    queries = (
+        hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous,
+        hvd.mpi_enabled, hvd.gloo_enabled, hvd.mpi_threads_supported, whole.size, whole.rank, whole.included,
+        hvd.barrier, lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.add_process_set([0]),
+    )  # fmt: skip
+    for query in queries:
+        with pytest.raises(ValueError, match=r"hvd\.init"):
+            query()
+    assert repr(whole) == "ProcessSet(process_set_id=0, ranks=all)"
+    assert whole.ranks == []
+    assert not hvd.is_initialized()
 
 
 def _place() -> tuple[Any, ...]:
@@ -195,7 +229,42 @@ def test_process_sets(four_ranks: Ranks) -> None:
         }
 
 
-@pytest.mark.parametrize("ranks_of_it", ["0", [0, 0], [-1], [0.5]])
+def _twice() -> None:
+    first = hvd.add_process_set(range(0, hvd.size(), 2))
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set(first)
+    with pytest.raises(ValueError, match="process set"):
+        hvd.add_process_set(first.ranks or [0, 2])
+    with pytest.raises(ValueError, match="global_process_set"):
+        hvd.add_process_set(hvd.ProcessSet(range(hvd.size())))
+    stale = copy.copy(first)
+    assert stale.process_set_id == first.process_set_id
+    assert copy.copy(hvd.global_process_set) is hvd.global_process_set
+    assert hvd.remove_process_set(first)
+    assert stale.process_set_id is None
+    assert (first.process_set_id, first.size(), first.rank(), first.included()) == (None, None, None, None)
+    assert hvd.add_process_set(first) is first
+    assert hvd.remove_process_set(first)
+
+
+def test_a_set_of_the_same_ranks_is_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(_twice)
+
+
+def test_a_set_of_another_world_is_not_registered(world_of_one: None) -> None:
+    old = hvd.ProcessSet([0])
+    hvd.shutdown()
+    assert old.process_set_id is None
+    hvd.init(process_sets=[old])
+    assert old.process_set_id == 1
+    hvd.shutdown()
+    assert old.process_set_id is None
+    other = hvd.ProcessSet([0])
+    hvd.init(process_sets=[other])
+    assert (old.process_set_id, other.process_set_id) == (None, 1)
+
+
+@pytest.mark.parametrize("ranks_of_it", ["0", [0, 0], [-1], [0.5], 3])
 def test_ranks_of_a_process_set_are_checked(ranks_of_it: Any) -> None:
     with pytest.raises(InvalidRequestError, match="ranks"):
         hvd.ProcessSet(ranks_of_it)

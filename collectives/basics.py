@@ -1,0 +1,210 @@
+"""Joining and leaving the world, one's place in it, and what this installation can do: alike in all frameworks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.planes import registry
+from hvdlab.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    is_communicator,
+    register,
+    set_id,
+    world_ranks,
+)
+
+_DYNAMIC = "dynamic"
+
+
+def init(
+    comm: Sequence[int] | Any | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    """Join the world that this process was started for, and wait until all its ranks are there.
+
+    In a process that nobody started as a rank this makes a world of one. Does nothing if called again, but for
+    process sets that are not registered yet.
+
+    Args:
+        comm: The ranks that the world is to have, as a list or as a communicator of mpi4py. They must be those that
+            were started, in their order.
+        process_sets: Process sets to register, the same on all ranks. (Horovod's ``"dynamic"`` changes nothing: sets
+            may always be added later.)
+
+    Raises:
+        UnsupportedError: ``comm`` is only a part of the ranks that were started.
+        InvalidRequestError: ``process_sets`` is no list of process sets.
+        StartError: The coordinator does not answer, or ranks are missing; the text names them.
+    """
+    wanted = _sets(process_sets)
+    joined_before = context.is_initialized()
+    context.init()
+    try:
+        _check_world(comm)
+        for process_set in wanted:
+            if process_set.process_set_id is None:
+                register(process_set)
+    except BaseException:
+        if not joined_before:
+            context.shutdown()
+        raise
+
+
+def _sets(process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> list[ProcessSet]:
+    if isinstance(process_sets, str):
+        if process_sets.lower() != _DYNAMIC:
+            raise InvalidRequestError(
+                f"process_sets= takes a list of process sets, or 'dynamic', not {process_sets!r}."
+            )
+        return []
+    return [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in process_sets or ()]
+
+
+def _check_world(comm: Sequence[int] | Any | None) -> None:
+    if comm is None or (isinstance(comm, Sequence) and not comm):
+        return
+    there = list(context.engine().ranks())
+    wanted = world_ranks(comm) if is_communicator(comm) else ProcessSet(comm).ranks
+    if wanted != there:
+        raise UnsupportedError(
+            f"hvd.init(comm=...) names the ranks {wanted}, but {there} were started, and a world can't be a part of "
+            "them. Start as many ranks as are wanted, or give process_sets=[...] for collectives of some."
+        )
+
+
+def shutdown() -> None:
+    """Leave the world; collectives in flight fail. ``init()`` may be called again. Does nothing if not initialized."""
+    context.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` was called, and ``shutdown()`` not since."""
+    return context.is_initialized()
+
+
+def rank() -> int:
+    """This process's number in the world, from 0. It stays the same when other ranks come or go."""
+    return context.engine("hvd.rank()").rank
+
+
+def size() -> int:
+    """Number of ranks in the world now."""
+    return context.engine("hvd.size()").size
+
+
+def local_rank() -> int:
+    """This rank's number among those on its host."""
+    return context.engine("hvd.local_rank()").local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return context.engine("hvd.local_size()").local_size
+
+
+def cross_rank() -> int:
+    """Number of this rank's host among the hosts."""
+    return context.engine("hvd.cross_rank()").cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have a rank of this one's local number."""
+    return context.engine("hvd.cross_size()").cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks, as far as this rank can tell."""
+    engine = context.engine("hvd.is_homogeneous()")
+    return engine.local_size * engine.cross_size == engine.size
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank of the set has called it. Raises ``AbortedError`` if one of them can't."""
+    context.engine("hvd.barrier()").run(Request(OpKind.BARRIER, process_set=set_id(process_set)))
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write what all ranks do from now on to a Chrome trace, which Perfetto opens. Call it on one rank.
+
+    Args:
+        file_path: File to create, or to overwrite.
+        mark_cycles: Whether to mark the coordinator's decisions.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    context.engine("hvd.start_timeline()").start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the file that :func:`start_timeline` began. Does nothing if there is none."""
+    context.engine("hvd.stop_timeline()").stop_timeline()
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+def _offers(plane: str) -> bool:
+    return registry.missing(plane) is None and registry.why_unavailable(plane) is None
+
+
+def mpi_built() -> bool:
+    """Whether the mpi plane can be used in this process: mpi4py is there, and an MPI launcher started it."""
+    return _offers("mpi")
+
+
+def mpi_enabled() -> bool:
+    """Whether the world's collectives go through the mpi plane."""
+    return context.engine("hvd.mpi_enabled()").plane() == "mpi"
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI was initialized for calls from several threads; false where there is no MPI."""
+    context.engine("hvd.mpi_threads_supported()")
+    if not mpi_built():
+        return False
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def gloo_built() -> bool:
+    """Whether the gloo plane can be used in this process."""
+    return _offers("gloo")
+
+
+def gloo_enabled() -> bool:
+    """Whether the world's collectives go through the gloo plane."""
+    return context.engine("hvd.gloo_enabled()").plane() == "gloo"
+
+
+def nccl_built() -> bool:
+    """Whether there is a plane for CUDA tensors. (Without one they are copied through host memory.)"""
+    return _offers("nccl")
+
+
+def cuda_built() -> bool:
+    """Whether collectives run on CUDA devices themselves; the same as :func:`nccl_built`."""
+    return nccl_built()
+
+
+def rocm_built() -> bool:
+    """False: there is no plane for ROCm."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not supported."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not supported."""
+    return False

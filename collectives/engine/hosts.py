@@ -10,12 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+HOST_VARIABLE = "HVDLAB_HOST"
 
-@functools.cache
+
 def host_key() -> str:
     """A name that processes have in common if and only if they can share memory.
 
-    Made of the host's name, the boot (two machines may have one name) and the namespaces that decide which
+    ``HVDLAB_HOST`` in the environment says it for cases that can't be seen from here, such as containers that do share
+    memory, or processes that are to behave as if they were on different hosts.
+    """
+    return os.environ.get(HOST_VARIABLE, "").strip() or _found_host_key()
+
+
+@functools.cache
+def _found_host_key() -> str:
+    """Made of the host's name, the boot (two machines may have one name) and the namespaces that decide which
     memory and sockets a container sees.
     """
     parts = [_read("/proc/sys/kernel/random/boot_id")]

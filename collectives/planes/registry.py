@@ -15,6 +15,7 @@ _CLASSES: dict[str, tuple[str, str, str]] = {
     "shm": ("hvdlab.collectives.planes.shm", "ShmPlane", ""),
     "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
     "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),
+    "hierarchical": ("hvdlab.collectives.planes.hierarchical", "HierarchicalPlane", ""),
 }
 _REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
 
@@ -72,10 +73,13 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered() -> tuple[str, ...]:
-    """Planes that this process tells the coordinator it has. Only light ones are imported to find out."""
+    """Planes that this process tells the coordinator it has. Only light ones are imported to find out.
+
+    Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
+    """
     found = []
     for name in _CLASSES:
-        if name == "local" or missing(name) is not None:
+        if name in ("local", "hierarchical") or missing(name) is not None:
             continue
         if name == "shm" and why_unavailable(name) is not None:
             continue

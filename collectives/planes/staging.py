@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.reduce.halves import BLOCK, conversion_of
 
 _COMPUTE: dict[DType, np.dtype[Any]] = {
     DType.F16: np.dtype(np.float32),
@@ -25,27 +26,28 @@ _COMPUTE: dict[DType, np.dtype[Any]] = {
 
 
 def widen(source: Buffer, target: Buffer, dtype: DType) -> None:
-    """Copy storage elements into a buffer of the compute type; bf16's bits are the upper half of a float32."""
-    if dtype is DType.BF16 and target.dtype == np.float32:
-        bits = target.view(np.uint32)
-        np.copyto(bits, source)
-        np.left_shift(bits, 16, out=bits)
-    else:
+    """Copy storage elements into an equally long buffer of the compute type."""
+    if not _is_wide_half(target, dtype):
         np.copyto(target, source, casting="unsafe")
+        return
+    convert = conversion_of(dtype).widen
+    for start in range(0, len(source), BLOCK):
+        convert(source[start : start + BLOCK], target[start : start + BLOCK])
 
 
 def narrow(source: Buffer, target: Buffer, dtype: DType) -> None:
-    """Copy compute elements back to storage, rounding once (to nearest, ties to even; NaN stays NaN)."""
-    if dtype is not DType.BF16 or source.dtype != np.float32:
-        with np.errstate(over="ignore", invalid="ignore"):
+    """Copy compute elements back to storage, rounding once; may overwrite ``source``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not _is_wide_half(source, dtype):
             np.copyto(target, source, casting="unsafe")
-        return
-    bits = source.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    np.copyto(target, rounded, casting="unsafe")
-    is_nan = np.isnan(source)
-    if is_nan.any():
-        target[is_nan] = np.uint16(0x7FC0)
+            return
+        convert = conversion_of(dtype).narrow
+        for start in range(0, len(source), BLOCK):
+            convert(source[start : start + BLOCK], target[start : start + BLOCK])
+
+
+def _is_wide_half(buffer: Buffer, dtype: DType) -> bool:
+    return dtype in (DType.F16, DType.BF16) and buffer.dtype == np.float32
 
 
 def scale(buffer: Buffer, factor: float) -> None:
@@ -58,7 +60,21 @@ def scale(buffer: Buffer, factor: float) -> None:
         np.copyto(buffer, np.trunc(buffer.astype(np.float64) * factor), casting="unsafe")
 
 
-class Staging:
+class Scratch:
+    """Memory that one thread takes again and again; as much is kept as was wanted at most."""
+
+    def __init__(self) -> None:
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def take(self, count: int, kind: np.dtype[Any]) -> Buffer:
+        """``count`` uninitialised elements, valid until the next call."""
+        nbytes = count * kind.itemsize
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes].view(kind)
+
+
+class Staging(Scratch):
     """Reusable contiguous buffers between fused tensors and a library call.
 
     One per plane, used by the executor thread only. Memory kept is bounded by the largest fused call so far, which
@@ -70,9 +86,9 @@ class Staging:
     """
 
     def __init__(self, compute: Mapping[DType, np.dtype[Any]] | None = None, *, direct: bool = True) -> None:
+        super().__init__()
         self._direct = direct
         self._compute = {**_COMPUTE, **(compute or {})}
-        self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def compute_type(self, dtype: DType) -> np.dtype[Any]:
         return self._compute.get(dtype, storage_type(dtype))
@@ -124,13 +140,6 @@ class Staging:
             prescale = 1.0
         widen(source, target, dtype)
         scale(target, prescale)
-
-    def take(self, count: int, kind: np.dtype[Any]) -> Buffer:
-        """``count`` uninitialised elements, valid until the next call."""
-        nbytes = count * kind.itemsize
-        if self._scratch.size < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return self._scratch[:nbytes].view(kind)
 
 
 def leave_to_library(*objects: object) -> None:

@@ -7,6 +7,7 @@ abort the next operation works, in a new epoch, instead of being refused (``abor
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneContext
@@ -67,10 +69,12 @@ class EngineActor(CollectiveActor):
         self.index, self.size = context.index, context.size
         self._plane = plane
         self._ranks = context.ranks
+        self._host = context.hosts[context.index]
         self._engine: Engine | None = None
         self._groups = 0
 
     def connect(self, timeout: float) -> None:
+        os.environ[HOST_VARIABLE] = self._host
         settings = replace(Settings.from_env(), rank=self._ranks[self.index], plane=self._plane)
         self._engine = Engine.connect(settings, timeout=timeout)
         self._engine.wait_for_world(timeout)

@@ -97,6 +97,7 @@ class PlaneUnderTest:
             fewer cases than this run in full.
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
+        hosts: A letter for each worker: those with the same one are on one host. All are on one if it is empty.
         missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
     """
 
@@ -113,6 +114,11 @@ class PlaneUnderTest:
     actor: str = "conformance.actor:plane_actor"
     service: Callable[[int], Service] | None = None
     every: int = 1
+    hosts: str = ""
+
+    def host(self, worker: int) -> str:
+        """Host key of a worker."""
+        return f"host-{self.hosts[worker]}" if self.hosts else "here"
 
     def unavailable(self) -> str | None:
         """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
@@ -235,6 +241,7 @@ class WorkerGroup:
                 spec = {
                     "actor": self.plane.actor, "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
                     "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0, "library": self.plane.library,
+                    "hosts": tuple(self.plane.host(m) for m in members),
                 }  # fmt: skip
                 connection = self._connections[worker]
                 assert connection is not None, f"worker {worker} is dead"

@@ -52,6 +52,26 @@ def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), *
     )
 
 
+HIERARCHICAL = "hvdlab.collectives.planes.hierarchical:HierarchicalPlane"
+
+
+def hierarchical(hosts: str, outer: str = "gloo", every: int = 12) -> PlaneUnderTest:
+    """The hierarchical plane on simulated hosts, a letter for each member."""
+    how: dict[str, Any] = {}
+    if outer == "mpi":
+        how = {"launcher": mpiexec, "missing": mpi_missing, "lacks": frozenset({"survive"})}
+    return PlaneUnderTest(
+        f"hierarchical-{hosts}" + ("" if outer == "gloo" else f"-{outer}"),
+        HIERARCHICAL,
+        sizes=(len(hosts),),
+        hosts=hosts,
+        options={"chunk_bytes": str(CHUNK), "outer": outer},
+        library=True,
+        every=every,
+        **how,
+    )
+
+
 PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,)),
     PlaneUnderTest(
@@ -70,6 +90,15 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         library=True,
         missing=mpi_missing,
     ),
+    hierarchical("aabb", every=4),
+    hierarchical("aaab"),
+    hierarchical("abbb"),
+    hierarchical("abcc"),
+    hierarchical("aabba", every=6),  # a host whose members do not follow each other
+    hierarchical("aaaa"),
+    hierarchical("abb"),
+    hierarchical("abab", outer="mpi"),
+    hierarchical("aabab", outer="mpi"),
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane"),
     negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),

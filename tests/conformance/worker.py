@@ -67,7 +67,7 @@ class Worker:
         self.store.scope(f"{spec['epoch']}/")
         context = PlaneContext(
             process_set=0, epoch=spec["epoch"], index=spec["index"], size=spec["size"], ranks=spec["ranks"],
-            hosts=("here",) * spec["size"], store=self.store, memory_fd=memory_fd, options=spec["options"],
+            hosts=spec["hosts"], store=self.store, memory_fd=memory_fd, options=spec["options"],
         )  # fmt: skip
         self.actor = actor = resolve(spec["actor"])(spec["target"], context)
         actor.connect(CONNECT_TIMEOUT)

@@ -1,0 +1,57 @@
+"""A memory segment that the members of one host make for themselves.
+
+The coordinator hands out descriptors over Unix sockets, which end at its host. On other hosts the first member makes an
+anonymous file (memfd) and tells the others, through the rendezvous store, under which number its process has it; they
+open it by way of ``/proc/PID/fd``, which the kernel allows to processes of the same user. So the segment never has
+a name, and nothing is left behind, whoever dies at whatever moment.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvdlab.collectives.coordinator.memory import create_memory
+from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
+
+_KEY = "memory"
+
+
+def offer(store: KeyValue, name: str, size: int) -> int:
+    """Make a segment for the members of this host and tell them. The caller closes it once they have opened it.
+
+    Raises:
+        PlaneBroken: There is no memory or no descriptor to be had.
+    """
+    try:
+        descriptor = create_memory(name, size)
+    except OSError as error:
+        raise PlaneBroken(f"shared memory: no segment of {size} bytes could be made: {error}") from error
+    status = os.fstat(descriptor)
+    store.set(_KEY, f"{os.getpid()} {descriptor} {status.st_dev} {status.st_ino}".encode())
+    return descriptor
+
+
+def accept(store: KeyValue, timeout: float) -> int:
+    """Open the segment that the first member of this host offers. The caller closes the descriptor.
+
+    Raises:
+        PlaneBroken: It can't be opened from here; the text says what may be the matter.
+        TimeoutError: Nothing was offered in time.
+    """
+    pid, number, device, inode = (int(word) for word in store.get(_KEY, timeout).split())
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PlaneBroken(
+            f"shared memory: process {pid} has the segment of this host, but {path} can't be opened ({error}); ranks that "
+            "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently"
+        ) from error
+    status = os.fstat(descriptor)
+    if (status.st_dev, status.st_ino) != (device, inode):
+        os.close(descriptor)
+        raise PlaneBroken(
+            f"shared memory: {path} is not the segment that was offered; are ranks of different machines given the same "
+            "HVDLAB_HOST?"
+        )
+    return descriptor

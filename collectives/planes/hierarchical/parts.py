@@ -1,0 +1,107 @@
+"""The planes that a hierarchical plane is made of: built, aborted and closed together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes.base import KeyValue, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.hierarchical import memory
+from hvdlab.collectives.planes.hierarchical.scoped import ScopedStore
+from hvdlab.collectives.planes.shm.layout import layout_from
+
+INNER, OUTER = "shm", "gloo"
+"""The planes within and between hosts, unless the options say otherwise."""
+
+
+class Parts:
+    """Planes of parts of a group. :meth:`abort` may be called by any thread, the rest by the executor's."""
+
+    def __init__(self, context: PlaneContext) -> None:
+        self._context = context
+        self._guard = threading.Lock()
+        self._planes: list[Plane] = []
+        self.inner_name = context.options.get("inner", INNER)
+        self.outer_name = context.options.get("outer", OUTER)
+        self.aborted = False
+
+    @property
+    def store(self) -> KeyValue:
+        if self._context.store is None:
+            raise PlaneBroken("the hierarchical plane needs a rendezvous store")
+        return self._context.store
+
+    def inner(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> Plane:
+        """Connect the plane of one host; this member is ``members[index]``."""
+        context = self._part(members, index, scope)
+        name = "local" if context.size == 1 else self.inner_name
+        cls = registry.plane_class(name)
+        if name != "shm":
+            return self._connect(cls(context), deadline)
+        descriptor = self._segment(context, deadline)
+        try:
+            # The plane takes over a descriptor. This one stays open until all have come: others open it by its number.
+            return self._connect(cls(replace(context, memory_fd=os.dup(descriptor))), deadline)
+        finally:
+            os.close(descriptor)
+
+    def outer(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> Plane:
+        """Connect a plane between hosts; this member is ``members[index]``."""
+        cls = registry.plane_class(self.outer_name)
+        return self._connect(cls(self._part(members, index, scope)), deadline)
+
+    def _segment(self, context: PlaneContext, deadline: Deadline) -> int:
+        assert context.store is not None
+        if context.index:
+            return memory.accept(context.store, seconds_left(deadline))
+        size = layout_from(context.options, context.size).size
+        return memory.offer(context.store, f"hvdlab-{context.process_set}-{context.epoch}", size)
+
+    def _part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
+        me = self._context
+        return replace(
+            me,
+            index=index,
+            size=len(members),
+            ranks=tuple(me.ranks[m] for m in members),
+            hosts=tuple(me.hosts[m] for m in members),
+            store=ScopedStore(self.store, scope),
+            memory_fd=-1,
+        )
+
+    def _connect(self, plane: Plane, deadline: Deadline) -> Plane:
+        with self._guard:
+            self._planes.append(plane)
+            aborted = self.aborted
+        if aborted:
+            raise PlaneAborted
+        plane.connect(seconds_left(deadline))
+        return plane
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether an aborted operation of a library had to be left to the process."""
+        return any(getattr(plane, "gave_up", False) for plane in self._planes)
+
+    def abort(self) -> None:
+        """Abort all planes, those that are still to be built too."""
+        with self._guard:
+            self.aborted = True
+            planes = list(self._planes)
+        for plane in planes:
+            plane.abort()
+
+    def close(self) -> None:
+        with self._guard:
+            self.aborted = True
+            planes = list(self._planes)
+        for plane in planes:
+            plane.close()
+
+
+def seconds_left(deadline: Deadline) -> float:
+    return deadline.remaining() or 0.0

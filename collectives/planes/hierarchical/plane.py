@@ -1,0 +1,328 @@
+"""The hierarchical plane: every operation is composed of operations within hosts and operations between hosts.
+
+Between hosts travels what has been reduced (or is gathered) within them, each carrier's share in its own column; see
+:mod:`topology`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
+both planes. Scales are applied once: ``prescale`` by the first reduction of a value, ``postscale`` by the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import monotonic_ns
+from typing import ClassVar
+
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.hierarchical.gathering import Gathering
+from hvdlab.collectives.planes.hierarchical.parts import Parts
+from hvdlab.collectives.planes.hierarchical.routing import Routing
+from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.shm.chunks import slice_bounds
+from hvdlab.collectives.planes.staging import Scratch, narrow, widen
+
+SMALL_BYTES = 16 * 1024
+"""Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
+_GRAIN = 16
+"""Slices are cut at multiples of this many elements."""
+_WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
+
+
+class HierarchicalPlane(Plane):
+    """A data plane for several hosts with several members each.
+
+    Options: ``inner`` and ``outer`` (names of planes; default ``shm`` and ``gloo``); ``flat`` (operations, separated by
+    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead); and those of
+    the planes. The members of a host make their shared memory themselves. Where all members are on one host the
+    inner plane does everything, and where no host has more than one, the outer plane does.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+
+    def __init__(self, context: PlaneContext) -> None:
+        super().__init__(context)
+        self._topology = Topology.of(context.hosts, context.index)
+        self._parts = Parts(context)
+        self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
+        self._inner: Plane
+        self._outer: Plane | None = None
+        self._alone: Plane | None = None
+        self._flat: Plane | None = None
+        self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        inner = registry.why_unavailable("shm")
+        if inner is not None:
+            return inner
+        outer = registry.why_unavailable("gloo")
+        return None if outer is None or registry.why_unavailable("mpi") is None else outer
+
+    def connect(self, timeout: float) -> None:
+        try:
+            self._connect(Deadline(timeout))
+        except TimeoutError as error:
+            raise PlaneBroken(f"hierarchical plane: {error}") from error
+
+    def _connect(self, deadline: Deadline) -> None:
+        top, me, parts = self._topology, self.context, self._parts
+        self._inner = parts.inner(top.here, top.local, f"host{top.host}/", deadline)
+        if len(top.hosts) == 1:
+            self._alone = self._inner
+            return
+        if top.carries:
+            self._outer = parts.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
+        if top.even and len(top.here) == 1:
+            self._alone = self._outer
+        elif self._flat_kinds:
+            self._flat = parts.outer(range(me.size), me.index, "flat/", deadline)
+
+    # -- reductions -----------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        self._check()
+        direct = self._alone or (self._flat if "allreduce" in self._flat_kinds else None)
+        if direct is not None:
+            direct.allreduce(ins, outs, dtype, op, prescale, postscale, phases)
+            return
+        total = sum(len(b) for b in ins)
+        if not total:
+            return
+        wide = _WIDE.get(dtype, dtype)
+        packed = self._pack(ins, total, dtype, wide, phases)
+        if self._topology.even and self._parts.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
+            whole = self._reduce_whole(packed, wide, op, prescale, postscale, phases)
+            _hand_out(whole, outs, dtype, phases)
+            return
+        result = outs[0] if len(outs) == 1 else self._whole.take(total, storage_type(dtype))
+        self._reduce_slices(packed, result, dtype, op, prescale, postscale, phases)
+        if result is not outs[0]:
+            _hand_out(result, outs, dtype, phases)
+
+    def _pack(self, ins: Sequence[Buffer], total: int, dtype: DType, wide: DType, phases: Phases) -> Buffer:
+        """The inputs one after another, in the wide type: the input itself if that is what it is."""
+        if len(ins) == 1 and wide is dtype:
+            return ins[0]
+        start = monotonic_ns()
+        packed = self._packed.take(total, storage_type(wide))
+        at = 0
+        for buffer in ins:
+            widen(buffer, packed[at : at + len(buffer)], dtype)
+            at += len(buffer)
+        phases.pack += monotonic_ns() - start
+        return packed
+
+    def _reduce_whole(
+        self, packed: Buffer, wide: DType, op: ReduceOp, prescale: float, postscale: float, phases: Phases
+    ) -> Buffer:
+        """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
+        assert self._outer is not None
+        result = self._slice.take(len(packed), packed.dtype)
+        self._inner.allreduce([packed], [result], wide, op, prescale, 1.0, phases)
+        self._outer.allreduce([result], [result], wide, op, 1.0, postscale, phases)
+        return result
+
+    def _reduce_slices(
+        self,
+        packed: Buffer,
+        result: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        """Reduce a slice per carrier within the host, each slice in its column, then gather the slices."""
+        wide, top = _WIDE.get(dtype, dtype), self._topology
+        bounds = slice_bounds(len(packed), top.columns, _GRAIN)
+        counts = [high - low for low, high in pairwise(bounds)]
+        counts += [0] * (len(top.here) - len(counts))
+        mine = self._slice.take(counts[top.local], packed.dtype)
+        self._inner.reducescatter(packed, counts, mine, wide, op, prescale, 1.0, phases)
+        if self._outer is not None:
+            self._outer.allreduce([mine], [mine], wide, op, 1.0, postscale, phases)
+        if wide is not dtype:
+            start = monotonic_ns()
+            rounded = np.empty(len(mine), storage_type(dtype))
+            narrow(mine, rounded, dtype)
+            mine = rounded
+            phases.unpack += monotonic_ns() - start
+        self._inner.allgather(mine, counts, result, phases)
+
+    def reducescatter(
+        self,
+        send: Buffer,
+        counts: Sequence[int],
+        out: Buffer,
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> None:
+        self._check()
+        if self._alone is not None:
+            self._alone.reducescatter(send, counts, out, dtype, op, prescale, postscale, phases)
+            return
+        top, wide = self._topology, _WIDE.get(dtype, dtype)
+        hosts = range(len(top.hosts))
+        served = [[top.served(c, h) for h in hosts] for c in range(top.columns)]
+        start = monotonic_ns()
+        packed = self._packed.take(len(send), storage_type(wide))
+        _permute(send, counts, [m for column in served for here in column for m in here], packed, dtype)
+        phases.pack += monotonic_ns() - start
+        shares = [[sum(counts[m] for m in here) for here in column] for column in served]
+        columns = [sum(share) for share in shares] + [0] * (len(top.here) - top.columns)
+        part = self._slice.take(columns[top.local], packed.dtype)
+        self._inner.reducescatter(packed, columns, part, wide, op, prescale, 1.0, phases)
+        mine = part[:0]
+        if self._outer is not None:
+            share = shares[top.local]
+            mine = self._whole.take(share[top.host], packed.dtype)
+            self._outer.reducescatter(part, share, mine, wide, op, 1.0, postscale, phases)
+        if not top.even:
+            mine = self._to_owners(mine, counts, phases)
+        start = monotonic_ns()
+        narrow(mine, out, dtype)
+        phases.unpack += monotonic_ns() - start
+
+    def _to_owners(self, mine: Buffer, counts: Sequence[int], phases: Phases) -> Buffer:
+        """Within the host, hand the slices that a carrier reduced to the members that they are for."""
+        top = self._topology
+        served = top.served(top.local, top.host) if top.carries else ()
+        sent = [counts[m] if m in served else 0 for m in top.here]
+        received = [0] * len(top.here)
+        received[top.local % top.columns] = counts[self.context.index]
+        owned = np.empty(counts[self.context.index], mine.dtype)
+        self._inner.alltoall(mine, sent, received, owned, phases)
+        return owned
+
+    # -- moving ---------------------------------------------------------------------------------------------------
+
+    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+        self._check()
+        direct = self._alone or (self._flat if "allgather" in self._flat_kinds else None)
+        if direct is not None:
+            direct.allgather(send, counts, out, phases)
+            return
+        if not sum(counts):
+            return
+        top, item = self._topology, out.itemsize
+        plan = Gathering.of(top, [c * item for c in counts])
+        piece = send.view(np.uint8)
+        if not top.even:
+            sizes = [plan.sizes[m] for m in top.here]
+            block = self._packed.take(sum(sizes), np.dtype(np.uint8))
+            self._inner.allgather(piece, sizes, block, phases)
+            piece = block[slice(*plan.piece(top.local, top.host))] if top.carries else block[:0]
+        column_sizes = plan.column_sizes()
+        column = self._slice.take(column_sizes[top.local], np.dtype(np.uint8))
+        if self._outer is not None:
+            self._outer.allgather(piece, plan.piece_sizes(top.local), column, phases)
+        gathered = self._whole.take(sum(column_sizes), np.dtype(np.uint8))
+        self._inner.allgather(column, column_sizes, gathered, phases)
+        start = monotonic_ns()
+        plan.place(gathered, out.view(np.uint8))
+        phases.unpack += monotonic_ns() - start
+
+    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+        self._check()
+        if self._alone is not None:
+            self._alone.broadcast(buffer, root, phases)
+            return
+        if not len(buffer):
+            return
+        top = self._topology
+        host, local = top.find(root)
+        carrier = local % top.columns
+        at_home = top.host == host
+        if at_home and carrier != local:
+            self._inner.broadcast(buffer, local, phases)
+        if top.local == carrier:
+            assert self._outer is not None
+            self._outer.broadcast(buffer, host, phases)
+        if not at_home or carrier == local:
+            self._inner.broadcast(buffer, carrier, phases)
+
+    def alltoall(
+        self,
+        send: Buffer,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Buffer,
+        phases: Phases,
+    ) -> None:
+        self._check()
+        if self._alone is not None:
+            self._alone.alltoall(send, send_counts, recv_counts, out, phases)
+            return
+        item = out.itemsize
+        Routing(self._topology, self._inner, self._outer).exchange(
+            send.view(np.uint8),
+            [c * item for c in send_counts],
+            [c * item for c in recv_counts],
+            out.view(np.uint8),
+            phases,
+        )
+
+    def barrier(self, phases: Phases) -> None:
+        self._check()
+        if self._alone is not None:
+            self._alone.barrier(phases)
+            return
+        self._inner.barrier(phases)
+        if self._outer is not None and self._topology.local == 0:
+            self._outer.barrier(phases)
+        self._inner.barrier(phases)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._parts.aborted:
+            raise PlaneAborted
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether an aborted operation of a library had to be left to the process."""
+        return self._parts.gave_up
+
+    def abort(self) -> None:
+        self._parts.abort()
+
+    def close(self) -> None:
+        self._parts.close()
+
+
+def _hand_out(result: Buffer, outs: Sequence[Buffer], dtype: DType, phases: Phases) -> None:
+    """Copy the pieces of a result to the outputs, rounding where they are of a narrower type."""
+    start = monotonic_ns()
+    at = 0
+    for out in outs:
+        narrow(result[at : at + len(out)], out, dtype)
+        at += len(out)
+    phases.unpack += monotonic_ns() - start
+
+
+def _permute(send: Buffer, counts: Sequence[int], order: Sequence[int], packed: Buffer, dtype: DType) -> None:
+    """Copy the members' slices of ``send`` in another order, widened."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    at = 0
+    for member in order:
+        widen(send[starts[member] : starts[member + 1]], packed[at : at + counts[member]], dtype)
+        at += counts[member]

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import threading
 
+from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import NotInitializedError
 from hvdlab.collectives.settings import Settings
@@ -69,6 +70,7 @@ def _join(settings: Settings) -> Engine:
             coordinator.close()
         raise
     _context.coordinator = coordinator
+    uncaught.watch()
     return engine
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,6 +55,7 @@ class CoordinatorProcess:
         directory: Path | None = None,
         tcp_host: str | None = None,
         timeout: float = 10,
+        environ: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> CoordinatorProcess:
         """Start it and wait until it listens.
@@ -63,6 +65,7 @@ class CoordinatorProcess:
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             timeout: Seconds.
+            environ: Where users' variables are looked up; by default in this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
                 ``stall_seconds``; they win over users' variables.
 
@@ -71,7 +74,7 @@ class CoordinatorProcess:
             StartError: It did not come up; the text says why.
         """
         deadline = Deadline(timeout)
-        settings = {**settings_from(os.environ), **settings}
+        settings = {**settings_from(os.environ if environ is None else environ), **settings}
         token = secrets.token_hex(32)
         private = _private_directory(directory)
         launch = Launch(token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "")

@@ -43,12 +43,14 @@ class Engine:
         settings: What it was started with.
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells have ended here with an error, so that bindings can drop what one left half done.
+        farewell: Why this rank leaves, as others are told when it does.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int) -> None:
         self.settings = settings
         self.rank = rank
         self.failed_cells = 0
+        self.farewell = "shutdown"
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
@@ -299,7 +301,7 @@ class Engine:
             return
         self._guarded.unusable = NotInitializedError("the engine of this rank")
         on_control = threading.current_thread() is self._control.thread
-        settle(self._guarded, self.rank, None if on_control else Deadline(timeout))
+        settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self._closed.set()
         self._control.call(self._say_bye)
@@ -312,7 +314,7 @@ class Engine:
 
     def _say_bye(self) -> None:
         self._dispatcher.send_events()
-        self._guarded.post(m.Bye("shutdown"))
+        self._guarded.post(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
         self._closed.set()

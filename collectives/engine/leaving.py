@@ -10,7 +10,7 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import CauseKind
 
 
-def settle(guarded: GuardedState, rank: int, deadline: Deadline | None) -> None:
+def settle(guarded: GuardedState, rank: int, why: str, deadline: Deadline | None) -> None:
     """Wait for what is executing, then give up what is left on all ranks.
 
     What was only announced may be ordered at this very moment; others would wait for this rank in the plane, so
@@ -19,13 +19,14 @@ def settle(guarded: GuardedState, rank: int, deadline: Deadline | None) -> None:
     Args:
         guarded: The rank's state.
         rank: This rank.
+        why: What others are told.
         deadline: How long to wait; ``None`` if the calling thread is needed for the operations to end.
     """
     try:
         if deadline is not None:
             _finish(guarded, deadline)
     finally:
-        guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job (shutdown)"))
+        guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job ({why})"))
 
 
 def _finish(guarded: GuardedState, deadline: Deadline) -> None:

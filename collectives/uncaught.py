@@ -1,0 +1,78 @@
+"""An exception that ends a rank's program is told to the others: they learn why the rank leaves, and a launcher learns
+whose failure came first."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import TracebackType
+
+import msgspec
+
+from hvdlab.collectives.errors import AbortedError
+
+TOPIC = "hvdlab.uncaught"
+"""Topic of the mail to clients; its body is :class:`Uncaught` as JSON."""
+LONGEST = 300
+
+
+class Uncaught(msgspec.Struct, frozen=True):
+    """What ended a rank's program.
+
+    Attributes:
+        error: One line, such as ``ValueError: boom``.
+        culprits: Ranks that are to blame, if it was a collective that was aborted.
+    """
+
+    error: str
+    culprits: tuple[int, ...] = ()
+
+
+def report(error: BaseException) -> None:
+    """Tell clients and other ranks that this exception is about to end the program."""
+    from hvdlab.collectives import context
+
+    if not context.is_initialized():
+        return
+    engine = context.engine()
+    said = describe(error, engine.rank)
+    engine.farewell = said.error
+    engine.post(TOPIC, msgspec.json.encode(said))
+
+
+def describe(error: BaseException, rank: int) -> Uncaught:
+    """What is said about an exception of this rank."""
+    lines = traceback.format_exception_only(error)
+    line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
+    # `builtins.` is left out by Python, the modules of other exceptions are not.
+    head, colon, rest = line.partition(":")
+    line = f"{head.rpartition('.')[2]}{colon}{rest}"
+    aborted = _in_chain(error)
+    culprits = tuple(r for r in aborted.cause.ranks if r != rank) if aborted is not None else ()
+    return Uncaught(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…", culprits)
+
+
+def _in_chain(error: BaseException | None) -> AbortedError | None:
+    """The aborted collective among ``error`` and what it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, AbortedError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def watch() -> None:
+    """Have :func:`report` called for what nobody catches, from now on."""
+    previous = sys.excepthook
+    if getattr(previous, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            report(error)
+        finally:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook

@@ -73,13 +73,13 @@ def admit(state: CoordinatorState) -> None:
     membership, world, cells = state.membership, state.sets.world, state.cells
     if not membership.complete:
         return
-    assert membership.expected is not None
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.members if world.next_members is None else world.next_members
-    new = [rank for rank in there if rank not in current or rank in world.gone]
+    gone = world.gone | membership.returning
+    stay = [rank for rank in there if rank in current and rank not in gone]
+    new = [rank for rank in there if rank not in stay]
     if any(cells.active(rank) for rank in current):
         new = [rank for rank in new if rank not in cells.idle]
-    stay = [rank for rank in current if rank in there and rank not in world.gone]
     if any(not membership.ranks[rank].tracked for rank in stay):
         new = [rank for rank in new if rank not in membership.returning]
     if new:

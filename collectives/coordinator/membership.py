@@ -29,11 +29,12 @@ class RankPeer:
         rank, pid, member: Who it is.
         tracked: Whether its collectives belong to cells.
         leaving: Whether it was told to leave.
+        admitted: Whether it has been in a world.
         definitions: What its local ids stand for.
         wait: What its user is blocked in, or ``None``.
     """
 
-    __slots__ = ("definitions", "leaving", "member", "peer", "pid", "rank", "tracked", "wait")
+    __slots__ = ("admitted", "definitions", "leaving", "member", "peer", "pid", "rank", "tracked", "wait")
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
         self.peer = peer
@@ -44,6 +45,7 @@ class RankPeer:
         )
         self.tracked = hello.cells_tracked
         self.leaving = False
+        self.admitted = False
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
 
@@ -135,9 +137,11 @@ class Membership:
     def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
         """A rank was lost."""
         del self.ranks[gone.rank]
-        self.record_death(gone.rank, gone.pid, reason, now, explained=explained)
+        self.record_death(gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted)
 
-    def record_death(self, rank: int, pid: int, reason: str, now: float, *, explained: bool) -> None:
+    def record_death(
+        self, rank: int, pid: int, reason: str, now: float, *, explained: bool, admitted: bool = False
+    ) -> None:
         """Note how a rank that does not live ended; what the launcher knows beats what a socket tells."""
         self.awaited.discard(rank)
         if self._left.get(rank) == pid:
@@ -150,9 +154,9 @@ class Membership:
         if known is not None and known.pid == pid:
             if not explained or rank not in self._unexplained:
                 return
-            self.deaths[rank] = Death(rank, pid, known.when, reason)
+            self.deaths[rank] = Death(rank, pid, known.when, reason, known.admitted)
         elif self.expected is None or rank in self.expected:
-            self.deaths[rank] = Death(rank, pid, self._wall(now), reason)
+            self.deaths[rank] = Death(rank, pid, self._wall(now), reason, admitted)
         else:
             return
         (self._unexplained.discard if explained else self._unexplained.add)(rank)

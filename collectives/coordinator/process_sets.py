@@ -123,7 +123,7 @@ class ProcessSets:
     def configure(self, ps: ProcessSet) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
-        members = tuple(r for r in sorted(ps.next_members or ()) if r in ranks and not ranks[r].leaving)
+        members = tuple(r for r in sorted(ps.next_members or ()) if self._may_enter(ps, r))
         ps.members = members
         ps.next_members = None
         ps.gone.clear()
@@ -133,6 +133,9 @@ class ProcessSets:
             if ps is not self.world:
                 del self.by_id[ps.id]
             return
+        if ps is self.world:
+            for rank in members:
+                ranks[rank].admitted = True
         ps.epoch = ps.epoch or 1
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
@@ -150,6 +153,15 @@ class ProcessSets:
             message, plane=other.plane, options=other.options, has_memory=False
         )
         self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
+
+    def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
+        """Whether a rank lives and knows of the set: it may have come back since, as a member of nothing."""
+        peer = self._membership.ranks.get(rank)
+        if peer is None or peer.leaving:
+            return False
+        if ps is self.world:
+            return rank not in self._membership.returning
+        return not ps.peers or peer.peer in ps.peers
 
     def configure_due(self) -> None:
         """Open all epochs that are due."""

@@ -17,6 +17,9 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
 Call = Callable[[], None]
 
+PARTING = 2.0
+"""Seconds that the coordinator has to take the goodbye."""
+
 
 class Shell(Protocol):
     """What the control thread calls."""
@@ -116,6 +119,7 @@ class Control:
                 self._step()
             self._run_calls()  # the goodbye is one, and must not depend on where the thread was when told to stop
             self._guard(self._flush)
+            self._part()
         finally:
             self._endpoint.close()
 
@@ -150,6 +154,26 @@ class Control:
         if waiting != self._writable:
             self._writable = waiting
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
+
+    def _part(self) -> None:
+        """Wait until the coordinator has closed the connection: it has taken the goodbye then.
+
+        Who connects again right away would else find the own rank taken.
+        """
+        deadline = time.monotonic() + PARTING
+        watch = select.poll()
+        watch.register(self._fd, select.POLLIN)
+        while not self._lost and (left := deadline - time.monotonic()) > 0:
+            waiting = self._endpoint.backlog > 0
+            watch.modify(self._fd, select.POLLIN | (select.POLLOUT if waiting else 0))
+            try:
+                watch.poll(left * 1000)
+                if waiting:
+                    self._endpoint.flush()
+                with self.reading:
+                    self._endpoint.receive()  # what is said to one who has left is of no interest
+            except (ConnectionLost, ProtocolError):
+                return
 
     def _guard(self, step: Call) -> None:
         """Run a step that uses the connection; its loss is told once, and the thread goes on without it."""

@@ -36,11 +36,14 @@ class WorldView:
             self._changed.notify_all()
 
     def _missing(self) -> frozenset[int]:
-        expected = frozenset(self.last.expected) if self.last is not None else frozenset()
-        return expected - self._members
+        if self.last is None:
+            return frozenset()
+        # A world that lost a rank goes on without it, also when it is made anew.
+        lost = {death.rank for death in self.last.deaths if death.admitted}
+        return frozenset(self.last.expected) - self._members - lost
 
     def _dead(self) -> list[m.Death]:
-        """Deaths of ranks that are missing: nobody else will come for them."""
+        """Deaths of ranks that are missing and never were there: nobody else will come for them."""
         if self.last is None:
             return []
         missing = self._missing()

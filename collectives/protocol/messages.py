@@ -68,12 +68,16 @@ class Member(Record, frozen=True):
 
 
 class Death(Record, frozen=True):
-    """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970."""
+    """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970.
+
+    ``admitted`` says that it had been in a world: others do not wait for it to come.
+    """
 
     rank: int
     pid: int
     when: float
     reason: str
+    admitted: bool = False
 
 
 class Submission(Record, frozen=True):
@@ -346,6 +350,14 @@ class Reject(Message, frozen=True):
     parties: tuple[Party, ...]
 
 
+class Tune(Message, frozen=True):
+    """From the next order of this epoch on, move ``slice_bytes`` at a time; 0 leaves it to the plane."""
+
+    process_set: int
+    epoch: int
+    slice_bytes: int
+
+
 class RejectDuplicate(Message, frozen=True):
     """The pending submissions ``locals`` (this rank's) fail, because a rank submitted the name twice."""
 
@@ -468,3 +480,4 @@ ToPeer = (
     | RankEvents
     | Stalled
 )
+    | Tune

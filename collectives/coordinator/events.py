@@ -74,7 +74,13 @@ class Log(NamedTuple):
     warning: bool = True
 
 
-Effect = Send | SendConfigure | CloseConnection | Log
+class Tuned(NamedTuple):
+    """Add a line to the tuner's log."""
+
+    line: str
+
+
+Effect = Send | SendConfigure | CloseConnection | Log | Tuned
 
 
 class Outbox:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
+from hvdlab.collectives.autotune.tuner import Sample
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -27,6 +28,7 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
+    Tuned,
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
@@ -82,6 +84,8 @@ class Server:
         self._log, self._note = log, note
         self._memory = memory
         self._due = NEVER  # of the state
+        self._tuning_log = options.tuning_log
+        self._tuning_begun = False
         self._running = True
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -258,6 +262,20 @@ class Server:
             self._log(f"process set {message.process_set} goes without shared memory: {error}")
             message = effect.fallback
         try:
+            elif type(effect) is Tuned:
+                self._write_tuning(effect.line)
+
+    def _write_tuning(self, line: str) -> None:
+        if not self._tuning_log:
+            return
+        lines, mode = (line, "a") if self._tuning_begun else (f"{Sample.header()}\n{line}", "w")
+        self._tuning_begun = True
+        try:
+            with open(self._tuning_log, mode, encoding="utf-8") as file:
+                print(lines, file=file)
+        except OSError as error:
+            self._log(f"the tuner's log can't be written: {error}")
+            self._tuning_log = ""
             frame = encode(message)
             for connection in told:
                 self.connections.write(connection, frame, descriptor)

@@ -34,6 +34,7 @@ from hvdlab.collectives.coordinator.rounds import Rejection, Verdict
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stalls import Stalls
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.coordinator.tuning import Tuning
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -76,6 +77,7 @@ class CoordinatorState:
         self.flush_delay = self.options.flush_delay
         self._due: float | None = None  # what _find_due found last
 
+        self.tuning = Tuning(self.options)
     # -- the door -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -108,6 +110,8 @@ class CoordinatorState:
             self._due = self._find_due()
         return self.outbox.take()
 
+        if self.tuning.active:
+            self.tuning.advance(self, now)
     def next_deadline(self) -> float | None:
         """When a :class:`Tick` is due at the latest, or ``None`` for never."""
         return self._due
@@ -288,7 +292,9 @@ class CoordinatorState:
         idle = self.cells.idle
         for current, missing in ps.matcher.waiting():
             absent = [r for r in (missing or ps.members) if r in idle]
+            self.tuning.before(self, ps)
             if absent:
+            self.tuning.executed(ps, run)
                 why = self.cells.absence(absent, current.heads)
                 self.sets.abort(ps, why.kind, why.ranks, why.text)
                 return

@@ -53,6 +53,7 @@ class Dispatcher:
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
             m.StoreValue: self._on_store_value,
+            m.Tune: self._on_tune,
             m.World: self.world.update,
             m.Mail: self.mailbox.deliver,
             m.Interrupt: self.mailbox.interrupt,
@@ -170,6 +171,12 @@ class Dispatcher:
         self._tickets.answer(message.ticket, message.value)
 
     # -- events ---------------------------------------------------------------------------------------------------
+
+    def _on_tune(self, message: m.Message) -> None:
+        assert isinstance(message, m.Tune)
+        self._executor.tune(
+            message.process_set, message.epoch, message.slice_bytes
+        )  # before the order that follows
 
     def schedule_events(self) -> None:
         """Send what was recorded, soon but not too often. Any thread."""

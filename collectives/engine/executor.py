@@ -189,6 +189,16 @@ class Executor:
             if not any(lane.running is slot for lane in self._abandoned):
                 slot.close()
 
+    def tune(self, process_set: int, epoch: int, slice_bytes: int) -> None:
+        """Change a plane's slices, after the work that is there."""
+
+        def tune() -> None:
+            slot = self._slots.get((process_set, epoch))
+            if slot is not None:
+                slot.tune(slice_bytes)
+
+        self.put(tune)
+
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
         """What failed in the plane of this epoch on this rank."""
         slot = self._slots.get((process_set, epoch))

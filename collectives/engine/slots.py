@@ -33,6 +33,7 @@ class PlaneSlot:
         self._on_abort = on_abort
         self._connected = False
         self._closed = False
+        self._slice = 0
 
     def open(self) -> Plane:
         """The plane, built and connected at the first call. Blocks; raises what the plane raises."""
@@ -44,7 +45,14 @@ class PlaneSlot:
                 raise PlaneAborted(f"epoch {self.context.epoch} has ended")
             plane.connect(float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT)))
             self._connected = True
+            plane.tune(self._slice)
         return plane
+
+    def tune(self, slice_bytes: int) -> None:
+        """See :meth:`Plane.tune`; before the plane is built it is noted."""
+        self._slice = slice_bytes
+        if self.plane is not None and self._connected:
+            self.plane.tune(slice_bytes)
 
     def abort(self) -> None:
         """End whatever runs on the plane. Any thread; never blocks."""

@@ -161,6 +161,13 @@ class Plane(ABC):
     def barrier(self, phases: Phases) -> None:
         """Return once all members have called it."""
 
+    def tune(self, slice_bytes: int) -> None:  # noqa: B027  (ignoring it is right for most planes)
+        """Move ``slice_bytes`` at a time from the next operation on; 0 is the plane's own choice.
+
+        Called on the executor thread, after :meth:`connect`, by all members at the same place in the order. A plane
+        that cuts nothing into slices ignores it; one may stay within limits of its own.
+        """
+
     @abstractmethod
     def abort(self) -> None:
         """End the running and all later operations with ``PlaneAborted``. Any thread; never blocks; idempotent."""

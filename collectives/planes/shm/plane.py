@@ -61,6 +61,7 @@ class ShmPlane(Plane):
         self._index, self._size, self._fd = context.index, context.size, context.memory_fd
         self._layout = layout_from(context.options, context.size)
         self._small = min(SMALL_BYTES, self._layout.chunk_bytes)
+        self._slice = 0
         self._step = 0
         self._alltoalls = 0
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
@@ -141,8 +142,13 @@ class ShmPlane(Plane):
     def _chunk(self, total: int, itemsize: int) -> int:
         """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
         half = -(-total * itemsize // 2 // PAGE) * PAGE
-        most = PAIR_CHUNK_BYTES if self._size == 2 else self._layout.chunk_bytes
+        most = self._slice or (PAIR_CHUNK_BYTES if self._size == 2 else self._layout.chunk_bytes)
         return min(max(half, LEAST_CHUNK_BYTES), most, self._layout.chunk_bytes) // itemsize
+
+    def tune(self, slice_bytes: int) -> None:
+        # A slice that has no room for a cache line of each member would be no work to share.
+        least = -(-LINE * self._size // PAGE) * PAGE
+        self._slice = max(slice_bytes // PAGE * PAGE, least) if slice_bytes else 0
 
     def _reduce_small(
         self, source: Buffer, out: Buffer, fold: Fold, prescale: float, postscale: float, phases: Phases

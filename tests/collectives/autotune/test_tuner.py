@@ -1,0 +1,122 @@
+"""The tuner's samples, and what it finds on functions whose best setting is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from hvdlab.collectives.autotune.options import TuningOptions
+from hvdlab.collectives.autotune.parameters import MIB, Parameters, Space
+from hvdlab.collectives.autotune.tuner import LEAST_SECONDS, Phase, Sample, Tuner
+
+START = Parameters(64 * MIB, 0.0)
+Speed = Callable[[Parameters], float]
+
+
+def drive(tuner: Tuner, speed: Speed, limit: int = 10_000) -> list[Sample]:
+    """Execute steps of one tensor, as fast as the setting allows, until the tuner is done."""
+    samples: list[Sample] = []
+    now = 0.0
+    for _ in range(limit):
+        tuner.executed([("a", 1_000_000)])
+        sample = tuner.advance(now)
+        if sample is not None:
+            samples.append(sample)
+            best = tuner.finish()
+            if best is not None:
+                return [*samples, best]
+        now += 1_000_000 / speed(tuner.parameters)
+    raise AssertionError("it did not come to an end")
+
+
+def flat(parameters: Parameters) -> float:
+    return 1e8
+
+
+def hill(at: Parameters, noise: float = 0.0, seed: int = 0) -> Speed:
+    """Fastest at one setting, slower the farther from it."""
+    space, rng = Space(), random.Random(seed)
+
+    def speed(parameters: Parameters) -> float:
+        square = sum((a - b) ** 2 for a, b in zip(space.point(parameters), space.point(at), strict=True))
+        return 1e8 * (0.3 + math.exp(-2 * square)) * (1 + rng.gauss(0, noise))
+
+    return speed
+
+
+def test_the_log_tells_the_phases() -> None:
+    samples = drive(Tuner(TuningOptions(3, 10, 5), START), flat)
+    assert [s.phase for s in samples] == [Phase.WARMUP] * 3 + [Phase.SAMPLE] * 5 + [Phase.BEST]
+    assert [s.number for s in samples] == list(range(1, 10))
+    assert {s.parameters for s in samples[:4]} == {START}, (
+        "warm-up and first sample are made with what was set"
+    )
+    assert samples[-1].line().count(",") == Sample.header().count(",")
+
+
+def test_the_score_is_bytes_per_second() -> None:
+    samples = drive(Tuner(TuningOptions(0, 10, 3), START), flat)
+    assert samples[0].score == pytest.approx(1e8, rel=0.15)
+
+
+def test_settings_change_while_it_looks_and_stay_afterwards() -> None:
+    tuner = Tuner(TuningOptions(0, 10, 20), START)
+    samples = drive(tuner, hill(START))
+    assert len({s.parameters for s in samples}) > 8
+    kept = tuner.parameters
+    for i in range(100):
+        tuner.executed([("a", 1)])
+        assert tuner.advance(1000.0 + i) is None
+    assert tuner.parameters == kept == samples[-1].parameters
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "best",
+    [Parameters(0, 0.005, 65536), Parameters(4 * MIB, 0.001, 262144), Parameters(256 * MIB, 0.0, 524288)],
+)
+def test_it_finds_a_good_setting_in_spite_of_noise(best: Parameters, seed: int) -> None:
+    tuner = Tuner(TuningOptions(0, 10, 20), START, seed=seed)
+    drive(tuner, hill(best, noise=0.05, seed=seed))
+    truth = hill(best)
+    assert truth(tuner.parameters) > 0.75 * truth(best)
+
+
+def test_the_same_scores_give_the_same_settings() -> None:
+    runs = [
+        drive(Tuner(TuningOptions(1, 10, 12), START, seed=7), hill(Parameters(MIB, 0.001))) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_sample_lasts_until_a_tensor_came_often_enough() -> None:
+    tuner = Tuner(TuningOptions(0, 3, 5), START)
+    tuner.executed([("a", 100)])
+    assert tuner.advance(0.0) is None, "what was submitted before does not count"
+    for i, name in enumerate(["a", "b", "a", "b"]):
+        tuner.executed([(name, 100)])
+        assert tuner.advance(1.0 + i) is None
+    tuner.executed([("a", 100)])
+    sample = tuner.advance(5.0)
+    assert sample is not None
+    assert sample.score == 500 / 5.0
+
+
+def test_a_sample_is_not_too_short() -> None:
+    tuner = Tuner(TuningOptions(0, 1, 5), START)
+    tuner.executed([("a", 100)])
+    tuner.advance(0.0)
+    tuner.executed([("a", 100)])
+    assert tuner.advance(LEAST_SECONDS / 2) is None
+    assert tuner.advance(LEAST_SECONDS) is not None
+
+
+def test_points_lie_between_nought_and_one() -> None:
+    space = Space()
+    for parameters in [*space.all, Parameters(1 << 40, 1.0, 1 << 30), Parameters(3 * MIB, 0.0007, 100_000)]:
+        assert all(0.0 <= x <= 1.0 for x in space.point(parameters))
+    assert space.point(Parameters(0, 0.0, 0)) == (0.0, 0.0, 0.0)
+    assert space.point(Parameters(256 * MIB, 0.005, 524288)) == (1.0, 1.0, 1.0)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.errors import UnsupportedError
-from ranks import RankFailed, Ranks
+from ranks import Ranks
 
 Tensors = list[torch.Tensor]
 
@@ -163,16 +162,6 @@ def _untouched() -> list[bool]:
 
 def test_outputs_require_gradients_only_where_they_have_them(two_ranks: Ranks) -> None:
     assert two_ranks.run(_untouched) == [[False] * 5] * 2
-
-
-def _of_a_maximum() -> None:
-    hvd.allreduce(torch.ones(3, requires_grad=True), op=hvd.Max).sum().backward()
-
-
-def test_selections_have_no_gradient(two_ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="not for max") as failure:
-        two_ranks.run(_of_a_maximum)
-    assert all(isinstance(error, UnsupportedError) for error in failure.value.errors.values())
 
 
 def _saved_then_overwritten() -> str:

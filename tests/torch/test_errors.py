@@ -32,7 +32,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "only op",
     ),
     "unknown op": (lambda: hvd.allreduce(torch.ones(1), op=17), InvalidRequestError, "op=17"),
-    "adasum": (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), UnsupportedError, "Adasum"),
+    "adasum of integers": (
+        lambda: hvd.allreduce(torch.ones(1).int(), op=hvd.Adasum),
+        UnsupportedError,
+        "floating-point",
+    ),
+    "adasum in parts": (lambda: hvd.reducescatter(torch.ones(9), op=hvd.Adasum), UnsupportedError, "whole"),
     "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),
     "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),
     "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.process_sets import ProcessSet, set_id
 from hvdlab.torch.submission import Operation
 
@@ -27,7 +27,6 @@ def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp
 
     Raises:
         InvalidRequestError: Both were given, or ``op`` is no operator.
-        UnsupportedError: ``op`` is ``hvd.Adasum``.
     """
     if op is None:
         if average is None:
@@ -45,14 +44,12 @@ def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp
 def checked_operator(op: ReduceOp | int) -> ReduceOp:
     """``op`` as an operator that hvdlab can execute."""
     try:
-        known = ReduceOp(op)
+        return ReduceOp(op)
     except ValueError:
         raise InvalidRequestError(
-            f"op={op!r} is no reduction operator; give hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product."
+            f"op={op!r} is no reduction operator; give hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or "
+            "hvd.Product."
         ) from None
-    if known is Adasum:
-        raise UnsupportedError("hvdlab has no Adasum reduction; hvd.Average is the usual choice instead.")
-    return known
 
 
 def reduction(

@@ -5,6 +5,10 @@ conventions hold, so that code written for it computes what it did: gradients of
 summed like the tensors were, while allgather and broadcast *average* the gradients of all ranks, as if the loss were
 the mean of the ranks' losses.
 
+Reductions that are no sums (Min, Max, Product, Adasum) have the derivative of the sum of the ranks' losses; every rank
+computes it for itself from the tensors of all, so for these a backward pass takes as many tensors' memory as there are
+ranks.
+
 Gradients are made of collectives, so every rank that ran the collective must run its backward pass, too. They can be
 differentiated again.
 """
@@ -19,8 +23,8 @@ import torch
 
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.torch.handles import received_splits
+from hvdlab.torch.nonlinear import LINEAR, reduced
 from hvdlab.torch.process_sets import members, position
 from hvdlab.torch.submission import Operation, run, submit_group
 
@@ -84,6 +88,11 @@ class _Forward:
     rows: list[list[int]] = field(default_factory=list)
     received: tuple[int, ...] = ()
 
+    @property
+    def linear(self) -> bool:
+        """Whether the gradient does not depend on the tensors."""
+        return self.operation.kind not in _REDUCTIONS or self.operation.op in LINEAR
+
     def run(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         if self.grouped:
             handle = submit_group(self.operation, tensors, self.name)
@@ -114,6 +123,8 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: _Forward, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.forward_pass = forward
+        if not forward.linear:
+            ctx.save_for_backward(*tensors)
         outputs = forward.run(tensors)
         if forward.operation.kind is OpKind.ALLTOALL:
             ctx.mark_non_differentiable(outputs[1])
@@ -122,11 +133,12 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         forward: _Forward = ctx.forward_pass
+        if not forward.linear:
+            return None, *_of_nonlinear(forward, ctx.saved_tensors, gradients)
         return None, *_GRADIENTS[forward.operation.kind](forward, gradients)
 
 
 def _of_allreduce(forward: _Forward, gradients: Tensors) -> Tensors:
-    _refuse_selection(forward.operation)
     return forward.on_gradients(forward.operation, gradients)
 
 
@@ -148,7 +160,6 @@ def _of_broadcast(forward: _Forward, gradients: Tensors) -> Tensors:
 
 def _of_reducescatter(forward: _Forward, gradients: Tensors) -> Tensors:
     operation = forward.operation
-    _refuse_selection(operation)
     scale = operation.prescale * operation.postscale
     if operation.op is ReduceOp.SUM:
         scale *= len(members(operation.process_set))
@@ -162,14 +173,41 @@ def _of_alltoall(forward: _Forward, gradients: Tensors) -> Tensors:
     return [exchange(back, gradients[0], name)[0]]
 
 
-def _refuse_selection(operation: Operation) -> None:
-    if operation.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise UnsupportedError(
-            f"{operation.kind.label} has a gradient for hvd.Average and hvd.Sum, not for {operation.op.name.lower()}; "
-            "give it tensor.detach()."
-        )
+def _of_nonlinear(forward: _Forward, tensors: Tensors, gradients: Tensors) -> Tensors:
+    """The gradient of a reduction that is no sum, from all ranks' tensors and the sum of their gradients."""
+    operation = forward.operation
+    whole = (
+        Operation(OpKind.ALLREDUCE, ReduceOp.SUM)
+        if operation.kind is OpKind.ALLREDUCE
+        else Operation(OpKind.ALLGATHER)
+    )
+    summed = forward.on_gradients(whole, gradients)
+    gathered = forward.on_gradients(Operation(OpKind.ALLGATHER), [t.unsqueeze(0) for t in tensors])
+    mine, count = position(operation.process_set), len(members(operation.process_set))
+    return [
+        _derivative(operation, stacked, gradient, mine, count)
+        for stacked, gradient in zip(gathered, summed, strict=True)
+    ]
 
 
+def _derivative(
+    operation: Operation, stacked: torch.Tensor, gradient: torch.Tensor, mine: int, count: int
+) -> torch.Tensor:
+    again = torch.is_grad_enabled()  # whether this is to be differentiated itself
+    if stacked.requires_grad:
+        # An allgather averages gradients, while the losses of all ranks add up here.
+        stacked.register_hook(lambda averaged: averaged * count)
+    else:
+        stacked.requires_grad_()
+    with torch.enable_grad():
+        inputs = stacked.view_as(stacked)
+        output = reduced(operation.op, inputs, operation.prescale, operation.postscale)
+        (all_gradients,) = torch.autograd.grad(output, inputs, gradient, create_graph=again)
+    result: torch.Tensor = all_gradients[mine]
+    return result
+
+
+_REDUCTIONS = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 _GRADIENTS: dict[OpKind, Callable[[_Forward, Tensors], Tensors]] = {
     OpKind.ALLREDUCE: _of_allreduce,
     OpKind.ALLGATHER: _of_allgather,

@@ -1,0 +1,58 @@
+"""Reductions that are no sums, as functions of all ranks' tensors in one: their derivatives are autograd's own.
+
+The largest and the smallest get the gradient where they came from (ranks that tie share it evenly), a product the
+product of the others, Adasum the derivative of its formula.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.reduce.adasum import levels
+
+LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: float) -> torch.Tensor:
+    """What a reduction gives of the tensors of all ranks, which are stacked along dimension 0; differentiable.
+
+    ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
+    """
+    wide = stacked.float() if stacked.dtype in _HALVES else stacked
+    if prescale != 1.0:
+        wide = wide * prescale
+    if op is ReduceOp.MIN:
+        result = wide.amin(0)
+    elif op is ReduceOp.MAX:
+        result = wide.amax(0)
+    elif op is ReduceOp.PRODUCT:
+        result = wide.prod(0)
+    else:
+        result = _adasum(wide)
+    if postscale != 1.0:
+        result = result * postscale
+    return result.to(stacked.dtype)
+
+
+def _adasum(stacked: torch.Tensor) -> torch.Tensor:
+    """See :mod:`hvdlab.collectives.reduce.adasum`."""
+    vectors = list(stacked.unbind())
+    for pairs in levels(len(vectors)):
+        for a, b in pairs:
+            common = _dot(vectors[a], vectors[b])
+            vectors[a] = _share(vectors[a], common) + _share(vectors[b], common)
+    return vectors[0]
+
+
+def _share(vector: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    square = _dot(vector, vector)
+    # No division by zero in the branch that is not taken either: its NaN would get into the gradient.
+    factor = 1 - common / (2 * torch.where(square > 0, square, torch.ones_like(square)))
+    return vector * factor.to(vector.dtype)
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double()).sum()

@@ -6,11 +6,16 @@ import atexit
 import dataclasses
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import NotInitializedError
 from hvdlab.collectives.settings import Settings
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.bootstrap.find import Found
+    from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
 
 class _Context:
@@ -20,7 +25,8 @@ class _Context:
         self.lock = threading.RLock()
         self.engine: Engine | None = None
         self.adopted: Engine | None = None
-        self.coordinator: object | None = None
+        self.coordinator: CoordinatorProcess | None = None
+        self.found: Found | None = None
 
 
 _context = _Context()
@@ -43,9 +49,20 @@ def init(settings: Settings | None = None) -> Engine:
             engine = _context.adopted
             engine.wait_for_world(engine.settings.start_timeout)
         else:
-            engine = _join(settings or Settings.from_env())
+            engine = _join(settings or _find(Settings.from_env()))
         _context.engine = engine
         return engine
+
+
+def _find(settings: Settings) -> Settings:
+    """What it takes to join the world that another's launcher started this process for, if one did."""
+    if settings.coordinator is not None:
+        return settings
+    if _context.found is None:
+        from hvdlab.collectives.bootstrap.find import find
+
+        _context.found = find(os.environ, settings)
+    return settings if _context.found is None else _context.found.settings(settings)
 
 
 def _join(settings: Settings) -> Engine:
@@ -68,7 +85,10 @@ def _join(settings: Settings) -> Engine:
             engine.close()
         if coordinator is not None:
             coordinator.close()
+        _release()
         raise
+    if _context.found is not None:
+        _context.found.complete()
     _context.coordinator = coordinator
     uncaught.watch()
     return engine
@@ -89,7 +109,20 @@ def shutdown() -> None:
         if engine is not None and engine is not _context.adopted:
             engine.close()
         if coordinator is not None:
-            coordinator.close()  # type: ignore[attr-defined]  # a CoordinatorProcess, imported only when needed
+            coordinator.close()
+
+
+def _release() -> None:
+    """Let go of a world that another's launcher started; until then :func:`init` joins it again."""
+    found, _context.found = _context.found, None
+    if found is not None:
+        found.release()
+
+
+def _end() -> None:
+    shutdown()
+    with _context.lock:
+        _release()
 
 
 def is_initialized() -> bool:
@@ -113,8 +146,8 @@ def engine(what: str = "hvdlab") -> Engine:
 def _forget_in_child() -> None:
     # The coordinator process and the engine belong to the parent.
     _context.lock = threading.RLock()
-    _context.engine = _context.adopted = _context.coordinator = None
+    _context.engine = _context.adopted = _context.coordinator = _context.found = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-atexit.register(shutdown)
+atexit.register(_end)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdlab.collectives import addresses
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs.table import PLANES
@@ -83,7 +84,7 @@ class Settings:
             cross_rank=_integer(env, "HVDLAB_CROSS_RANK"),
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
             certificate=_certificate(env.get("HVDLAB_CERT")),
-            address=env.get("HVDLAB_ADDRESS") or "127.0.0.1",
+            address=addresses.own(env, env.get("HVDLAB_COORDINATOR") or ""),
             **knobs,
         )
 

@@ -43,9 +43,9 @@ def main() -> int:
         except (OSError, StartError) as error:
             _answer(Ready(error=str(error)))
             return 1
-        server.stop_at_end_of(0)
+        server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
-        _watch(server, launch.starter)
+        _watch(server, launch)
         _answer(ready)
         server.serve()
     finally:
@@ -85,16 +85,16 @@ def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
     return Ready(str(UnixAddress(path)), str(TlsAddress(launch.tcp_host, port)), certificate)
 
 
-def _watch(server: Server, starter: int) -> None:
+def _watch(server: Server, launch: Launch) -> None:
     """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
-        descriptor = os.pidfd_open(starter)
+        descriptor = os.pidfd_open(launch.starter)
     except OSError:
         # Gone already, or hidden from us; end of file on the lifeline says which.
         return
-    server.stop_when_readable(descriptor)
+    server.stop_at_end_of(descriptor, linger=launch.linger)
 
 
 def _catch_sigterm() -> int:

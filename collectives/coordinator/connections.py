@@ -42,6 +42,11 @@ class Connections:
         self._next_peer = 1
         self._ping = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is connected, or about to be."""
+        return not self.open and not self._unsettled
+
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add(self, sock: socket.socket) -> None:

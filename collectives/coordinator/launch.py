@@ -23,6 +23,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         starter: Process id of the starter.
         size: Number of ranks, or ``None`` to wait for a client's word.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
+        linger: Whether to stay after the starter's end until no rank is connected.
         stall_disable: Neither report nor end what stalls, whatever the other fields say.
         autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
         log_level: The least important lines to write to stderr, as ``logging`` counts.
@@ -34,6 +35,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     starter: int
     size: int | None = None
     tcp_host: str = ""
+    linger: bool = False
     fusion_threshold: int = FUSION_THRESHOLD
     flush_delay: float = 0.0
     separate_groups: bool = False

@@ -37,9 +37,9 @@ class Poller(Generic[Target]):
         """Watch for something else from now on."""
         self._epoll.modify(watched.fileno(), events)
 
-    def unregister(self, watched: Watched) -> None:
+    def unregister(self, watched: Watched | int) -> None:
         """Watch no longer; to be called before the descriptor is closed."""
-        descriptor = watched.fileno()
+        descriptor = watched if isinstance(watched, int) else watched.fileno()
         del self._targets[descriptor]
         self._epoll.unregister(descriptor)
 

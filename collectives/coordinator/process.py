@@ -54,6 +54,7 @@ class CoordinatorProcess:
         size: int | None = None,
         directory: Path | None = None,
         tcp_host: str | None = None,
+        linger: bool = False,
         timeout: float = 10,
         environ: Mapping[str, str] | None = None,
         **settings: Any,
@@ -64,6 +65,7 @@ class CoordinatorProcess:
             size: Number of ranks, if known; else a client says which ranks to expect.
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
+            linger: Whether it stays, when its starter has ended, until the last rank has gone.
             timeout: Seconds.
             environ: Where users' variables are looked up; by default in this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
@@ -77,7 +79,7 @@ class CoordinatorProcess:
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
         token = secrets.token_hex(32)
         private = _private_directory(directory)
-        launch = Launch(token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "")
+        launch = Launch(token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "", linger=linger)
         process: subprocess.Popen[bytes] | None = None
         try:
             launch = msgspec.structs.replace(launch, **settings)
@@ -93,6 +95,18 @@ class CoordinatorProcess:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def release(self, timeout: float = 0.2) -> None:
+        """Leave it to itself: one that lingers ends after the last rank, any other now. Idempotent.
+
+        Args:
+            timeout: Seconds to wait for it to end, so that no zombie is left if it does at once.
+        """
+        _cut_lifeline(self._process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def close(self, timeout: float = 5) -> None:
         """End the process and remove what it may have left. Idempotent.
@@ -161,10 +175,14 @@ def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadli
     return ready
 
 
-def _end(process: subprocess.Popen[bytes], timeout: float) -> None:
+def _cut_lifeline(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None and not process.stdin.closed:
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # its lifeline
+            process.stdin.close()
+
+
+def _end(process: subprocess.Popen[bytes], timeout: float) -> None:
+    _cut_lifeline(process)
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:

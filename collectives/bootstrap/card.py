@@ -1,0 +1,89 @@
+"""What rank 0 tells the others: where the coordinator is, and how to be let in."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
+from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+
+PROBE_SECONDS = 5.0
+
+
+class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The coordinator of a job.
+
+    Attributes:
+        size: Ranks of the job.
+        host: Its host, as :func:`~hvdlab.collectives.engine.hosts.host_key` has it.
+        local: Its address for ranks of that host (``unix:/path``).
+        remote: Its address for all others (``tls:host:port``), or empty.
+        certificate: PEM text that goes with ``remote``.
+        token: Its secret.
+        error: Why rank 0 could not start it, or empty.
+    """
+
+    size: int
+    host: str = ""
+    local: str = ""
+    remote: str = ""
+    certificate: str = ""
+    token: str = ""
+    error: str = ""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Card:
+        """Raises ``StartError`` if this is no card."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise StartError(f"Rank 0 has announced something that can't be read: {error}") from error
+
+    @property
+    def address(self) -> str:
+        """The coordinator's address for this process.
+
+        Raises:
+            StartError: It can't be reached from this host.
+        """
+        if self.host == host_key():
+            return self.local
+        if not self.remote:
+            raise StartError(
+                f"Rank 0 runs on {self.host} and expects all ranks there, but this one runs on {host_key()}: the "
+                "launcher's variables say that there is one host only. If these are containers of one machine, let "
+                "them share it, or unset the launcher's count of ranks per host."
+            )
+        return self.remote
+
+    def answers(self, timeout: float) -> bool:
+        """Whether this coordinator runs, and is not one of a job that has ended."""
+        try:
+            _probe(self.address, self.certificate, min(timeout, PROBE_SECONDS))
+        except (OSError, HvdlabError) as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            return False
+        return True
+
+
+def _probe(address: str, certificate: str, timeout: float) -> None:
+    where = parse_address(address)
+    if isinstance(where, UnixAddress):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(timeout)
+            sock.connect(where.path)
+        return
+    assert isinstance(where, TlsAddress)
+    with (
+        socket.create_connection((where.host, where.port), timeout) as plain,
+        client_context(certificate).wrap_socket(plain) as secure,
+    ):
+        require_same_certificate(secure, certificate)

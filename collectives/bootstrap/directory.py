@@ -1,0 +1,125 @@
+"""A file in a directory that only its user may enter: for ranks of one host, or with a shared file system."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hvdlab.collectives.errors import StartError
+
+# There is no event for it: a shared file system does not tell of what other hosts do.
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
+_LIMIT = 64 * 1024
+
+
+class Directory:
+    """See :class:`~hvdlab.collectives.bootstrap.board.Board`.
+
+    Args:
+        parent: Directory in which ``hvdlab-<user>`` is made.
+        key: Name of the job.
+        shared: Whether ranks of other hosts are to see it.
+    """
+
+    def __init__(self, parent: Path, key: str, *, shared: bool) -> None:
+        self._directory = parent / f"hvdlab-{os.geteuid()}"
+        self._file = self._directory / key
+        self._shared = shared
+        self._published = False
+
+    def publish(self, data: bytes) -> None:
+        draft = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        try:
+            for last in (False, True):
+                self._enter()
+                try:
+                    _write(draft, data)
+                    break
+                except FileNotFoundError:  # removed by a job that has just ended
+                    if last:
+                        raise
+            draft.rename(self._file)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            raise StartError(f"Rank 0 can't tell the others where the coordinator is: {error}") from error
+        self._published = True
+
+    def _enter(self) -> None:
+        """Make the directory, or make sure that it is ours alone."""
+        self._directory.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._directory.mkdir(mode=0o700)
+        _require_private(self._directory, os.lstat(self._directory), stat.S_ISDIR)
+
+    def read(self, seconds: float) -> bytes | None:
+        until = time.monotonic() + seconds
+        pause = _FIRST_LOOK
+        while (data := self._look()) is None and (left := until - time.monotonic()) > 0:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_LOOK)
+        return data
+
+    def _look(self) -> bytes | None:
+        try:
+            _require_private(self._directory, os.lstat(self._directory), stat.S_ISDIR)
+            if self._shared and self._file.name not in os.listdir(self._directory):
+                return None  # NFS may remember for a minute that a file is not there, unless asked for the directory
+            descriptor = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StartError(f"Rank 0's announcement in {self.place} can't be read: {error}") from error
+        with open(descriptor, "rb") as file:
+            _require_private(self._file, os.fstat(file.fileno()), stat.S_ISREG)
+            return file.read(_LIMIT)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(min(seconds, _LAST_LOOK))
+
+    def withdraw(self) -> None:
+        if self._published:
+            self._published = False
+            with suppress(OSError):
+                self._file.unlink()
+            with suppress(OSError):  # not empty: other jobs are starting
+                self._directory.rmdir()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    @property
+    def place(self) -> str:
+        return str(self._file)
+
+    @property
+    def advice(self) -> str:
+        if self._shared:
+            return (
+                "If that is not on a file system that all hosts share, set HVDLAB_RENDEZVOUS_DIR to a directory that "
+                "is, or MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it."
+            )
+        return (
+            "If ranks have different temporary directories, set HVDLAB_RENDEZVOUS_DIR to one that they share."
+        )
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # for those who read on other hosts
+
+
+def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
+    """Raise ``StartError`` unless only we can have put there what is there."""
+    assert callable(kind)
+    if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StartError(
+            f"{path} is not trusted: it must belong to user {os.geteuid()} alone (mode 0700, no link), but has owner "
+            f"{status.st_uid} and mode {stat.filemode(status.st_mode)}. Remove it, or set HVDLAB_RENDEZVOUS_DIR."
+        )

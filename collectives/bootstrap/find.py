@@ -1,0 +1,183 @@
+"""Finding, or founding, the world that another's launcher started this process for."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives import addresses
+from hvdlab.collectives.bootstrap import mpi, store
+from hvdlab.collectives.bootstrap.board import Board, await_card
+from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.bootstrap.directory import Directory
+from hvdlab.collectives.bootstrap.job import job_key
+from hvdlab.collectives.bootstrap.launchers import Launched, Meeting, detect
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.protocol.address import TlsAddress, parse_address
+from hvdlab.collectives.settings import Settings
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
+
+
+class Found:
+    """A world to join, as often as this process likes: the coordinator stays until the last rank has gone.
+
+    Attributes:
+        coordinator: The coordinator, on the rank that started it.
+    """
+
+    def __init__(
+        self,
+        launched: Launched,
+        card: Card,
+        address: str,
+        board: Board,
+        coordinator: CoordinatorProcess | None,
+    ) -> None:
+        self._launched, self._card, self._address = launched, card, address
+        self._board = board
+        self.coordinator = coordinator
+
+    def settings(self, base: Settings) -> Settings:
+        """``base`` with what it takes to join."""
+        return dataclasses.replace(
+            base,
+            coordinator=self._card.address,
+            token=self._card.token,
+            certificate=self._card.certificate or None,
+            rank=self._launched.rank,
+            size=self._launched.size,
+            local_rank=self._launched.local_rank,
+            address=self._address,
+        )
+
+    def complete(self) -> None:
+        """All ranks are there: the secret need not lie about any longer."""
+        self._board.withdraw()
+        self._board.close()
+
+    def release(self) -> None:
+        """This process is done with the world. The coordinator ends after the last rank."""
+        self.complete()
+        if self.coordinator is not None:
+            self.coordinator.release()
+
+
+def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
+    """The world that a launcher's variables speak of; ``None`` if they speak of none, or of one rank only.
+
+    Rank 0 starts the coordinator and returns at once. Others wait until they know where it is.
+
+    Args:
+        environ: The environment.
+        settings: Its ``start_timeout`` is the limit.
+
+    Raises:
+        StartError: No coordinator can be started, or is known in time; the text says what is missing.
+        InvalidRequestError: Variables contradict each other.
+    """
+    _refuse_horovodrun(environ)
+    launched = detect(environ)
+    if launched is None or launched.size == 1:
+        return None
+    deadline = Deadline(settings.start_timeout)
+    board = _board(launched, environ, deadline)
+    try:
+        if launched.rank == 0:
+            return _found(launched, environ, board)
+        card = await_card(board, launched.size, deadline)
+        return Found(launched, card, _address(environ, card), board, None)
+    except BaseException:
+        board.close()
+        raise
+
+
+def _refuse_horovodrun(environ: Mapping[str, str]) -> None:
+    if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+        raise StartError(
+            "Horovod's own horovodrun started this process, and hvdlab does not take part in its rendezvous. Start "
+            "the script by `hvdlab run -np 4 python train.py` (it takes horovodrun's options), mpirun, srun or "
+            "torchrun."
+        )
+
+
+def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -> Board:
+    """Where the ranks of this job meet. Every rank must come to the same conclusion."""
+    key = job_key(launched, environ)
+    given = environ.get(RENDEZVOUS_DIRECTORY)
+    if given:
+        return Directory(Path(given), key, shared=not launched.one_host)
+    if launched.one_host:
+        return Directory(Path(tempfile.gettempdir()), key, shared=False)
+    if launched.launcher.meeting is Meeting.MPI and mpi.usable():
+        return mpi.Broadcast(launched.rank, launched.size, deadline)
+    if store.usable(environ):
+        return store.Store(environ, key, serve=launched.rank == 0, deadline=deadline)
+    if launched.launcher.meeting is Meeting.STORE:
+        raise StartError(
+            f"Ranks of several hosts that {launched.launcher.name} started find each other through PyTorch, which is "
+            f"not installed: pip install hvdlab[torch], or set {RENDEZVOUS_DIRECTORY} to a directory that all share."
+        )
+    return Directory(_shared_directory(environ), key, shared=True)
+
+
+def _shared_directory(environ: Mapping[str, str]) -> Path:
+    """Clusters share the home directories, as a rule."""
+    cache = environ.get("XDG_CACHE_HOME")
+    return Path(cache) if cache else Path.home() / ".cache"
+
+
+def _found(launched: Launched, environ: Mapping[str, str], board: Board) -> Found:
+    """Be rank 0: start the coordinator and announce it, or the failure."""
+    from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+    coordinator = None
+    try:
+        listen = None if launched.one_host else _own_address(environ)
+        coordinator = CoordinatorProcess.start(size=launched.size, tcp_host=listen, linger=True)
+        card = Card(
+            launched.size,
+            host_key(),
+            coordinator.address,
+            coordinator.tls_address or "",
+            coordinator.certificate or "",
+            coordinator.token,
+        )
+        board.publish(card.encode())
+    except HvdlabError as error:
+        if coordinator is not None:
+            coordinator.close()
+        else:
+            board.publish(Card(launched.size, error=str(error)).encode())
+        raise
+    except BaseException:
+        if coordinator is not None:
+            coordinator.close()
+        raise
+    return Found(launched, card, _address(environ, card), board, coordinator)
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
+    """Where rank 0's coordinator is to be reached."""
+    hints = (environ.get("MASTER_ADDR", ""), environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+    return addresses.chosen(environ) or addresses.outward(hints)
+
+
+def _address(environ: Mapping[str, str], card: Card) -> str:
+    """Where this rank's data plane is to be reached: where it reaches the coordinator from, unless told otherwise."""
+    chosen = addresses.chosen(environ)
+    if chosen or not card.remote:
+        return chosen or addresses.LOOPBACK
+    remote = parse_address(card.remote)
+    assert isinstance(remote, TlsAddress)
+    if card.host == host_key():
+        return remote.host
+    return addresses.towards(remote.host) or addresses.LOOPBACK

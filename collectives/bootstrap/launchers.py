@@ -1,0 +1,210 @@
+"""The launchers that are understood, and what their variables say about a rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hvdlab.collectives.errors import InvalidRequestError
+
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+class Meeting(StrEnum):
+    """How ranks of several hosts find each other if nothing better is known."""
+
+    STORE = "store"
+    MPI = "mpi"
+    DIRECTORY = "directory"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A launcher. Of several variables for one thing the first that is set counts.
+
+    Attributes:
+        name: What users call it.
+        marks: Variables that are all set if it started this process.
+        rank, size: Number of the rank, and of ranks.
+        local_rank, local_size: The same on this host. A size may be Slurm's list of all hosts' sizes.
+        host, hosts: Number of the host, and of hosts.
+        job: Variables that together are different for each job (and attempt).
+        by_parent: Whether those are not enough: on one host the process that started the ranks makes the difference.
+        meeting: How its ranks meet if they are on several hosts.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    by_parent: bool = True
+    meeting: Meeting = Meeting.DIRECTORY
+
+
+_TORCH = (
+    ("RANK",),
+    ("WORLD_SIZE",),
+    ("LOCAL_RANK",),
+    ("LOCAL_WORLD_SIZE",),
+    ("GROUP_RANK",),
+    ("GROUP_WORLD_SIZE",),
+)
+
+# A launcher that another one has started comes first: torchrun under srun, mpiexec (which uses srun) in Slurm's jobs.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "torchrun",
+        ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+        *_TORCH,
+        job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        meeting=Meeting.STORE,
+    ),
+    Launcher(
+        "jsrun",
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        job=("LSB_JOBID", "LS_JOBPID", "PMIX_NAMESPACE"),
+        meeting=Meeting.MPI,
+    ),
+    Launcher(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        meeting=Meeting.MPI,
+    ),
+    Launcher(
+        "MVAPICH",
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        ("MV2_COMM_WORLD_RANK",),
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        meeting=Meeting.MPI,
+    ),
+    Launcher(
+        "MPICH",
+        ("PMI_RANK", "PMI_SIZE"),
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        job=("PMI_JOBID", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        meeting=Meeting.MPI,
+    ),
+    # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
+    Launcher(
+        "srun",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_LOCALID",),
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        ("SLURM_NODEID",),
+        ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        by_parent=False,
+    ),
+    Launcher(
+        "MASTER_ADDR and RANK",
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *_TORCH,
+        job=("MASTER_ADDR", "MASTER_PORT"),
+        by_parent=False,
+        meeting=Meeting.STORE,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher says about this rank; ``None`` is what it does not say.
+
+    Attributes:
+        launcher: The launcher.
+        rank, size: Number of the rank, and of ranks.
+        local_rank, local_size: The same on this host.
+        host, hosts: Number of the host, and of hosts.
+        one_host: Whether all ranks are known to be on one host.
+    """
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    host: int | None
+    hosts: int | None
+    one_host: bool
+
+
+def detect(environ: Mapping[str, str]) -> Launched | None:
+    """Who started this process as one of several ranks, and as which; ``None`` if nobody did.
+
+    Raises:
+        InvalidRequestError: A launcher's variables are no numbers, or contradict each other.
+    """
+    for launcher in LAUNCHERS:
+        if all(environ.get(mark) for mark in launcher.marks):
+            return _read(launcher, environ)
+    return None
+
+
+def _read(launcher: Launcher, environ: Mapping[str, str]) -> Launched | None:
+    rank, size = _number(environ, launcher.rank), _number(environ, launcher.size)
+    if rank is None or size is None:
+        return None
+    if not 0 <= rank < size:
+        raise InvalidRequestError(
+            f"{launcher.rank[0]}={rank} does not go with {launcher.size[0]}={size}: ranks count from 0."
+        )
+    host, hosts = _number(environ, launcher.host), _number(environ, launcher.hosts)
+    local_rank, local_size = (
+        _number(environ, launcher.local_rank),
+        _number(environ, launcher.local_size, host),
+    )
+    one_host = (
+        hosts == 1 or local_size == size or (hosts is None and local_size is None and _loopback(environ))
+    )
+    return Launched(launcher, rank, size, local_rank, local_size, host, hosts, one_host)
+
+
+def _loopback(environ: Mapping[str, str]) -> bool:
+    return environ.get("MASTER_ADDR", "").startswith(_LOOPBACK)
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], host: int | None = None) -> int | None:
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    text = environ[name].strip()
+    if text.isascii() and text.isdigit():
+        return int(text)
+    counts = _per_host(text)
+    if counts is None:
+        raise InvalidRequestError(f"{name}={text!r} is no whole number.")
+    return counts[host] if host is not None and host < len(counts) else None
+
+
+def _per_host(text: str) -> list[int] | None:
+    """Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``; ``None`` if it is something else."""
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

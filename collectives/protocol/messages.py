@@ -469,6 +469,7 @@ ToPeer = (
     | Configure
     | Dissolve
     | Execute
+    | Tune
     | Reject
     | RejectDuplicate
     | Abort
@@ -480,4 +481,3 @@ ToPeer = (
     | RankEvents
     | Stalled
 )
-    | Tune

@@ -6,7 +6,6 @@ heartbeats only.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
@@ -15,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
 from hvdlab.collectives.autotune.tuner import Sample
+from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -28,8 +27,8 @@ from hvdlab.collectives.coordinator.events import (
     Send,
     SendConfigure,
     Tick,
-)
     Tuned,
+)
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
@@ -84,11 +83,10 @@ class Server:
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
-        self._due = NEVER  # of the state
         self._tuning_log = options.tuning_log
         self._tuning_begun = False
+        self._due = NEVER  # of the state
         self._running = True
-        self._alone = False  # whether the starter is gone
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -98,14 +96,9 @@ class Server:
         self.connections.listeners.append(sock)
         self._poller.register(sock, READ, lambda: self._accept(sock, context))
 
-    def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
-        """Stop once this descriptor reports end of file: the one who started us is gone.
-
-        Args:
-            descriptor: Its lifeline, or its process descriptor.
-            linger: Serve on until nobody is connected.
-        """
-        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
+    def stop_at_end_of(self, descriptor: int) -> None:
+        """Stop once this descriptor reports end of file: the one who started us is gone."""
+        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor))
 
     def stop_when_readable(self, descriptor: int) -> None:
         """Stop once this descriptor is readable (a process descriptor, a signal's wake-up)."""
@@ -115,23 +108,16 @@ class Server:
         """Leave :meth:`serve` after what is being handled."""
         self._running = False
 
-    def _read_lifeline(self, descriptor: int, linger: bool) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # a process descriptor has nothing to read; being readable is its news
-            if os.read(descriptor, 4096):
-                return
-        if not linger:
+    def _read_lifeline(self, descriptor: int) -> None:
+        if not os.read(descriptor, 4096):
             self.stop()
-        self._alone = True
-        self._poller.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Serve until stopped; closes every socket before it returns."""
         try:
-            while self._running and not (self._alone and self.connections.idle):
+            while self._running:
                 self.serve_once(self.timeout())
         finally:
             self.connections.close()
@@ -262,20 +248,6 @@ class Server:
                     connections.finish(closing)
             elif type(effect) is Log:
                 (self._log if effect.warning else self._note)(effect.text)
-
-    def _configure(self, effect: SendConfigure) -> None:
-        by_peer = self.connections.open
-        told = [by_peer[peer] for peer in effect.peers if peer in by_peer]
-        descriptor = -1
-        message = effect.message
-        try:
-            if any(connection.tls for connection in told):
-                raise OSError("a rank of this host is connected over TLS, which carries no descriptors")
-            descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)
-        except OSError as error:
-            self._log(f"process set {message.process_set} goes without shared memory: {error}")
-            message = effect.fallback
-        try:
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
 
@@ -290,6 +262,20 @@ class Server:
         except OSError as error:
             self._log(f"the tuner's log can't be written: {error}")
             self._tuning_log = ""
+
+    def _configure(self, effect: SendConfigure) -> None:
+        by_peer = self.connections.open
+        told = [by_peer[peer] for peer in effect.peers if peer in by_peer]
+        descriptor = -1
+        message = effect.message
+        try:
+            if any(connection.tls for connection in told):
+                raise OSError("a rank of this host is connected over TLS, which carries no descriptors")
+            descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)
+        except OSError as error:
+            self._log(f"process set {message.process_set} goes without shared memory: {error}")
+            message = effect.fallback
+        try:
             frame = encode(message)
             for connection in told:
                 self.connections.write(connection, frame, descriptor)

@@ -33,8 +33,8 @@ from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.rounds import Rejection, Verdict
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stalls import Stalls
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.coordinator.tuning import Tuning
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -75,9 +75,9 @@ class CoordinatorState:
         self.holding = Holding()
         self.fusion_threshold = self.options.fusion_threshold
         self.flush_delay = self.options.flush_delay
+        self.tuning = Tuning(self.options)
         self._due: float | None = None  # what _find_due found last
 
-        self.tuning = Tuning(self.options)
     # -- the door -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -108,10 +108,10 @@ class CoordinatorState:
         if not (plain and self._release_plain(now)):
             self._settle(now)
             self._due = self._find_due()
-        return self.outbox.take()
-
         if self.tuning.active:
             self.tuning.advance(self, now)
+        return self.outbox.take()
+
     def next_deadline(self) -> float | None:
         """When a :class:`Tick` is due at the latest, or ``None`` for never."""
         return self._due
@@ -286,15 +286,15 @@ class CoordinatorState:
             batches: Sequence[Sequence[Any]] = (run,)
             if len(run) > 1:
                 batches = fuse(run, self.fusion_threshold, separate_groups=self.options.separate_groups)
+            self.tuning.before(self, ps)
             execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self.outbox)
+            self.tuning.executed(ps, run)
 
     def _check_idle(self, ps: ProcessSet) -> None:
         idle = self.cells.idle
         for current, missing in ps.matcher.waiting():
             absent = [r for r in (missing or ps.members) if r in idle]
-            self.tuning.before(self, ps)
             if absent:
-            self.tuning.executed(ps, run)
                 why = self.cells.absence(absent, current.heads)
                 self.sets.abort(ps, why.kind, why.ranks, why.text)
                 return

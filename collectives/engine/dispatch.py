@@ -170,13 +170,13 @@ class Dispatcher:
         assert isinstance(message, m.StoreValue)
         self._tickets.answer(message.ticket, message.value)
 
-    # -- events ---------------------------------------------------------------------------------------------------
-
     def _on_tune(self, message: m.Message) -> None:
         assert isinstance(message, m.Tune)
         self._executor.tune(
             message.process_set, message.epoch, message.slice_bytes
         )  # before the order that follows
+
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def schedule_events(self) -> None:
         """Send what was recorded, soon but not too often. Any thread."""

@@ -1,0 +1,1 @@
+"""Launching ranks: the command ``hvdlab run`` and the function ``hvdlab.run``."""

@@ -1,0 +1,154 @@
+"""What the supervisor is told, and what it has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlab.runner.outcomes import Outcome
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A rank's process runs."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A rank's process ended."""
+
+    rank: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Unstartable:
+    """These ranks can't be started, or their host is lost; those that have ended already are meant no more."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A rank has joined the job (``hvd.init()``)."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A rank's connection to the coordinator has ended: all it had to say was heard."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An exception that nobody catches ends a rank's program.
+
+    Attributes:
+        rank: Which one.
+        error: One line, such as ``ValueError: boom``.
+        culprits: Ranks it blames, because its collective was aborted for their sake.
+    """
+
+    rank: int
+    error: str
+    culprits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The operator wants an end: SIGINT or SIGTERM was received."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """The coordinator's process is gone; nothing can go on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; :attr:`Supervisor.deadline` may be due."""
+
+
+Event = (
+    Spawned | Exited | Unstartable | Connected | Disconnected | Reported | Stopped | CoordinatorLost | Tick
+)
+
+# -- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to the process groups of these ranks."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One line for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Show why the job fails.
+
+    Attributes:
+        rank: Rank that failed first.
+        outcome: How it ended, or ``None`` if it has not ended by itself.
+        error: Its exception in one line, if known.
+        followers: Ranks that failed because of it.
+        early: Ranks that ended well while ``rank`` still needed them: its failure is their doing.
+    """
+
+    rank: int
+    outcome: Outcome | None
+    error: str = ""
+    followers: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Let the coordinator know how a rank's process ended."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Respawn:
+    """Start a rank anew under its old number."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The world is made of these ranks from now on."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is over, with this exit code."""
+
+    code: int
+
+
+Effect = Signal | Say | Failure | Tell | Respawn | Expect | Finish

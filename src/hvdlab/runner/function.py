@@ -1,0 +1,117 @@
+"""``python -m hvdlab.runner.function CALL RESULT``: a rank of ``hvdlab.run(fn)``.
+
+Both arguments are descriptors of anonymous memory: the pickled call to read, and where to write the outcome. Nothing
+of it touches a disk or the network, and only the user's own processes can see it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # has no types
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A function's value."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A function's exception.
+
+    Attributes:
+        pickled: The exception itself, or empty if it can't be pickled.
+        line: ``ValueError: boom``.
+        traceback: Its traceback as text.
+    """
+
+    pickled: bytes
+    line: str
+    traceback: str
+
+
+class UnpicklableResultError(RuntimeError):
+    """What a rank's function returned can't be sent to the caller."""
+
+
+def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The call as ranks read it. Functions of notebooks, scripts and closures travel by value.
+
+    Raises:
+        TypeError, pickle.PicklingError: Something of it can't be pickled.
+    """
+    return pickle.dumps((list(sys.path), cloudpickle.dumps((function, args, kwargs))))
+
+
+def main() -> None:
+    """Run the call; exits with 1 if it raises."""
+    call, result = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(result, False)
+    with open(f"/proc/self/fd/{call}", "rb") as file:
+        # The launcher made it, on a pipe or in memory that nobody else can reach.
+        path, pickled = pickle.load(file)  # noqa: S301
+    os.close(call)
+    sys.path += [entry for entry in path if entry not in sys.path]
+    try:
+        function, args, kwargs = pickle.loads(pickled)  # noqa: S301  # as above
+        value = function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  # the caller gets it
+        from hvdlab.collectives.uncaught import report
+
+        report(error)
+        _cut(error)
+        _write(result, cloudpickle.dumps(_raised(error)))
+        traceback.print_exception(error)
+        sys.exit(1)
+    _write(result, _returned(value))
+
+
+def _returned(value: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(Returned(value)))
+    except Exception as error:  # noqa: BLE001  # __reduce__ may raise anything
+        rank = os.environ.get("HVDLAB_RANK", "?")
+        text = f"rank {rank} returned a {type(value).__qualname__}, which can't be pickled: {error}"
+        problem = UnpicklableResultError(text)
+        return bytes(cloudpickle.dumps(_raised(problem)))
+
+
+def _raised(error: BaseException) -> Raised:
+    text = "".join(traceback.format_exception(error))
+    line = traceback.format_exception_only(error)[-1].strip()
+    try:
+        pickled = cloudpickle.dumps(error.with_traceback(None))
+        pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only
+    except Exception:  # noqa: BLE001  # as in _returned
+        pickled = b""
+    return Raised(pickled, line, text)
+
+
+def _cut(error: BaseException) -> None:
+    """Leave this module's frame out of the traceback."""
+    trace = error.__traceback__
+    if trace is not None and trace.tb_next is not None:
+        error.__traceback__ = trace.tb_next
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    with io.FileIO(descriptor, "wb", closefd=False) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) or 0 :]
+
+
+if __name__ == "__main__":
+    # Under its real name, so that what is pickled here is found by the caller.
+    from hvdlab.runner.function import main as run
+
+    run()

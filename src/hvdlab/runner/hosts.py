@@ -1,0 +1,123 @@
+"""On which hosts ranks run: ``-H a:2,b:2``, host files, and who gets which slot."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.errors import InvalidRequestError
+
+LOCALHOST = "localhost"
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(?P<slots>\d+))?\Z")
+_SLOTS = re.compile(r"\b(?:slots|cpus?)\s*=\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise InvalidRequestError(
+                f"the host {self.name} has {self.slots} slots; a host takes at least one rank."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a rank runs.
+
+    Attributes:
+        rank: Its number.
+        host: Index of its host.
+        where: Its place on the host and among hosts.
+    """
+
+    rank: int
+    host: int
+    where: Place
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """``a:4,b`` to hosts; one slot where no number is given.
+
+    Raises:
+        InvalidRequestError: It can't be read.
+    """
+    return _merged([_host(piece) for piece in text.split(",") if piece.strip()], text)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file: Horovod's ``a slots=4``, Open MPI's (``max_slots`` and the like are ignored), MPICH's ``a:4``.
+
+    Raises:
+        InvalidRequestError: It can't be read.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise InvalidRequestError(f"the host file {path} can't be read: {error.strerror}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        name, _, rest = line.partition("#")[0].strip().partition(" ")
+        if not name:
+            continue
+        try:
+            host = _host(name)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{path}, line {number}: {error}") from error
+        slots = _SLOTS.search(rest)
+        hosts.append(Host(host.name, int(slots[1])) if slots else host)
+    return _merged(hosts, str(path))
+
+
+def _host(text: str) -> Host:
+    match = _HOST.match(text.strip())
+    if match is None:
+        raise InvalidRequestError(f"{text!r} is no host; write hosts as `a:4,b:4`.")
+    return Host(match["name"], int(match["slots"] or 1))
+
+
+def _merged(hosts: Sequence[Host], source: str) -> list[Host]:
+    """A host that is named several times has all these slots."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    if not slots:
+        raise InvalidRequestError(f"{source!r} names no host; write hosts as `a:4,b:4`.")
+    return [Host(name, number) for name, number in slots.items()]
+
+
+def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
+    """Fill the hosts one after the other.
+
+    Raises:
+        InvalidRequestError: They have too few slots.
+    """
+    names = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
+    if size > len(names):
+        raise InvalidRequestError(
+            f"-np {size} needs {size} slots, but the hosts have {len(names)}: "
+            + ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        )
+    taken = names[:size]
+    ranks = range(size)
+    keys = [str(index) for index in taken]
+    return [Slot(rank, taken[rank], place(rank, ranks, keys)) for rank in ranks]
+
+
+def is_local(name: str) -> bool:
+    """Whether this is the host that we are on: by its name, or by one of its addresses."""
+    plain = name.strip("[]")
+    if plain in (LOCALHOST, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
+        return True
+    import psutil
+
+    return any(plain == a.address for found in psutil.net_if_addrs().values() for a in found)

@@ -1,0 +1,165 @@
+"""What is to be run where: from the operator's wishes to what each host's agent is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdlab.collectives.environment import World, own_environment
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.runner import wire
+from hvdlab.runner.hosts import Host, Slot, assign, is_local
+from hvdlab.runner.supervisor import Policy
+
+FOREIGN: tuple[str, ...] = (
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMIX_RANK",
+    "PMI_FD",
+    "PMI_ID",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "SLURM_PROCID",
+)
+"""What another launcher told this one about itself; its ranks must not take that for theirs."""
+
+_AT_HOME = frozenset(
+    "_ DISPLAY HOME HOSTNAME LOGNAME LS_COLORS OLDPWD PWD SHELL SHLVL TERM TMPDIR USER".split()
+)
+_AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job.
+
+    Attributes:
+        command: Program and arguments; for a ``function`` the interpreter.
+        size: Number of ranks.
+        hosts: Where they run, in this order.
+        function: A pickled call, or empty.
+        environment: Variables for all ranks, beside the launcher's own.
+        plane: Data plane.
+        interfaces: Network interfaces to use between hosts; empty for a choice.
+        ssh: Command that runs a command on another host: its name and a command line are appended.
+        stdin: Whether rank 0 reads the launcher's standard input.
+        min_ranks: As in :class:`~hvdlab.runner.supervisor.Policy`, as are the following.
+    """
+
+    command: tuple[str, ...]
+    size: int
+    hosts: tuple[Host, ...]
+    function: bytes = b""
+    environment: dict[str, str] = field(default_factory=dict)
+    plane: str = "auto"
+    interfaces: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ("ssh",)
+    stdin: bool = False
+    start_timeout: float = 30.0
+    join_timeout: float | None = None
+    min_ranks: int | None = None
+    reset_limit: int = 10
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidRequestError(f"-np {self.size}: a job has at least one rank.")
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Where each rank runs. Raises ``InvalidRequestError`` if there are too few slots."""
+        return assign(self.hosts, self.size)
+
+    @property
+    def used_hosts(self) -> tuple[int, ...]:
+        """Indices of the hosts that have ranks."""
+        return tuple(sorted({slot.host for slot in self.slots}))
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Names of the hosts with ranks that are not this one."""
+        names = [self.hosts[index].name for index in self.used_hosts]
+        return tuple(name for name in names if not is_local(name))
+
+    def policy(self) -> Policy:
+        """What the supervisor goes by."""
+        return Policy(
+            tuple(self.hosts[slot.host].name for slot in self.slots),
+            start_timeout=self.start_timeout,
+            join_timeout=self.join_timeout,
+            min_ranks=self.min_ranks,
+            reset_limit=self.reset_limit,
+        )
+
+
+def own_address(job: Job) -> str | None:
+    """The address of this host that ranks of other hosts reach it by; ``None`` if all ranks run here.
+
+    Raises:
+        InvalidRequestError, StartError: There is none.
+    """
+    remote = job.remote
+    if not remote:
+        return None
+    from hvdlab.runner import addresses
+
+    if job.interfaces:
+        return addresses.of_interface(job.interfaces)
+    address = addresses.towards(remote[0]) or addresses.outward()
+    if address is None or address.startswith("127."):
+        raise StartError(
+            f"this host has no address that {remote[0]} could reach; name one by --network-interface."
+        )
+    return address
+
+
+def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Start:
+    """What the agent of a host is told first."""
+    ranks = [slot.rank for slot in job.slots if slot.host == host]
+    environment = {"PYTHONUNBUFFERED": "1"} | ({} if here else exported(os.environ)) | job.environment
+    if here and "PYTHONUNBUFFERED" in os.environ:
+        del environment["PYTHONUNBUFFERED"]
+    if job.min_ranks is not None:
+        environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1"}
+    return wire.Start(
+        job.command,
+        os.getcwd(),
+        environment,
+        removed=FOREIGN,
+        function=job.function,
+        threads=len(ranks),
+        stdin_rank=0 if job.stdin and here else -1,
+        coordinator=world.coordinator,
+        interfaces=job.interfaces,
+    )
+
+
+def rank_spec(job: Job, rank: int, world: World) -> wire.RankSpec:
+    """What makes a process this rank."""
+    slot = job.slots[rank]
+    environment = own_environment(world, rank, job.size, slot.where)
+    environment["HOROVOD_HOSTNAME"] = job.hosts[slot.host].name
+    return wire.RankSpec(rank, environment)
+
+
+def exported(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go along to another host: all but those that belong to this one or to its terminal."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _AT_HOME and not name.startswith(_AT_HOME_PREFIXES)
+    }
+
+
+def agent_command(python: str) -> list[str]:
+    """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
+    return [python, "-P", "-m", "hvdlab.runner.agent"]
+
+
+def default_python() -> str:
+    """The interpreter of ranks and agents."""
+    return sys.executable or str(Path("python3"))

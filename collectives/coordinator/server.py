@@ -6,6 +6,7 @@ heartbeats only.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -87,6 +88,7 @@ class Server:
         self._tuning_begun = False
         self._due = NEVER  # of the state
         self._running = True
+        self._alone = False  # whether the starter is gone
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -96,9 +98,14 @@ class Server:
         self.connections.listeners.append(sock)
         self._poller.register(sock, READ, lambda: self._accept(sock, context))
 
-    def stop_at_end_of(self, descriptor: int) -> None:
-        """Stop once this descriptor reports end of file: the one who started us is gone."""
-        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor))
+    def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
+        """Stop once this descriptor reports end of file: the one who started us is gone.
+
+        Args:
+            descriptor: Its lifeline, or its process descriptor.
+            linger: Serve on until nobody is connected.
+        """
+        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
 
     def stop_when_readable(self, descriptor: int) -> None:
         """Stop once this descriptor is readable (a process descriptor, a signal's wake-up)."""
@@ -108,16 +115,23 @@ class Server:
         """Leave :meth:`serve` after what is being handled."""
         self._running = False
 
-    def _read_lifeline(self, descriptor: int) -> None:
-        if not os.read(descriptor, 4096):
+    def _read_lifeline(self, descriptor: int, linger: bool) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # a process descriptor has nothing to read; being readable is its news
+            if os.read(descriptor, 4096):
+                return
+        if not linger:
             self.stop()
+        self._alone = True
+        self._poller.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Serve until stopped; closes every socket before it returns."""
         try:
-            while self._running:
+            while self._running and not (self._alone and self.connections.idle):
                 self.serve_once(self.timeout())
         finally:
             self.connections.close()

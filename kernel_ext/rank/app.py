@@ -22,6 +22,7 @@ from traitlets.config import Config
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
+from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
 from hvdlab.kernel_ext.rank.join import join_controller
@@ -115,4 +116,5 @@ def make_shell() -> ZMQInteractiveShell:
 
 def run(argv: Sequence[str], pipes: StdPipes | None = None) -> int:
     """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
+    offer()
     return RankProgram(argv, pipes).run()

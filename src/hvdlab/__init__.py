@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from hvdlab.horovod.installing import install_as_horovod as install_as_horovod
     from hvdlab.kernel_ext.cells.failure import CellFailed as CellFailed
     from hvdlab.kernel_ext.cells.results import CellResults as CellResults
     from hvdlab.kernel_ext.pool import Pool as Pool
+    from hvdlab.runner import run as run
 
 __version__ = "0.1.0"
 
@@ -23,6 +25,8 @@ _LAZY = {
     "Pool": "hvdlab.kernel_ext.pool",
     "CellResults": "hvdlab.kernel_ext.cells.results",
     "CellFailed": "hvdlab.kernel_ext.cells.failure",
+    "install_as_horovod": "hvdlab.horovod.installing",
+    "run": "hvdlab.runner",
 }
 
 __all__ = [
@@ -30,7 +34,9 @@ __all__ = [
     "CellResults",
     "Pool",
     "__version__",
+    "install_as_horovod",
     "load_ipython_extension",
+    "run",
     "unload_ipython_extension",
 ]
 

@@ -7,6 +7,7 @@ in :mod:`hvdlab.torch.allreducing` and its neighbours.
 from __future__ import annotations
 
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch.allreducing import (
     allreduce,
     allreduce_,
@@ -91,6 +92,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -1,0 +1,28 @@
+"""What ``import horovod`` means where hvdlab stands in for Horovod.
+
+The modules of this package have Horovod's names; :mod:`hvdlab.horovod.modules` says which modules of hvdlab stand for
+the others. Nothing here is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import hvdlab
+from hvdlab.horovod.installing import environment, install_as_horovod, offer, uninstall
+
+if TYPE_CHECKING:
+    from hvdlab.horovod.runner import run as run
+
+__version__ = f"0.28.1+hvdlab.{hvdlab.__version__}"
+"""The Horovod whose API this is, which scripts compare with, and whose it is."""
+
+__all__ = ["__version__", "environment", "install_as_horovod", "offer", "run", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":
+        raise AttributeError(f"module 'horovod' (that is, hvdlab) has no attribute {name!r}")
+    from hvdlab.horovod.runner import run
+
+    return run

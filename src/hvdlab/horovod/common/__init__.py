@@ -1,0 +1,1 @@
+"""``horovod.common``: what Horovod has for all frameworks."""

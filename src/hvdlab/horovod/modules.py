@@ -1,0 +1,62 @@
+"""Horovod's module names: which module stands for each, and which are not there, and why."""
+
+from __future__ import annotations
+
+ROOT = "horovod"
+OWN = "hvdlab.horovod"
+"""The package whose modules have Horovod's names, where nothing else is said."""
+
+STANDS_FOR = {
+    "horovod.torch": "hvdlab.torch",
+    "horovod.common.process_sets": "hvdlab.collectives.process_sets",
+    "horovod.common.elastic": "hvdlab.collectives.elastic",
+    "horovod.data": "hvdlab.data",
+}
+"""Modules that are elsewhere in hvdlab, together with what is in them."""
+
+_INSTEAD = "Use horovod.torch (which is hvdlab.torch), or Horovod itself with HVDLAB_AS_HOROVOD=0."
+_NOT_YET = "is not part of hvdlab yet"
+
+ABSENT = {
+    "horovod.tensorflow": f"{_NOT_YET}. {_INSTEAD}",
+    "horovod.keras": f"{_NOT_YET}. {_INSTEAD}",
+    "horovod.mxnet": f"{_NOT_YET}. {_INSTEAD}",
+    "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
+    "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
+    "horovod.runner.elastic": f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to.",
+    "horovod.runner.common": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
+    "horovod.runner.driver": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
+    "horovod.runner.http": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
+    "horovod.runner.util": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
+}
+"""What an import of these modules says after their name."""
+
+
+def horovod_name(fullname: str) -> str | None:
+    """Horovod's name of a module that is asked for as ``horovod.x`` or, by ``from horovod import x``, as ours."""
+    if fullname == ROOT or fullname.startswith(ROOT + "."):
+        return fullname
+    if fullname.startswith(OWN + "."):
+        return ROOT + fullname.removeprefix(OWN)
+    return None
+
+
+def target(name: str) -> str:
+    """The module of hvdlab that stands for ``horovod.x``, whether there is one or not."""
+    head, tail = name, ""
+    while head:
+        if head in STANDS_FOR:
+            return STANDS_FOR[head] + tail
+        head, _, last = head.rpartition(".")
+        tail = f".{last}{tail}"
+    return OWN + name.removeprefix(ROOT)
+
+
+def why_absent(name: str) -> str | None:
+    """A sentence for whoever imports a module that is not there; ``None`` if nothing is known of that."""
+    head = name
+    while head:
+        if head in ABSENT:
+            return f"{head} {ABSENT[head]}"
+        head = head.rpartition(".")[0]
+    return None

@@ -34,6 +34,10 @@ class Settings:
         timeline: File that rank 0 writes the timeline to, or ``None``.
         mark_cycles: Whether that file marks the coordinator's decisions.
         start_timeout: Seconds that ``init()`` waits for the world.
+        dead_after: Seconds of silence after which a coordinator of another host counts as lost.
+        elastic_timeout: Seconds that ranks of elastic training wait for each other.
+        min_np: Ranks that elastic training needs.
+        reset_limit: How often it may begin again; 0 for no limit.
         record: Whether spans are recorded.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
@@ -56,6 +60,10 @@ class Settings:
     timeline: str | None = None
     mark_cycles: bool = False
     start_timeout: float = 60.0
+    dead_after: float = 30.0
+    elastic_timeout: float = 600.0
+    min_np: int = 1
+    reset_limit: int = 0
     record: bool = True
     log_level: int = 30
     log_hide_time: bool = False

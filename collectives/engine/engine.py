@@ -92,7 +92,11 @@ class Engine:
         )
         deadline = Deadline(settings.start_timeout if timeout is None else timeout)
         endpoint, welcome = connect(
-            settings.coordinator, hello, certificate=settings.certificate, deadline=deadline
+            settings.coordinator,
+            hello,
+            certificate=settings.certificate,
+            deadline=deadline,
+            dead_after=settings.dead_after,
         )
         return cls(settings, endpoint, welcome.rank)
 

@@ -17,7 +17,12 @@ from hvdlab.collectives.protocol.tls import client_context, require_same_certifi
 
 
 def connect(
-    address: str, hello: Hello, *, certificate: str | None = None, deadline: Deadline
+    address: str,
+    hello: Hello,
+    *,
+    certificate: str | None = None,
+    deadline: Deadline,
+    dead_after: float = 30.0,
 ) -> tuple[Endpoint, Welcome]:
     """Connect and introduce oneself.
 
@@ -26,6 +31,7 @@ def connect(
         hello: Introduction, with the token.
         certificate: PEM text; over TLS the coordinator must show exactly this certificate.
         deadline: Limit of all steps together.
+        dead_after: Seconds without a sign of life of the other host after which the connection is lost (``tls`` only).
 
     Returns:
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
@@ -36,6 +42,8 @@ def connect(
     """
     where = parse_address(address)
     sock = _open(where, certificate, deadline)
+    if not isinstance(where, UnixAddress):
+        _notice_silence(sock, dead_after)
     try:
         welcome = _introduce(sock, hello, str(where), deadline)
     except BaseException:
@@ -82,6 +90,20 @@ def _secure(plain: socket.socket, where: str, certificate: str | None, deadline:
         secure.close()
         raise
     return secure
+
+
+def _notice_silence(sock: socket.socket, seconds: float) -> None:
+    """Let the system end a connection over which nothing comes: a host that is cut off says no goodbye."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe = max(1, int(seconds / 3))
+    for option, value in (
+        ("TCP_KEEPIDLE", probe),
+        ("TCP_KEEPINTVL", probe),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", max(1, int(seconds * 1000))),
+    ):
+        if hasattr(socket, option):  # not all systems have all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline) -> Welcome:

@@ -1,0 +1,130 @@
+"""Ranks on two hosts: all collectives over the network, places, addresses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hosts import Network
+from hvdlab.collectives import api, context
+from ranks_on_hosts import RanksOnHosts
+
+PLANES = ["gloo"]
+
+
+@pytest.fixture(scope="module", params=PLANES)
+def ranks(request: pytest.FixtureRequest, network: Network) -> Iterator[RanksOnHosts]:
+    with RanksOnHosts(network, env={"HVDLAB_PLANE": request.param}) as made:
+        made.plane = request.param  # type: ignore[attr-defined]  # for the test that looks at it
+        yield made
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def place() -> tuple[int, ...]:
+    e = context.engine()
+    return e.rank, e.size, e.local_rank, e.local_size, e.cross_rank, e.cross_size
+
+
+def reductions() -> str:
+    rank, size = context.engine().rank, context.engine().size
+    for dtype in (np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8):
+        for count in (1, 7, 1024, 100_003):
+            x = np.full(count, rank + 1, dtype)
+            assert (api.allreduce(x, op=api.Sum) == size * (size + 1) // 2).all()
+            assert (api.allreduce(x, op=api.Max) == size).all()
+            assert (api.allreduce(x, op=api.Min) == 1).all()
+    assert (api.allreduce(np.full(5, float(rank)), op=api.Average) == (size - 1) / 2).all()
+    scattered = api.reducescatter(np.tile(np.arange(9.0)[:, None], (1, 3)), op=api.Sum)
+    whole = api.allgather(scattered)
+    assert (whole == size * np.arange(9.0)[:, None]).all()
+    return context.engine().plane()
+
+
+def movements() -> None:
+    rank, size = context.engine().rank, context.engine().size
+    for root in range(size):
+        assert (api.broadcast(np.full((3, 50_000), rank), root) == root).all()
+    rows = api.allgather(np.full((rank, 2), rank, np.int32))
+    assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
+    splits = np.arange(size, dtype=np.int32)
+    received, sizes = api.alltoall(np.repeat(np.arange(size), splits) * 10 + rank, splits)
+    assert received.tolist() == [rank * 10 + sender for sender in range(size) for _ in range(rank)]
+    assert sizes == (rank,) * size
+    api.barrier()
+
+
+def many_at_once() -> None:
+    size = context.engine().size
+    operations = [api.allreduce_async(np.full(9, i), f"t{i}", op=api.Sum) for i in range(300)]
+    for i, operation in enumerate(operations):
+        assert (api.synchronize(operation) == size * i).all()
+
+
+def of_a_set(members: list[int]) -> float:
+    """A process set of ranks on both hosts."""
+    e = context.engine()
+    chosen = e.add_process_set(members)
+    try:
+        return (
+            float(api.allreduce(np.full(3, e.rank + 1.0), op=api.Sum, process_set=chosen)[0])
+            if e.rank in members
+            else 0.0
+        )
+    finally:
+        api.barrier()
+        e.remove_process_set(chosen)
+
+
+def again() -> tuple[int, ...]:
+    for _ in range(3):
+        context.shutdown()
+        context.init()
+        assert api.allreduce(np.ones(2), op=api.Sum).tolist() == [context.engine().size] * 2
+    return place()
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_places_among_ranks_and_hosts(ranks: RanksOnHosts) -> None:
+    assert ranks.run(place) == [
+        (0, 4, 0, 2, 0, 2),
+        (1, 4, 1, 2, 0, 2),
+        (2, 4, 0, 2, 1, 2),
+        (3, 4, 1, 2, 1, 2),
+    ]
+
+
+def test_reductions(ranks: RanksOnHosts) -> None:
+    assert ranks.run(reductions, timeout=90) == [ranks.plane] * 4  # type: ignore[attr-defined]  # set by the fixture
+
+
+def test_movements(ranks: RanksOnHosts) -> None:
+    ranks.run(movements, timeout=60)
+
+
+def test_many_at_once(ranks: RanksOnHosts) -> None:
+    ranks.run(many_at_once, timeout=60)
+
+
+def test_a_process_set_between_hosts(ranks: RanksOnHosts) -> None:
+    assert ranks.run(of_a_set, [1, 2], timeout=60) == [0.0, 5.0, 5.0, 0.0]
+
+
+def test_sockets_are_open_to_one_network_only(ranks: RanksOnHosts) -> None:
+    ranks.run(many_at_once, timeout=60)  # the plane is there
+    for host in ranks.network.hosts:
+        lines = host.run("ss", "-Hltn").splitlines()
+        listening = {line.split()[3].rpartition(":")[0] for line in lines}
+        assert listening == {host.address}, lines
+        between = [line.split()[3:5] for line in host.run("ss", "-Htn", "state", "established").splitlines()]
+        assert all(re.match(r"10\.77\.", end) for ends in between for end in ends[-2:]), between
+
+
+def test_shutting_down_and_initializing_again(ranks: RanksOnHosts) -> None:
+    assert [p[:2] for p in ranks.run(again, timeout=90)] == [(r, 4) for r in range(4)]

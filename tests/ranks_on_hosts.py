@@ -1,0 +1,101 @@
+"""Resident rank processes on several hosts, started as torchrun's successor by hand would: MASTER_ADDR and RANK.
+
+The coordinator is rank 0's own; see ``ranks.py`` for how functions are run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hosts import Network
+from ranks import WORKER, Ranks
+
+PORT = 29500
+
+
+class RanksOnHosts(Ranks):
+    """``per_host`` ranks on each host of a network, numbered host by host.
+
+    Args:
+        network: The hosts.
+        per_host: Ranks of each.
+        env: Variables for all ranks, or a function of the host's number.
+        init: Whether they call ``init()``.
+        timeout: Seconds for that.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        per_host: int = 2,
+        *,
+        env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+        init: bool = True,
+        timeout: float = 90,
+    ) -> None:
+        self.network, self.per_host = network, per_host
+        self.size = per_host * len(network.hosts)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        self._extra = env
+        try:
+            for rank in range(self.size):
+                self._spawn(rank)
+            if init:
+                self.run(initialize, timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        number, local = divmod(rank, self.per_host)
+        extra = self._extra(number) if callable(self._extra) else self._extra
+        return {
+            "MASTER_ADDR": self.network.hosts[0].address,
+            "MASTER_PORT": str(PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.per_host),
+            "OMP_NUM_THREADS": "1",
+            **(extra or {}),
+        }
+
+    def _spawn(self, rank: int) -> None:
+        host = self.network.hosts[rank // self.per_host]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = host.popen(
+                [sys.executable, str(WORKER), str(theirs.fileno())],
+                self._environment(rank),
+                pass_fds=[theirs.fileno()],
+            )
+            connection = Connection(os.dup(ours.fileno()))
+        if rank < len(self.processes):
+            self.processes[rank], self.connections[rank] = process, connection
+        else:
+            self.processes.append(process)
+            self.connections.append(connection)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            try:
+                process.wait(8)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def initialize() -> Any:
+    """Run on a rank: join the world."""
+    from hvdlab.collectives import context
+
+    context.init()

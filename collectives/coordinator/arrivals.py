@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives.coordinator import elastic
+from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.errors import CauseKind
@@ -61,6 +63,7 @@ def depart(state: CoordinatorState, rank: RankPeer) -> None:
     del state.by_peer[rank.peer]
     state.signatures.forget(rank.definitions)
     state.cells.drop(rank.rank)
+    state.elastic.drop(rank.rank)
     state.history.unsubscribe(rank.peer)
 
 
@@ -68,10 +71,11 @@ def admit(state: CoordinatorState) -> None:
     """Change over to a larger world once all expected ranks are there (or dead).
 
     A tracked newcomer without a cell waits until no member runs one: it would not take part in the cell's
-    collectives, and their ranks would fail for no reason of their own.
+    collectives, and their ranks would fail for no reason of their own. Elastic training lets newcomers in when its
+    ranks regroup; then they need not be all that are expected.
     """
     membership, world, cells = state.membership, state.sets.world, state.cells
-    if not membership.complete:
+    if membership.expected is None or not (membership.complete or state.elastic.ready):
         return
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.members if world.next_members is None else world.next_members
@@ -82,6 +86,9 @@ def admit(state: CoordinatorState) -> None:
         new = [rank for rank in new if rank not in cells.idle]
     if any(not membership.ranks[rank].tracked for rank in stay):
         new = [rank for rank in new if rank not in membership.returning]
-    if new:
+    change = state.elastic.consider(stay, new)
+    membership.wait(tuple(new) if change is Change.LATER else ())
+    if change is Change.NOW or (change is Change.FREE and new and membership.complete):
         membership.returning.difference_update(new)
         state.sets.switch(world, tuple(sorted({*stay, *new})))
+        elastic.regroup(state)

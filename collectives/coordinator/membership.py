@@ -61,6 +61,7 @@ class Membership:
         returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
             again concerns the whole world: one that is back waits until all others have said Bye as well.
         deaths: The last death of each rank that was not replaced.
+        waiting: Ranks that elastic training has to let in.
         changed: Whether clients have to be told.
         urgent: Whether ranks have to be told without delay.
     """
@@ -72,6 +73,7 @@ class Membership:
         self.awaited: set[int] = set(self.expected or ())
         self.returning: set[int] = set()
         self.deaths: dict[int, Death] = {}
+        self.waiting: tuple[int, ...] = ()
         self.changed = False
         self.urgent = False
         self.ranks_told_at = -WORLD_INTERVAL
@@ -172,7 +174,13 @@ class Membership:
     def world(self, epoch: int) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
-        return World(self.expected or (), members, deaths, epoch)
+        return World(self.expected or (), members, deaths, epoch, self.waiting)
+
+    def wait(self, ranks: tuple[int, ...]) -> None:
+        """These ranks, and no others, wait to be let in."""
+        if ranks != self.waiting:
+            self.waiting = ranks
+            self.changed = self.urgent = True
 
     def audience(self, now: float) -> tuple[int, ...]:
         """Who is to be told of the world now; to be asked once after each round of events."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.coordinator.arrivals import depart
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
+from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer, Wait
 from hvdlab.collectives.coordinator.process_sets import OPEN
@@ -124,6 +125,8 @@ TO_RANKS: dict[type, Reaction] = {
     m.PlaneFailed: _on_plane_failed,
     m.CellBegin: _on_cell_begin,
     m.CellEnd: _on_cell_end,
+    m.Elastic: on_elastic,
+    m.Regroup: on_regroup,
     m.StoreSet: _on_store_set,
     m.StoreGet: _on_store_get,
     m.Events: _on_events,

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, set_changes
+from hvdlab.collectives.coordinator import arrivals, elastic, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
+from hvdlab.collectives.coordinator.elastic import Elastic
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -65,10 +66,12 @@ class CoordinatorState:
         self.sets = ProcessSets(self.membership, self.outbox)
         self.signatures = SignatureTable()
         self.cells = Cells()
+        self.elastic = Elastic()
         self.history = History(self.options.history_bytes)
         self.by_peer: dict[int, RankPeer] = {}
         self.touched: dict[ProcessSet, None] = {}
-        self.answers: list[tuple[int, m.Pong]] = []  # sent last: they say that all before has been handled
+        # Sent last: they say that all before has been handled.
+        self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
         self.check_admission = False
         self.check_blocked = False
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
@@ -187,7 +190,9 @@ class CoordinatorState:
     def _release_plain(self, now: float) -> bool:
         """A short end for the common round, announcements at most one of which was complete; false if it is none."""
         due = self._due
-        if due is None or now >= due or len(self.touched) != 1 or self.cells.idle or self.outbox.effects:
+        if due is None or now >= due or len(self.touched) != 1:
+            return False
+        if self.cells.idle or self.elastic.ready or self.outbox.effects:
             return False
         (ps,) = self.touched
         matcher = ps.matcher
@@ -217,6 +222,8 @@ class CoordinatorState:
             for ps in list(self.sets):
                 if ps.matcher.pending and not ps.matcher.members.isdisjoint(self.cells.idle):
                     self._check_idle(ps)
+        if self.elastic.ready:
+            elastic.end_waits(self)
         if self.check_blocked:
             self.check_blocked = False
             set_changes.end_deadlock(self)
@@ -233,8 +240,8 @@ class CoordinatorState:
                 self.outbox.send(told, self.membership.world(self.sets.world.epoch))
         if self.answers:
             answers, self.answers = self.answers, []
-            for peer, pong in answers:
-                self.outbox.send((peer,), pong)
+            for peer, answer in answers:
+                self.outbox.send((peer,), answer)
 
     def _decide(self, ps: ProcessSet) -> None:
         matcher = ps.matcher

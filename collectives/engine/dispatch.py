@@ -83,6 +83,8 @@ class Dispatcher:
             self._spans.members(message.process_set, message.epoch, len(message.members))
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members])
+        elif isinstance(message, m.Regrouped):
+            self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
             self._spans.recorder.abort(message.process_set, message.epoch, message.text)
             self.schedule_events()

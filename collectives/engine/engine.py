@@ -19,6 +19,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
+from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.timeline import TimelineTap
@@ -42,7 +43,9 @@ class Engine:
         rank: This rank.
         settings: What it was started with.
         recorder: Spans and metrics of this rank.
-        failed_cells: How many cells have ended here with an error, so that bindings can drop what one left half done.
+        failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
+            drop what one left half done.
+        elastic: This rank's part in elastic training.
         farewell: Why this rank leaves, as others are told when it does.
     """
 
@@ -65,6 +68,7 @@ class Engine:
         self._waiter = Waiter(rank, self._guarded, self._leader, self._executor)
         self.wait_for = self._waiter.wait_for
         self._timeline = TimelineTap(self._dispatcher)
+        self.elastic = Regrouping(rank, self._guarded, self._dispatcher.world)
         _engines.add(self)
         self._control.start()
         self._control.call(self._dispatcher.ask_clock)
@@ -111,7 +115,7 @@ class Engine:
         Raises:
             StartError: Some are not there after ``timeout`` seconds, or have died before; the text names them.
         """
-        self._dispatcher.world.wait_complete(timeout, self.rank)
+        self._dispatcher.world.wait_complete(timeout, self.rank, self.settings.elastic_timeout)
 
     @property
     def size(self) -> int:

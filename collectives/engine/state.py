@@ -56,12 +56,16 @@ class RankState:
         rank: This rank.
         sets: Process sets by id. Set 0 is the world.
         lost: Why nothing can be submitted any more, or ``None``.
+        elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
+        failure: Why nothing can be submitted before they do, or ``None``.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
         self.rank = rank
         self.sets: dict[int, SetState] = {}
         self.lost: Cause | None = None
+        self.elastic = False
+        self.failure: Cause | None = None
         self._limit = local_limit
         self._locals: OrderedDict[Key, Local] = OrderedDict()
         self._by_id: dict[int, Local] = {}
@@ -76,6 +80,7 @@ class RankState:
             m.Configure: self._on_configure,
             m.Dissolve: self._on_dissolve,
             m.ProcessSetAdded: self._on_process_set_added,
+            m.Regrouped: self._on_regrouped,
         }
 
     # -- submissions ----------------------------------------------------------------------------------------------
@@ -86,11 +91,13 @@ class RankState:
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: Its name is in flight; the other ranks are told.
-            AbortedError: The coordinator is lost.
+            AbortedError: The coordinator is lost, or elastic training has to begin again.
         """
         request = entry.request
         if self.lost is not None:
             raise self.aborted(entry, self.lost)
+        if self.failure is not None:
+            raise self.aborted(entry, self.failure)
         group = self.sets.get(request.process_set)
         if group is None:
             raise InvalidRequestError(f"There is no process set {request.process_set} on this rank.")
@@ -401,6 +408,9 @@ class RankState:
         if group is None or message.epoch < group.epoch:
             return []
         cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+        if self.elastic and group.id == 0:
+            # Others know that this attempt has failed; what this rank would still submit is of the past.
+            self.failure = cause
         known = {
             (c.kind, c.name): Pending(
                 OpKind(c.kind).label, c.name, c.waited, c.missing, dict(zip(c.waited, c.sites, strict=False))
@@ -492,6 +502,18 @@ class RankState:
         entry = local.queue.popleft()
         self._end(entry)
         return [Succeed(entry, message.process_set)]
+
+    # -- elastic training -----------------------------------------------------------------------------------------
+
+    def train(self, on: bool) -> None:
+        """Elastic training begins or ends."""
+        self.elastic, self.failure = on, None
+        if self.lost is None:
+            self._messages.append(m.Elastic(on))
+
+    def _on_regrouped(self, message: m.Regrouped) -> list[Effect]:
+        self.failure = None
+        return []
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m
@@ -16,19 +16,41 @@ class WorldView:
         self._changed = threading.Condition()
         self._members: frozenset[int] = frozenset()
         self._lost: str | None = None
+        self._regrouped = 0
         self.last: m.World | None = None
+        self.watchers: list[Callable[[m.World], None]] = []
 
     def update(self, message: m.Message) -> None:
         assert isinstance(message, m.World)
         with self._changed:
             self.last = message
             self._changed.notify_all()
+        for watcher in tuple(self.watchers):
+            watcher(message)
 
     def configured(self, ranks: Sequence[int]) -> None:
         """Set 0 has these members now."""
         with self._changed:
             self._members = frozenset(ranks)
             self._changed.notify_all()
+
+    def regrouped(self, ticket: int) -> None:
+        """The ranks of elastic training begin again."""
+        with self._changed:
+            self._regrouped = ticket
+            self._changed.notify_all()
+
+    def wait_regrouped(self, ticket: int, timeout: float) -> bool:
+        """Wait for the answer to a :class:`~hvdlab.collectives.protocol.messages.Regroup`; whether it came in time.
+
+        Raises:
+            StartError: The coordinator is lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._regrouped == ticket or self._lost is not None, timeout)
+            if self._lost is not None:
+                raise StartError(self._lost)
+            return self._regrouped == ticket
 
     def lost(self, reason: str) -> None:
         with self._changed:
@@ -42,6 +64,14 @@ class WorldView:
         lost = {death.rank for death in self.last.deaths if death.admitted}
         return frozenset(self.last.expected) - self._members - lost
 
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks that elastic training has to let in."""
+        return self.last.waiting if self.last is not None else ()
+
+    def _others(self, rank: int) -> set[int]:
+        return {member.rank for member in self.last.members} - {rank} if self.last is not None else set()
+
     def _dead(self) -> list[m.Death]:
         """Deaths of ranks that are missing and never were there: nobody else will come for them."""
         if self.last is None:
@@ -49,16 +79,23 @@ class WorldView:
         missing = self._missing()
         return [death for death in self.last.deaths if death.rank in missing]
 
-    def wait_complete(self, timeout: float, rank: int) -> None:
-        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead."""
+    def wait_complete(self, timeout: float, rank: int, door: float) -> None:
+        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead.
+
+        A rank that elastic training has to let in waits for ``door`` seconds instead.
+        """
 
         def complete() -> bool:
             return bool(self._members) and not self._missing()
 
+        def settled() -> bool:
+            return complete() or self._lost is not None or (rank not in self.waiting and bool(self._dead()))
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: complete() or self._lost is not None or bool(self._dead()), timeout
-            )
+            self._changed.wait_for(settled, timeout)
+            at_door = rank in self.waiting
+            if at_door:
+                self._changed.wait_for(settled, max(0.0, door - timeout))
             came, missing, dead = complete(), sorted(self._missing()), self._dead()
         if self._lost is not None:
             raise StartError(self._lost)
@@ -67,6 +104,11 @@ class WorldView:
                 f"rank {death.rank} ended before the world was complete: {death.reason}" for death in dead
             )
             raise StartError(f"{told}. Look at its output, then start the group again.")
+        if not came and at_door:
+            raise StartError(
+                f"rank {rank} waited {max(door, timeout):g} s for {format_ranks(sorted(self._others(rank)))} to let it "
+                "in: they train, and did not get to a commit() of their state. Raise HOROVOD_ELASTIC_TIMEOUT."
+            )
         if not came:
             who = format_ranks(missing) if missing else "the coordinator's go-ahead"
             raise StartError(

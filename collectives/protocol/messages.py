@@ -214,6 +214,24 @@ class CellEnd(Message, frozen=True):
     error: str = ""
 
 
+class Elastic(Message, frozen=True):
+    """Elastic training begins here, or ends: while it goes on, newcomers wait until its ranks regroup."""
+
+    on: bool
+
+
+class Regroup(Message, frozen=True):
+    """This rank is where the world of its elastic training may change: it submits nothing more before the answer.
+
+    ``at_least`` is how many ranks it needs. Once every rank in training has come, and there are enough, the world gets
+    a new epoch with those that wait to enter, and each is sent :class:`Regrouped` with its ``ticket``.
+    """
+
+    ticket: int
+    at_least: int
+    reason: str
+
+
 class StoreSet(Message, frozen=True):
     """Put a rendezvous value for a process set and epoch."""
 
@@ -424,6 +442,14 @@ class World(Message, frozen=True):
     members: tuple[Member, ...]
     deaths: tuple[Death, ...]
     epoch: int
+    waiting: tuple[int, ...] = ()
+    """Ranks that live and would be in the world, but for elastic training that has to let them in."""
+
+
+class Regrouped(Message, frozen=True):
+    """The epoch that :class:`Regroup` asked for has begun."""
+
+    ticket: int
 
 
 class RankEvents(Message, frozen=True):
@@ -454,6 +480,8 @@ FromRank = (
     | PlaneFailed
     | CellBegin
     | CellEnd
+    | Elastic
+    | Regroup
     | StoreSet
     | StoreGet
     | Events
@@ -477,6 +505,7 @@ ToPeer = (
     | StoreValue
     | Interrupt
     | Leave
+    | Regrouped
     | World
     | RankEvents
     | Stalled

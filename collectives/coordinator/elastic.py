@@ -1,0 +1,96 @@
+"""Elastic training: its ranks decide at which point the world changes, and begin again together.
+
+A rank in training keeps newcomers out, since its collectives would wait for them. When it is at a point where the world
+may change, after a failure or because somebody waits to enter, it says so (*regroups*) and submits nothing more. Others
+that wait for it are told at once, so that they come, too. Once no rank of the world is in training any more, the world
+gets a new epoch, with the newcomers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator.membership import RankPeer
+from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+class Change(Enum):
+    """Whether the world may change."""
+
+    FREE = "nobody trains"
+    LATER = "when the ranks in training have come"
+    NOW = "they have, and begin again"
+
+
+class Elastic:
+    """What the living ranks said of their elastic training.
+
+    Attributes:
+        training: Ranks in the middle of it.
+        ready: Ranks that have regrouped, and what they said.
+    """
+
+    def __init__(self) -> None:
+        self.training: set[int] = set()
+        self.ready: dict[int, m.Regroup] = {}
+
+    def drop(self, rank: int) -> None:
+        """A rank is gone, or has ended its training."""
+        self.training.discard(rank)
+        self.ready.pop(rank, None)
+
+    def consider(self, stay: Sequence[int], new: Sequence[int]) -> Change:
+        """Whether the world of ``stay`` may change, with ``new`` ranks that are there."""
+        if not self.training.isdisjoint(stay):
+            return Change.LATER
+        wanted = [self.ready[rank].at_least for rank in stay if rank in self.ready]
+        if not wanted:
+            return Change.FREE
+        return Change.NOW if len(stay) + len(new) >= max(wanted) else Change.LATER
+
+    def resume(self) -> list[tuple[int, int]]:
+        """All that have regrouped are in training again; returns them with their tickets."""
+        answered = [(rank, said.ticket) for rank, said in self.ready.items()]
+        self.training.update(self.ready)
+        self.ready.clear()
+        return answered
+
+
+def regroup(state: CoordinatorState) -> None:
+    """The world has been changed: tell those that have asked for it, after the news of its epoch."""
+    for rank, ticket in state.elastic.resume():
+        state.answers.append((state.membership.ranks[rank].peer, m.Regrouped(ticket)))
+
+
+def end_waits(state: CoordinatorState) -> None:
+    """End what others wait for and a rank that has regrouped will not submit."""
+    ready = state.elastic.ready
+    for ps in list(state.sets):
+        if ps.phase != OPEN or not ps.matcher.pending:
+            continue
+        absent = sorted(ps.matcher.members & ready.keys())
+        if absent:
+            whose = "its" if len(absent) == 1 else "their"
+            why = ready[absent[0]].reason
+            text = f"{format_ranks(absent)} went back to {whose} last commit" + (f" ({why})" if why else "")
+            state.sets.abort(ps, CauseKind.WITHDRAWN, absent, text)
+
+
+def on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
+    state.check_admission = True
+    state.elastic.drop(rank.rank)
+    if message.on:
+        state.elastic.training.add(rank.rank)
+
+
+def on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now: float) -> None:
+    state.check_admission = True
+    state.elastic.training.discard(rank.rank)
+    state.elastic.ready[rank.rank] = message

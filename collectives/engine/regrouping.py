@@ -1,0 +1,95 @@
+"""A rank's part in elastic training: it stops where the world may change, and begins again with all others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+
+class Regrouping:
+    """Says to the coordinator where this rank is in elastic training, and waits for the others.
+
+    Args:
+        rank: This rank.
+        guarded: Its state.
+        world: Its view of the world.
+    """
+
+    def __init__(self, rank: int, guarded: GuardedState, world: WorldView) -> None:
+        self._rank = rank
+        self._guarded = guarded
+        self._world = world
+        self._ticket = 0
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Training begins: from now on newcomers wait for :meth:`regroup`, and a failure ends all that is submitted.
+
+        Once the world's epoch was aborted, whatever this rank submits fails with the same cause, until it regroups.
+        Others may have gone back to their last commit by then, and must not meet what this rank does in the meantime.
+        May be nested.
+        """
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+        self._guarded.tell(lambda state: state.train(True))
+
+    def end(self) -> None:
+        """Training has ended, in whatever way."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+        self._guarded.tell(lambda state: state.train(False))
+
+    def stop(self, reason: str = "", at_least: int = 1) -> None:
+        """This rank is where the world may change. Others that wait for it fail, saying why; does not wait itself.
+
+        Args:
+            reason: What brought it here, if it failed.
+            at_least: Ranks that are needed to go on.
+        """
+        self._ticket += 1
+        message = m.Regroup(self._ticket, at_least, reason)
+        self._guarded.tell(lambda state: state.post(message))
+
+    def wait(self, timeout: float) -> None:
+        """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.
+
+        Raises:
+            StartError: That did not happen within ``timeout`` seconds, or the coordinator is lost.
+        """
+        if self._world.wait_regrouped(self._ticket, timeout):
+            return
+        last = self._world.last
+        alive = sorted(member.rank for member in last.members) if last is not None else []
+        raise StartError(
+            f"rank {self._rank} waited {timeout:g} s to begin again: {format_ranks(alive)} are alive, but there are not "
+            "enough of them (HVDLAB_MIN_NP), or some did not come back to their last commit. Raise "
+            "HOROVOD_ELASTIC_TIMEOUT, or look at what they do."
+        )
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks that wait to be let in."""
+        return self._world.waiting
+
+    def watch(self, callback: Callable[[tuple[int, ...]], None]) -> Callable[[], None]:
+        """Call this on the control thread with the ranks that wait to be let in, whenever the world has changed.
+
+        Returns:
+            What ends that.
+        """
+
+        def watcher(world: m.World) -> None:
+            callback(world.waiting)
+
+        self._world.watchers.append(watcher)
+        return lambda: self._world.watchers.remove(watcher)

@@ -1,0 +1,45 @@
+"""Fresh interpreters, with and without a Horovod that is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Run:
+    """``python(*arguments, **variables)``: a fresh interpreter, which must succeed unless ``fails`` is given."""
+
+    def run(*arguments: str, fails: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+        ours = ("HVDLAB_", "HOROVOD_", "PYTHONPATH")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        ran = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (ran.returncode != 0) == fails, ran.stdout + ran.stderr
+        return ran
+
+    return run
+
+
+@pytest.fixture
+def real_horovod(tmp_path: Path) -> str:
+    """A directory for ``PYTHONPATH`` in which something else is installed as Horovod."""
+    package = tmp_path / "site" / "horovod"
+    (package / "torch").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '0.28.1'\nREAL = True\n")
+    (package / "torch" / "__init__.py").write_text("REAL = True\n")
+    return str(package.parent)

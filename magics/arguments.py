@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from IPython.core.error import UsageError
 
-PLANES = ("auto", "shm", "nccl", "mpi", "gloo")
+PLANES = ("auto", "shm", "nccl", "mpi", "gloo", "hierarchical")
 OUTPUTS = ("grouped", "stream", "tabs", "none")
 F = TypeVar("F", bound=Callable[..., Any])
 

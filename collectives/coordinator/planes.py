@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_size
@@ -29,31 +29,95 @@ class PlaneChoice:
     notes: tuple[str, ...] = ()
 
 
-def choose_plane(members: Sequence[Member]) -> PlaneChoice:
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Whether collectives of ranks on several hosts work within each host first; ``None`` leaves it to us."""
+
+    allreduce: bool | None = None
+    allgather: bool | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing is to be hierarchical."""
+        return self.allreduce is False and self.allgather is not True
+
+    @property
+    def flat(self) -> str:
+        """Operations that are not to be hierarchical, separated by commas."""
+        kinds = {"allreduce": self.allreduce, "allgather": self.allgather}
+        return ",".join(kind for kind, wanted in kinds.items() if wanted is False)
+
+
+AUTOMATIC = Hierarchy()
+
+
+def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:
     """Choose for these members (in order of rank).
 
-    The users' wish comes first; then MPI if all were started by it, nothing for one member, shared memory on one
-    host, and Gloo between hosts.
+    The users' wish comes first; then nothing for one member, shared memory on one host (MPI if all were started by
+    it), and between hosts MPI or Gloo, with shared memory within those hosts that have several members.
     """
     notes: list[str] = []
     wish = _wish(members, notes)
     if wish:
-        return _choice(wish, members, notes)
-    if all("mpi" in member.planes for member in members):
-        return _choice("mpi", members, notes)
+        return _choice(wish, members, notes, hierarchy)
+    between = "mpi" if _all_offer("mpi", members) else "gloo"
+    hosts = _by_host(members)
+    if len(hosts) > 1:
+        plane = "hierarchical" if _nests(hosts, hierarchy, notes) else between
+        return _choice(plane, members, notes, hierarchy)
+    if between == "mpi":
+        return _choice("mpi", members, notes, hierarchy)
     if len(members) == 1:
-        return _choice("local", members, notes)
-    one_host = len({member.host for member in members}) == 1
-    if one_host and len(members) <= SHM_LIMIT and all("shm" in member.planes for member in members):
-        return _choice("shm", members, notes)
-    return _choice("gloo", members, notes)
+        return _choice("local", members, notes, hierarchy)
+    if len(members) <= SHM_LIMIT and _all_offer("shm", members):
+        return _choice("shm", members, notes, hierarchy)
+    return _choice("gloo", members, notes, hierarchy)
 
 
 def without_memory(choice: PlaneChoice) -> PlaneChoice:
-    """What takes the place of a choice whose shared memory can't be had."""
-    return PlaneChoice(
-        "gloo", {"note": "shared memory can't be given to all members; using gloo instead of shm"}
-    )
+    """What takes the place of a choice whose shared memory can't be handed out: the members make it themselves."""
+    note = "; ".join((*choice.notes, "shared memory can't be given to all members; they make it themselves"))
+    return PlaneChoice("hierarchical", _layout() | {"note": note})
+
+
+def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: list[str]) -> bool:
+    """Whether to use shared memory within the hosts. Notes why not, where that was asked for."""
+    asked = hierarchy.allreduce or hierarchy.allgather
+    reason = _why_flat(hosts)
+    if reason and asked:
+        notes.append(f"hierarchical collectives were asked for, but {reason}")
+    return not reason and not hierarchy.refused
+
+
+def _why_flat(hosts: Mapping[str, Sequence[Member]]) -> str:
+    """Why shared memory within hosts is of no use or not possible, or an empty text."""
+    shared = [here for here in hosts.values() if len(here) > 1]
+    if not shared:
+        return "no host has more than one rank"
+    return _why_not_shared(shared)
+
+
+def _why_not_shared(hosts: Iterable[Sequence[Member]]) -> str:
+    """Why the members of these hosts, of several members each, can't share memory, or an empty text."""
+    for here in hosts:
+        if len(here) > SHM_LIMIT:
+            return f"a segment has room for {SHM_LIMIT} ranks, not {len(here)}"
+        lacking = [member.rank for member in here if "shm" not in member.planes]
+        if lacking:
+            return f"ranks {lacking} have no plane shm"
+    return ""
+
+
+def _by_host(members: Sequence[Member]) -> dict[str, list[Member]]:
+    hosts: dict[str, list[Member]] = {}
+    for member in members:
+        hosts.setdefault(member.host, []).append(member)
+    return hosts
+
+
+def _all_offer(plane: str, members: Sequence[Member]) -> bool:
+    return all(plane in member.planes for member in members)
 
 
 def _wish(members: Sequence[Member], notes: list[str]) -> str:
@@ -73,6 +137,12 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
     if plane == "shm" and len({member.host for member in members}) > 1:
         notes.append("plane shm was asked for, but the ranks are on several hosts; choosing another")
         return ""
+    if plane == "hierarchical":
+        reason = _why_not_shared(here for here in _by_host(members).values() if len(here) > 1)
+        if reason:
+            notes.append(f"plane hierarchical was asked for, but {reason}; choosing another")
+            return ""
+        return plane
     lacking = [member.rank for member in members if member.planes and plane not in member.planes]
     if lacking and plane != "local":
         notes.append(f"plane {plane} was asked for, but ranks {lacking} can't use it; choosing another")
@@ -80,9 +150,17 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
     return plane
 
 
-def _choice(plane: str, members: Sequence[Member], notes: list[str]) -> PlaneChoice:
+def _choice(plane: str, members: Sequence[Member], notes: list[str], hierarchy: Hierarchy) -> PlaneChoice:
     options = {"note": "; ".join(notes)} if notes else {}
+    if plane == "hierarchical":
+        between = "mpi" if _all_offer("mpi", members) else "gloo"
+        options |= _layout() | {"inner": "shm", "outer": between, "flat": hierarchy.flat}
     if plane != "shm":
         return PlaneChoice(plane, options, 0, tuple(notes))
-    options |= {"chunk_bytes": str(CHUNK_BYTES), "slots": str(SLOTS)}
-    return PlaneChoice(plane, options, segment_size(len(members), CHUNK_BYTES, SLOTS), tuple(notes))
+    return PlaneChoice(
+        plane, options | _layout(), segment_size(len(members), CHUNK_BYTES, SLOTS), tuple(notes)
+    )
+
+
+def _layout() -> dict[str, str]:
+    return {"chunk_bytes": str(CHUNK_BYTES), "slots": str(SLOTS)}

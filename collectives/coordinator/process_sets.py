@@ -9,7 +9,7 @@ import msgspec
 from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
 from hvdlab.collectives.coordinator.matching import Matcher
 from hvdlab.collectives.coordinator.membership import Membership
-from hvdlab.collectives.coordinator.planes import choose_plane, without_memory
+from hvdlab.collectives.coordinator.planes import AUTOMATIC, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.coordinator.store import Store
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve
@@ -61,11 +61,12 @@ class ProcessSet:
 class ProcessSets:
     """All process sets of the job; epochs end and begin here."""
 
-    def __init__(self, membership: Membership, outbox: Outbox) -> None:
+    def __init__(self, membership: Membership, outbox: Outbox, hierarchy: Hierarchy = AUTOMATIC) -> None:
         self.world = ProcessSet(WORLD)
         self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
         self._membership = membership
         self._outbox = outbox
+        self._hierarchy = hierarchy
         self._next_id = 1
 
     def __iter__(self) -> Iterator[ProcessSet]:
@@ -139,7 +140,7 @@ class ProcessSets:
         ps.epoch = ps.epoch or 1
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
-        choice = choose_plane(described)
+        choice = choose_plane(described, self._hierarchy)
         for note in choice.notes:
             self._outbox.log(f"process set {ps.id}: {note}")
         message = Configure(

@@ -21,7 +21,7 @@ from hvdlab.collectives.knobs.kinds import (
     choice,
 )
 
-PLANES = ("auto", "shm", "gloo", "mpi", "nccl", "local")
+PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "nccl", "local")
 
 
 class Reader(StrEnum):
@@ -73,6 +73,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
+    Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),
     Knob("HOROVOD_HIERARCHICAL_ALLGATHER", FLAG, _C, "-", "the same for allgather", "hierarchical_allgather"),
     Knob("HOROVOD_THREAD_AFFINITY", CORES, _R, "-", "cores that the threads of hvdlab are bound to: the n-th number is for the rank with local rank n", "thread_affinity"),

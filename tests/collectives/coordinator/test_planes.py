@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hvdlab.collectives.coordinator.planes import SHM_LIMIT, choose_plane
+from hvdlab.collectives.coordinator.planes import SHM_LIMIT, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.planes.shm.layout import segment_size
 from hvdlab.collectives.protocol.messages import Member
 
@@ -28,6 +28,13 @@ def members(*planes: tuple[str, ...], hosts: str = "", wishes: tuple[str, ...] =
         (members(ALL), "mpi"),
         (members(ALL, ALL), "mpi"),
         (members(ALL, LOCAL), "shm"),
+        (members(LOCAL, LOCAL, LOCAL, hosts="aab"), "hierarchical"),
+        (members(ALL, ALL, ALL, hosts="aba"), "hierarchical"),
+        (members(LOCAL, LOCAL, ("gloo",), hosts="aab"), "hierarchical"),
+        (members(LOCAL, ("gloo",), LOCAL, hosts="aab"), "gloo"),
+        (members(ALL, ALL, hosts="ab"), "mpi"),
+        (members(LOCAL, LOCAL, LOCAL, hosts="aab", wishes=("gloo", "gloo", "gloo")), "gloo"),
+        (members(LOCAL, LOCAL, wishes=("hierarchical", "hierarchical")), "hierarchical"),
         (members(LOCAL, LOCAL, hosts="ab"), "gloo"),
         (members(LOCAL, ("gloo",)), "gloo"),
         (members(LOCAL, LOCAL, wishes=("gloo", "gloo")), "gloo"),
@@ -53,6 +60,8 @@ def test_shared_memory_is_sized_for_the_members() -> None:
         (members(LOCAL, LOCAL, hosts="ab", wishes=("shm", "shm")), "gloo", "several hosts"),
         (members(ALL, LOCAL, wishes=("mpi", "mpi")), "shm", r"ranks \[1\] can't use it"),
         (members(LOCAL, LOCAL, wishes=("local", "auto")), "shm", "room for one"),
+        (members(LOCAL, LOCAL, LOCAL, hosts="aab", wishes=("shm",) * 3), "hierarchical", "several hosts"),
+        (members(LOCAL, ("gloo",), wishes=("hierarchical",) * 2), "gloo", r"ranks \[1\] have no plane shm"),
     ],
 )
 def test_a_wish_that_can_not_be_met_is_told(group: list[Member], plane: str, note: str) -> None:
@@ -65,3 +74,48 @@ def test_a_wish_that_can_not_be_met_is_told(group: list[Member], plane: str, not
 
 def test_more_ranks_than_share_a_segment() -> None:
     assert choose_plane(members(*[LOCAL] * (SHM_LIMIT + 1))).plane == "gloo"
+
+
+TWO_HOSTS = members(LOCAL, LOCAL, LOCAL, LOCAL, hosts="aabb")
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "plane", "flat"),
+    [
+        (Hierarchy(), "hierarchical", ""),
+        (Hierarchy(allreduce=True, allgather=True), "hierarchical", ""),
+        (Hierarchy(allreduce=True, allgather=False), "hierarchical", "allgather"),
+        (Hierarchy(allreduce=False, allgather=True), "hierarchical", "allreduce"),
+        (Hierarchy(allgather=False), "hierarchical", "allgather"),
+        (Hierarchy(allreduce=False), "gloo", ""),
+        (Hierarchy(allreduce=False, allgather=False), "gloo", ""),
+    ],
+    ids=str,
+)
+def test_the_user_says_what_is_hierarchical(hierarchy: Hierarchy, plane: str, flat: str) -> None:
+    choice = choose_plane(TWO_HOSTS, hierarchy)
+    assert choice.plane == plane
+    assert choice.options.get("flat", "") == flat
+    assert choice.notes == ()
+
+
+def test_between_hosts_the_hierarchical_plane_uses_what_all_have() -> None:
+    assert choose_plane(TWO_HOSTS).options["outer"] == "gloo"
+    assert choose_plane(members(ALL, ALL, ALL, hosts="aab")).options["outer"] == "mpi"
+    assert choose_plane(TWO_HOSTS).memory == 0
+
+
+def test_a_hierarchy_that_can_not_be_had_is_told() -> None:
+    choice = choose_plane(members(LOCAL, LOCAL, hosts="ab"), Hierarchy(allreduce=True))
+    assert choice.plane == "gloo"
+    assert "no host has more than one rank" in choice.options["note"]
+
+
+def test_one_host_is_not_concerned() -> None:
+    assert choose_plane(members(LOCAL, LOCAL), Hierarchy(allreduce=False)).plane == "shm"
+
+
+def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
+    choice = without_memory(choose_plane(members(LOCAL, LOCAL)))
+    assert (choice.plane, choice.memory) == ("hierarchical", 0)
+    assert "make it themselves" in choice.options["note"]

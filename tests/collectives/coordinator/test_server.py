@@ -165,7 +165,7 @@ def test_ranks_get_one_shared_memory(start: Start) -> None:
         peer.endpoint.close()
 
 
-def test_without_memory_the_ranks_use_gloo(start: Start) -> None:
+def test_without_memory_the_ranks_make_their_own(start: Start) -> None:
     def no_memory(name: str, size: int) -> int:
         raise OSError(24, "Too many open files")
 
@@ -173,8 +173,8 @@ def test_without_memory_the_ranks_use_gloo(start: Start) -> None:
     peers = [join(running, rank) for rank in (0, 1)]
     for peer in peers:
         configured = peer.wait_for(m.Configure)
-        assert (configured.plane, configured.has_memory) == ("gloo", False)
-        assert "gloo instead of shm" in configured.options["note"]
+        assert (configured.plane, configured.has_memory) == ("hierarchical", False)
+        assert "make it themselves" in configured.options["note"]
         peer.endpoint.close()
     running.log.wait_for("Too many open files")
 
@@ -322,7 +322,8 @@ def test_tls_carries_the_same_protocol_but_no_memory(start: Start) -> None:
     running = start(tls=True)
     peers = [join(running, 0), join(running, 1, tls=True)]
     for peer in peers:
-        assert peer.wait_for(m.Configure).plane == "gloo"
+        configured = peer.wait_for(m.Configure)
+        assert (configured.plane, configured.has_memory) == ("hierarchical", False)
     large = bytes(1_000_000)
     peers[1].endpoint.send(m.Post("t", large, (0,)))
     while peers[1].endpoint.backlog:

@@ -1,0 +1,22 @@
+"""Elastic training, for any framework: state that survives the loss of a rank, and the loop around the training.
+
+:func:`run_fn` makes a training function elastic. Its first argument is a :class:`State`, which keeps what was committed
+last and brings it to all ranks when they begin again.
+"""
+
+from __future__ import annotations
+
+from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt, HostUpdateResult
+from hvdlab.collectives.elastic.notification import NotificationManager, notification_manager
+from hvdlab.collectives.elastic.running import run_fn
+from hvdlab.collectives.elastic.state import ObjectState, State
+
+__all__ = [
+    "HostUpdateResult",
+    "HostsUpdatedInterrupt",
+    "NotificationManager",
+    "ObjectState",
+    "State",
+    "notification_manager",
+    "run_fn",
+]

@@ -1,0 +1,110 @@
+"""The attempts of one elastic training on this rank: when the next one makes sense, and meeting the other ranks."""
+
+from __future__ import annotations
+
+import logging
+
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt
+from hvdlab.collectives.elastic.notification import notification_manager
+from hvdlab.collectives.elastic.state import State
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
+
+logger = logging.getLogger("hvdlab.elastic")
+
+FINAL = frozenset(
+    (
+        CauseKind.CELL_FAILED,
+        CauseKind.CELL_ENDED,
+        CauseKind.INTERRUPTED,
+        CauseKind.COORDINATOR_LOST,
+        CauseKind.SHUTDOWN,
+    )
+)
+"""Causes after which there is nobody to try again with, or nobody wants to."""
+
+DISAGREEMENTS = frozenset((CauseKind.MISMATCH, CauseKind.DEADLOCK))
+"""Causes that lie in what the ranks do, which is likely to be the same next time."""
+
+
+class Attempts:
+    """Made for one call of an elastic function.
+
+    Without ``hvd.init()`` there are no other ranks, and nothing is done here but to count.
+
+    Attributes:
+        again: Whether an attempt was made before.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._engine: Engine | None = None
+        self._disagreement: tuple[str, object] | None = None
+        self._resets = 0
+        self.again = False
+
+    def begin(self) -> None:
+        """The first attempt begins."""
+        if context.is_initialized():
+            self._engine = context.engine()
+            self._engine.elastic.begin()
+
+    def end(self) -> None:
+        """There is no further attempt."""
+        engine, self._engine = self._engine, None
+        if engine is not None and not engine.closed:
+            engine.elastic.end()
+
+    def meet(self) -> None:
+        """Training has ended well here; wait until it has everywhere, since others may still need this rank."""
+        if self._engine is not None and not self._engine.closed and self._engine.size > 1:
+            self._engine.run(Request(OpKind.BARRIER, "elastic.end"))
+
+    def failed(self, error: CollectiveError) -> None:
+        """A collective has failed: tell the others that this rank goes back. Raises ``error`` if that makes no sense."""
+        if isinstance(error, AbortedError) and error.cause.kind in FINAL:
+            raise error
+        if isinstance(error, MismatchError) or (
+            isinstance(error, AbortedError) and error.cause.kind in DISAGREEMENTS
+        ):
+            disagreement = (str(error), getattr(self._state, "_commits", None))
+            if disagreement == self._disagreement:
+                raise error
+            self._disagreement = disagreement
+        text = str(error).partition("\n")[0]
+        self._count(error)
+        logger.info("going back to the last commit: %s", text)
+        self._stop(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+    def interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
+        """The world is about to change. Raises ``interrupt`` if the reset limit is reached."""
+        self._count(interrupt)
+        self._stop("")
+
+    def rejoin(self) -> None:
+        """Wait until all have stopped, and begin again with those that are there."""
+        engine = context.engine() if context.is_initialized() else None
+        if engine is not self._engine:  # shut down and initialized again: all have met there
+            self.end()
+            self.begin()
+            notification_manager.init()
+        elif engine is not None:
+            engine.elastic.wait(engine.settings.elastic_timeout)
+        if engine is not None:
+            logger.info("beginning again with %d ranks", engine.size)
+
+    def _stop(self, reason: str) -> None:
+        self.again = True
+        if self._engine is not None and not self._engine.closed:
+            self._engine.failed_cells += 1
+            self._engine.elastic.stop(reason, self._engine.settings.min_np)
+
+    def _count(self, error: CollectiveError | HostsUpdatedInterrupt) -> None:
+        limit = self._engine.settings.reset_limit if self._engine is not None else 0
+        if limit and self._resets >= limit:
+            error.add_note(f"Training has begun again {limit} times already (HVDLAB_RESET_LIMIT).")
+            raise error
+        self._resets += 1

@@ -1,0 +1,78 @@
+"""Tells states that the world is about to change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdlab.collectives import context
+from hvdlab.collectives.elastic.interrupts import HostUpdateResult
+from hvdlab.collectives.engine.engine import Engine
+
+
+class Listener(Protocol):
+    """Who wants to know; a :class:`~hvdlab.collectives.elastic.State`."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None: ...
+
+
+class NotificationManager:
+    """Passes on what the coordinator says of the world: that a rank waits to be let in.
+
+    Ranks that were lost are not told of here; collectives fail then. Ranks beyond those that the world was started with
+    will be told of in the same way once the coordinator lets the world grow.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._engine: Engine | None = None
+        self._unwatch: Callable[[], None] | None = None
+        self._told: tuple[int, ...] = ()
+
+    def init(self) -> None:
+        """Listen to the engine of this process, if it has one."""
+        engine = context.engine() if context.is_initialized() else None
+        with self._lock:
+            if engine is self._engine:
+                return
+            if self._unwatch is not None:
+                self._unwatch()
+            self._engine, self._told = engine, ()
+            self._unwatch = None if engine is None else engine.elastic.watch(self._on_world)
+
+    def register_listener(self, listener: Listener) -> None:
+        """Tell this one from now on, and of ranks that wait already."""
+        with self._lock:
+            self._listeners.append(listener)
+        self.remind(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Tell this one no longer."""
+        with self._lock:
+            self._listeners[:] = [other for other in self._listeners if other is not listener]
+
+    def remind(self, listener: Listener) -> None:
+        """Tell this one of ranks that wait now; it may have forgotten."""
+        engine = self._engine
+        if engine is not None and engine.elastic.waiting:
+            listener.on_hosts_updated(time.time(), HostUpdateResult.added)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Tell all listeners of a change. Any thread."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+    def _on_world(self, waiting: tuple[int, ...]) -> None:
+        come = set(waiting) - set(self._told)
+        self._told = waiting
+        if come:
+            self.handle_hosts_updated(time.time(), HostUpdateResult.added)
+
+
+notification_manager = NotificationManager()
+"""The one of this process, as there is one engine."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+from hvdlab.collectives.elastic import HostsUpdatedInterrupt
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.elastic import HostsUpdatedInterrupt
 
 __all__ = [
     "HorovodInternalError",
@@ -39,11 +35,3 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
         f"{name} is of version {version} now, but was of version {installed_version} when Horovod was installed; "
         f"either reinstall Horovod, or go back to {name} {installed_version}."
     )
-
-
-def __getattr__(name: str) -> Any:
-    if name != "HostsUpdatedInterrupt":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hvdlab.collectives.elastic import HostsUpdatedInterrupt
-
-    return HostsUpdatedInterrupt

@@ -29,7 +29,21 @@ FOREIGN: tuple[str, ...] = (
 """What another launcher told this one about itself; its ranks must not take that for theirs."""
 
 _AT_HOME = frozenset(
-    "_ DISPLAY HOME HOSTNAME LOGNAME LS_COLORS OLDPWD PWD SHELL SHLVL TERM TMPDIR USER".split()
+    (
+        "_",
+        "DISPLAY",
+        "HOME",
+        "HOSTNAME",
+        "LOGNAME",
+        "LS_COLORS",
+        "OLDPWD",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TERM",
+        "TMPDIR",
+        "USER",
+    )
 )
 _AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
 

@@ -1,0 +1,97 @@
+"""``--mpi``: the command is handed over to mpiexec. Its ranks find each other by what MPI tells them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.runner.plan import Job
+from hvdlab.runner.wishes import Wishes
+
+
+def program() -> str | None:
+    """Path of mpiexec: that of this Python environment, else the system's."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def why_unavailable() -> str:
+    """Why ranks can't be started by MPI, or an empty text."""
+    if program() is None:
+        return "`mpiexec` is neither in this Python environment nor on the PATH"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "its data plane needs pip install 'hvdlab[mpi]'"
+    return ""
+
+
+def is_open_mpi(mpiexec: str) -> bool:
+    """Whether this mpiexec is Open MPI's. Raises ``StartError`` if it can't be run."""
+    try:
+        done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartError(f"`{mpiexec} --version` failed: {error}") from error
+    said = done.stdout + done.stderr
+    return any(word in said for word in ("Open MPI", "OpenRTE", "PRRTE"))
+
+
+def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
+    """The command line of mpiexec, and its environment.
+
+    Raises:
+        StartError: There is no mpiexec.
+    """
+    mpiexec = program()
+    if mpiexec is None:
+        raise StartError("--mpi: " + why_unavailable() + "; `pip install mpich mpi4py` brings it.")
+    ours = {**job.environment, "HVDLAB_PLANE": job.plane}
+    line = [mpiexec, "-np", str(job.size)]
+    line += _open_mpi(job, wishes, ours) if is_open_mpi(mpiexec) else _hydra(job, wishes)
+    for dest in ("mpi_args", "binding_args"):
+        line += shlex.split(wishes.get(dest) or "")
+    return [*line, *job.command], {"PYTHONUNBUFFERED": "1", **os.environ, **ours}
+
+
+def _hosts(job: Job) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in job.hosts) if wants_hosts(job) else ""
+
+
+def wants_hosts(job: Job) -> bool:
+    """Whether mpiexec has to be told of hosts."""
+    return len(job.hosts) > 1 or bool(job.remote)
+
+
+def _hydra(job: Job, wishes: Wishes) -> list[str]:
+    found = ["-hosts", _hosts(job)] if wants_hosts(job) else []
+    directory = wishes.get("output_filename")
+    if not directory:
+        return [*found, "-prepend-rank"]
+    for rank in range(job.size):
+        Path(directory, f"rank.{rank}").mkdir(parents=True, exist_ok=True)
+    place = f"{directory}/rank.%r"
+    return [*found, "-outfile-pattern", f"{place}/stdout", "-errfile-pattern", f"{place}/stderr"]
+
+
+def _open_mpi(job: Job, wishes: Wishes, ours: dict[str, str]) -> list[str]:
+    """Open MPI refuses root and more ranks than cores unless told that both are meant, and passes no variables on."""
+    found = ["--host", _hosts(job)] if wants_hosts(job) else []
+    found += ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
+    for name in sorted({*ours, "PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}):
+        if name in ours or name in os.environ:
+            found += ["-x", name]
+    directory = wishes.get("output_filename")
+    return [*found, "--output-filename", directory] if directory else [*found, "--tag-output"]
+
+
+def replace_process(job: Job, wishes: Wishes) -> NoReturn:
+    """Become mpiexec. Raises ``StartError`` if there is none."""
+    line, environment = command(job, wishes)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(line[0], line, environment)

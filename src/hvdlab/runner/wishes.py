@@ -1,0 +1,148 @@
+"""From flags, configuration file and environment to a job. The command line wins over the file, both over variables."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.knobs import read as read_knobs
+from hvdlab.collectives.knobs.table import PLANES
+from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
+from hvdlab.runner.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
+from hvdlab.runner.plan import Job
+
+START_TIMEOUT = 30.0
+
+
+class Wishes:
+    """What is wanted, by the ``dest`` of flags.
+
+    Args:
+        given: What was said on the command line (or to ``hvdlab.run``).
+        config: What a configuration file says.
+        environ: The environment.
+
+    Raises:
+        InvalidRequestError: A variable does not hold what it should.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any], config: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> None:
+        self.said: dict[str, Any] = {**config, **given}
+        self._environ = environ
+        read_knobs({**environ, **self.variables()})
+
+    def get(self, dest: str) -> Any:
+        """The value of a flag, ``None`` if nobody said anything. Raises ``InvalidRequestError``."""
+        if dest in self.said:
+            return self.said[dest]
+        flag = BY_DEST[dest]
+        text = self._environ.get(flag.variable, "").strip() if flag.variable else ""
+        if not text:
+            return None
+        try:
+            if flag.kind is Kind.NUMBER:
+                return int(text) // flag.scale
+            return float(text) if flag.kind is Kind.REAL else text
+        except ValueError:
+            raise InvalidRequestError(
+                f"{flag.variable}={text!r}: a {flag.kind.value} was expected."
+            ) from None
+
+    def variables(self) -> dict[str, str]:
+        """The variables that the given flags stand for."""
+        return {
+            flag.variable: flag.value_of_variable(self.said[flag.dest])
+            for flag in FLAGS
+            if flag.variable and flag.dest in self.said
+        }
+
+    def warnings(self) -> list[str]:
+        """A line for each given flag that has no effect."""
+        given = [BY_DEST[dest] for dest in self.said]
+        return [f"{flag.name} has no effect here: {flag.ineffective}" for flag in given if flag.ineffective]
+
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts; empty if nothing was said of them. Raises ``InvalidRequestError``."""
+        hosts, hostfile = self.get("hosts"), self.get("hostfile")
+        if hosts and hostfile:
+            raise InvalidRequestError("-H and --hostfile both name hosts; give one of them.")
+        if hostfile:
+            return tuple(read_hostfile(Path(hostfile)))
+        return tuple(parse_hosts(hosts)) if hosts else ()
+
+    def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> Job:
+        """The job that is wanted.
+
+        Raises:
+            InvalidRequestError: Something does not fit together.
+            UnsupportedError: Something is wanted that there is not.
+        """
+        self._refuse()
+        hosts = self.hosts()
+        minimum = self.get("min_num_proc")
+        size = self.get("num_proc") or sum(host.slots for host in hosts) or minimum
+        if not size:
+            raise InvalidRequestError("how many ranks? Give -np N, or hosts by -H or --hostfile.")
+        if minimum is not None and not 1 <= minimum <= size:
+            raise InvalidRequestError(f"--min-np {minimum} must be from 1 to -np {size}.")
+        plane = self.get("plane") or "auto"
+        if plane not in PLANES:
+            raise InvalidRequestError(f"there is no data plane {plane!r}; choose one of {', '.join(PLANES)}.")
+        start, limit = self.get("start_timeout"), self.get("reset_limit")
+        job = Job(
+            tuple(command),
+            size,
+            hosts or (Host(LOCALHOST, size),),
+            function=function,
+            environment=self._environment(minimum is not None),
+            plane=plane,
+            interfaces=tuple(filter(None, (self.get("network_interfaces") or "").split(","))),
+            ssh=self.ssh(),
+            stdin=stdin,
+            start_timeout=float(start or START_TIMEOUT),
+            join_timeout=float(start) if start else None,
+            min_ranks=minimum,
+            reset_limit=10 if limit is None else limit,
+        )
+        _ = job.slots  # too few are told before anything is started
+        return job
+
+    def _environment(self, elastic: bool) -> dict[str, str]:
+        found = self.variables()
+        found.pop("HVDLAB_SSH", None)
+        if self.get("start_timeout"):  # the launcher is the first to say who is missing
+            found["HVDLAB_START_TIMEOUT"] = str(self.get("start_timeout") + 5)
+        if elastic and self.get("elastic_timeout"):
+            found["HVDLAB_START_TIMEOUT"] = str(self.get("elastic_timeout"))
+        if self.get("as_horovod"):
+            from hvdlab.horovod import environment
+
+            found |= environment(self._environ, force=True)
+        return found
+
+    def _refuse(self) -> None:
+        if self.get("host_discovery_script"):
+            raise UnsupportedError(
+                "--host-discovery-script: hosts that come and go while a job runs are not supported yet; give fixed "
+                "hosts by -H or --hostfile."
+            )
+        if self.get("use_jsrun"):
+            raise UnsupportedError("--jsrun: call `jsrun … python train.py`, which needs no `hvdlab run`.")
+
+    def ssh(self) -> tuple[str, ...]:
+        """The command that reaches other hosts."""
+        command = shlex.split(self.get("ssh") or "ssh")
+        if os.path.basename(command[0]) != "ssh":
+            return tuple(command)
+        command += ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=5"]
+        if self.get("ssh_port"):
+            command += ["-p", str(self.get("ssh_port"))]
+        if self.get("ssh_identity_file"):
+            command += ["-i", self.get("ssh_identity_file")]
+        return tuple(command)

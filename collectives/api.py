@@ -321,6 +321,18 @@ def barrier(process_set: Any = 0, name: str | None = None) -> None:
     context.engine("barrier").run(request)
 
 
+def join(process_set: Any = 0) -> int:
+    """Take part with zeros in the allreduces of the members that have data left, until all have joined.
+
+    An average still divides by all members, and barriers count those that have joined as present. Other collectives,
+    and other operators than Sum and Average, raise ``JoinedRanksError`` where they are submitted meanwhile.
+
+    Returns:
+        The rank that joined last; the same on all.
+    """
+    return context.engine("join").join(_set_id(process_set))
+
+
 # -- arguments ----------------------------------------------------------------------------------------------------
 
 

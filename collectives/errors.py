@@ -11,6 +11,7 @@
     ├── ProtocolError               a peer sent what the protocol does not allow
     └── CollectiveError             (also HorovodInternalError's base) a collective that was submitted failed
         ├── MismatchError           ranks disagree on dtype, shape, operator, root, …; the group stays usable
+        ├── JoinedRanksError        it can't be done while some ranks have joined; the group stays usable
         └── AbortedError            the collective can't complete; the group was rebuilt and stays usable
 
 Every error says what happened, what was probably meant and what to do. Data that the text is made of stays
@@ -103,6 +104,25 @@ class MismatchError(CollectiveError):
             "Every rank must give the same operation, dtype, shape, operator and root for one name; "
             "the group is intact and can go on."
         )
+
+
+class JoinedRanksError(CollectiveError):
+    """The collective needs data of every rank, and some have joined. Raised on all ranks that submitted it.
+
+    Nothing else is touched: those that have joined stay so, and the group goes on.
+
+    Attributes:
+        name: Tensor name.
+        process_set: Id of its process set.
+        joined: The ranks that have joined.
+    """
+
+    def __init__(self, name: str, process_set: int, joined: Sequence[int], reason: str) -> None:
+        self.name, self.process_set, self.joined, self.reason = name, process_set, tuple(joined), reason
+        super().__init__(name, process_set, self.joined, reason)
+
+    def __str__(self) -> str:
+        return f"{self.reason}."
 
 
 class CauseKind(StrEnum):

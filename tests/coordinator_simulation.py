@@ -139,7 +139,7 @@ class SimulatedRank:
             self._abort(message)
         elif isinstance(message, m.Execute):
             self._execute(message)
-        elif isinstance(message, m.Reject | m.RejectDuplicate):
+        elif isinstance(message, m.Reject | m.RejectDuplicate | m.Decline):
             for local in message.locals:
                 self._pop(message.process_set, message.epoch, local, message)
         elif isinstance(message, m.ProcessSetAdded):
@@ -180,7 +180,11 @@ class SimulatedRank:
         for batch in message.batches:
             names: list[object] = []
             for local in batch.locals:
-                names.append(self._pop(message.process_set, message.epoch, local, message).signature)
+                if local < 0:  # it has joined
+                    assert any(s.signature.kind == OpKind.JOIN for s in view.pending) or batch.zeros
+                    names.append(batch.zeros[-1 - local])
+                else:
+                    names.append(self._pop(message.process_set, message.epoch, local, message).signature)
             assert not batch.tables or len(batch.tables) == len(batch.locals)
             done = (message.sequence, tuple(names), batch.tables)
             self.executed[message.process_set, message.epoch].append(done)

@@ -173,7 +173,8 @@ class Simulation:
                 case RunBatch():
                     me.jobs.append(effect)
                 case Fail(entry, error):
-                    entry.complete(error)  # type: ignore[attr-defined]
+                    if isinstance(entry, SimEntry):
+                        entry.complete(error)
                 case Succeed(entry, process_set):
                     entry.complete(("set", process_set))  # type: ignore[attr-defined]
                 case AbortPlane(process_set, epoch):
@@ -200,8 +201,8 @@ class Simulation:
         names = tuple(f"{e.request.kind.label} {e.name}" for e in job.entries)
         me.order.setdefault(here[:2], []).append(names)
         for entry in job.entries:
-            if me.state.finish(entry):
-                entry.complete(("done", *here, names))  # type: ignore[attr-defined]
+            if me.state.finish(entry) and isinstance(entry, SimEntry):
+                entry.complete(("done", *here, names))
 
     # -- what must hold -------------------------------------------------------------------------------------------
 

@@ -52,10 +52,11 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
         return None
     current = ps.matcher.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.heads:
+        if current.disputed is not None:
+            return None  # it will get a verdict
         queued = (current.behind or {}).get(peer.rank, ())
         if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
-            missing = tuple(rank for rank in ps.members if rank not in current.heads)
-            return Stuck(ps, current, defined.site, missing)
+            return Stuck(ps, current, defined.site, ps.matcher.missing(current))
     for held in ps.matcher.held.get(defined.info.group, ()):
         if held.heads[peer.rank] is defined:
             # Complete by itself; what its group lacks may have to come from any member.

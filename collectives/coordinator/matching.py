@@ -1,9 +1,13 @@
 """Matching of submissions: per name, the heads of the ranks' queues against each other.
 
-A *round* of a name ends when each member has a submission at the head (ready), or as soon as two heads differ. In
-the latter case the verdict holds for the whole round: the ranks that have a head get it now, the others *owe* one
-submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits for
+A *round* of a name ends when each member has a submission at the head: ready if they are equal, else with a verdict.
+Where heads differ, the ranks that are still missing are waited for a little, so that all that was asked for can be
+named; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
+submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits long for
 another one to make the same mistake.
+
+A rank that has *joined* is not waited for: a round is complete without it. Joining is a round, too, the one that
+every member has to submit.
 """
 
 from __future__ import annotations
@@ -11,19 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from hvdlab.collectives.coordinator.rounds import (
-    DuplicateName,
-    Extra,
-    Item,
-    Mismatch,
-    Rejection,
-    Round,
-    Verdict,
-    parties_of,
-    report_round,
-)
+from hvdlab.collectives.coordinator.joining import refuse_with_joined
+from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
+from hvdlab.collectives.coordinator.verdicts import Debts, DuplicateName, Mismatch, Rejection, Verdict
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol.messages import AbortedCollective
+
+_JOIN = int(OpKind.JOIN)
 
 SITES_LIMIT = 4096
 """Call sites that one report of pending collectives carries at most."""
@@ -39,6 +38,9 @@ class Matcher:
         ready: Complete rounds to be released, in order.
         rejections: Submissions that got a verdict, in order.
         conflict: Text of a disagreement that can't be limited to one name, or empty.
+        disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
+        joining: The round of those that have joined, or ``None`` if nobody has.
+        debts: Verdicts on what is still to be submitted.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -50,8 +52,9 @@ class Matcher:
         self.ready: list[Round] = []
         self.rejections: list[Rejection] = []
         self.conflict = ""
-        self._owed: dict[tuple[int, str], deque[Verdict]] = {}
-        self._owed_groups: dict[tuple[int, str], deque[list[int | Verdict]]] = {}
+        self.disputes: dict[str, Round] = {}
+        self.joining: Round | None = None
+        self.debts = Debts()
 
     @property
     def pending(self) -> bool:
@@ -59,16 +62,17 @@ class Matcher:
         return bool(self.rounds or self.held or self.ready)
 
     @property
-    def owes(self) -> int:
-        """How many (rank, name) are to get a verdict when they arrive."""
-        return len(self._owed) + len(self._owed_groups)
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that have joined, lowest first."""
+        return () if self.joining is None else tuple(sorted(self.joining.heads))
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
     def submit(self, rank: int, defined: Defined, extra: Extra, now: float, payload: bytes = b"") -> None:
         """Take in a submission of a member. The payload of one that waits behind another is dropped."""
         info = defined.info
-        if (self._owed or self._owed_groups) and self._settle(rank, defined):
+        if self.debts and (verdict := self.debts.pay(rank, info)) is not None:
+            self._reject(rank, defined, verdict)
             return
         current = self.rounds.get(info.name)
         if current is None:
@@ -89,16 +93,48 @@ class Matcher:
                 current.payloads = {}
             current.payloads[rank] = payload
         if info is not current.info:
-            self._mismatch(current, now)
-            return
-        if defined.local != current.local:
+            if current.disputed is None:
+                current.disputed = now
+                self.disputes[info.name] = current
+        elif defined.local != current.local:
             current.agree = False
-        if len(heads) == self.size:
+        if info.kind == _JOIN:
+            self._join(rank, current, now)
+        if len(heads) == self.size or (self.joining is not None and self._is_complete(current)):
             self._complete(current, now)
+
+    def _join(self, rank: int, joining: Round, now: float) -> None:
+        """``rank`` has run out of work: nobody waits for it any more."""
+        self.joining = joining
+        self.debts.forgive(rank)
+        for current in list(self.rounds.values()):
+            # Completing one may complete others of its name, or of its group, as well.
+            there = current is not joining and self.rounds.get(current.info.name) is current
+            if there and self._is_complete(current):
+                self._complete(current, now)
+
+    def _is_complete(self, current: Round) -> bool:
+        """Whether all have submitted it that have not joined."""
+        joining, heads = self.joining, current.heads
+        if joining is None or joining is current:
+            return len(heads) == self.size
+        return all(rank in heads or rank in joining.heads for rank in self.ranks)
 
     def _complete(self, complete: Round, now: float) -> None:
         info = complete.info
+        if complete.disputed is not None:
+            self._mismatch(complete, now)
+            return
+        if len(complete.heads) < self.size:
+            complete.agree = False
+            complete.absent = tuple(rank for rank in self.ranks if rank not in complete.heads)
+            verdict = refuse_with_joined(info.signature, self.joined)
+            if verdict is not None:
+                self._decide(complete, verdict, now)
+                return
         del self.rounds[info.name]
+        if self.joining is not None:
+            self._progress(complete, now)
         if not info.group:
             self.ready.append(complete)
         else:
@@ -109,6 +145,15 @@ class Matcher:
                 del self.held[info.group]
         if complete.behind:
             self._advance(info.name, complete.behind, now)
+
+    def _progress(self, complete: Round, now: float) -> None:
+        """Something goes on while ranks have joined; when all have, each is told who was the last."""
+        assert self.joining is not None
+        if complete is self.joining:
+            complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.heads)),))
+            self.joining = None
+        else:
+            self.joining.since, self.joining.reported = now, 0
 
     def _advance(self, name: str, behind: dict[int, deque[Item]], now: float) -> None:
         """Begin the next round of ``name`` with what waited behind the last one."""
@@ -152,17 +197,37 @@ class Matcher:
         elif rank in current.heads:
             self._decide(current, verdict, now)
 
+    def end_disputes(self, grace: float, now: float) -> None:
+        """Give verdicts on the rounds that have been disputed for ``grace`` seconds."""
+        for current in list(self.disputes.values()):
+            there = self.disputes.get(current.info.name) is current
+            if there and current.disputed is not None and now >= current.disputed + grace:
+                self._mismatch(current, now)
+
+    @property
+    def disputed_since(self) -> float | None:
+        """When the oldest dispute began, or ``None`` if there is none."""
+        return min((r.disputed for r in self.disputes.values() if r.disputed is not None), default=None)
+
+    def _take_out(self, name: str) -> Round:
+        """A round ends before it is complete."""
+        current = self.rounds.pop(name)
+        self.disputes.pop(name, None)
+        if current is self.joining:
+            self.joining = None
+        return current
+
     def _decide(self, current: Round, verdict: Verdict, now: float) -> None:
         info = current.info
-        del self.rounds[info.name]
+        self._take_out(info.name)
         for rank, defined in current.heads.items():
             self._reject(rank, defined, verdict)
         if info.group:
             self._decide_group(info, verdict, dict.fromkeys(current.heads, 1), now, current.behind)
             return
-        for rank in self.ranks:
+        for rank in self._not_joined():
             if rank not in current.heads:
-                self._owed.setdefault((rank, info.name), deque()).append(verdict)
+                self.debts.owe(rank, info.name, verdict)
         if current.behind:
             self._advance(info.name, current.behind, now)
 
@@ -184,7 +249,7 @@ class Matcher:
         for name in [
             n for n, r in self.rounds.items() if any(d.info.group == group for d in r.heads.values())
         ]:
-            left += self._withdraw(self.rounds.pop(name))
+            left += self._withdraw(self._take_out(name))
         again: list[tuple[int, Item]] = []
         for rank, item in left:
             if item[0].info.group == group and taken.get(rank, 0) < size:
@@ -192,10 +257,9 @@ class Matcher:
                 self._reject(rank, item[0], verdict)
             else:
                 again.append((rank, item))
-        for rank in self.ranks:
+        for rank in self._not_joined():
             if taken.get(rank, 0) < size:
-                owed = self._owed_groups.setdefault((rank, group), deque())
-                owed.append([size - taken.get(rank, 0), verdict])
+                self.debts.owe_group(rank, group, size - taken.get(rank, 0), verdict)
         for rank, (defined, extra) in again:
             self.submit(rank, defined, extra, now)
 
@@ -212,44 +276,21 @@ class Matcher:
             for item in queue:
                 yield rank, item
 
-    def _settle(self, rank: int, defined: Defined) -> bool:
-        """Give a submission the verdict that it owes, if any."""
-        info = defined.info
-        if info.group:
-            owed_group = self._owed_groups.get((rank, info.group))
-            if not owed_group:
-                return False
-            first = owed_group[0]
-            count, verdict = first
-            assert isinstance(count, int)
-            assert not isinstance(verdict, int)
-            first[0] = count - 1
-            if count == 1:
-                owed_group.popleft()
-                if not owed_group:
-                    del self._owed_groups[rank, info.group]
-        else:
-            owed = self._owed.get((rank, info.name))
-            if not owed:
-                return False
-            verdict = owed.popleft()
-            if not owed:
-                del self._owed[rank, info.name]
-        self._reject(rank, defined, verdict)
-        return True
-
-    def forgive(self, rank: int) -> None:
-        """Forget the verdicts that ``rank`` owes: its cell has ended, it will not submit what they are about."""
-        for table in (self._owed, self._owed_groups):
-            for key in [key for key in table if key[0] == rank]:
-                del table[key]
+    def _not_joined(self) -> Iterable[int]:
+        joining = self.joining
+        return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
 
     # -- reports --------------------------------------------------------------------------------------------------
+
+    def missing(self, current: Round) -> tuple[int, ...]:
+        """The ranks that a round waits for. Those that have joined are waited for by each other only."""
+        wanted = self.ranks if current is self.joining else self._not_joined()
+        return tuple(rank for rank in wanted if rank not in current.heads)
 
     def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
         """Undecided rounds with the ranks that are missing (none for those held back by their group)."""
         for current in self.rounds.values():
-            yield current, tuple(rank for rank in self.ranks if rank not in current.heads)
+            yield current, self.missing(current)
         for held in self.held.values():
             for complete in held:
                 yield complete, ()
@@ -260,7 +301,8 @@ class Matcher:
         """What is pending, for error texts."""
         waiting = list(self.waiting())
         full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
-        return tuple(report_round(current, missing, all_sites=full) for current, missing in waiting)
+        joined = self.joined
+        return tuple(report_round(current, missing, joined, all_sites=full) for current, missing in waiting)
 
     def validate(self) -> None:
         """Assert what must hold between calls."""
@@ -271,13 +313,14 @@ class Matcher:
             assert name == current.info.name
             assert current.heads.keys() <= members
             assert 0 < len(current.heads) < self.size, (name, current.heads)
-            assert all(d.info is current.info for d in current.heads.values())
+            assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
+            assert not self._is_complete(current)
             for rank, queue in (current.behind or {}).items():
                 assert queue
                 assert rank in current.heads
         for group, held in self.held.items():
             assert 0 < len(held) < held[0].info.group_size
-            assert all(r.info.group == group and r.heads.keys() == members for r in held)
-        assert {rank for rank, _ in (*self._owed, *self._owed_groups)} <= members
-        assert all(self._owed.values())
-        assert all(self._owed_groups.values())
+            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
+        assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
+        assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
+        assert self.debts.ranks <= members - {*self.joined}

@@ -21,6 +21,7 @@ class CoordinatorOptions:
         stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
         stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
+        dispute_grace: Seconds that ranks which disagree wait for the others, so that all that was asked for is named.
         history_bytes: Size of the history of events.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
@@ -34,6 +35,7 @@ class CoordinatorOptions:
     stall_seconds: float = 10.0
     stall_shutdown: float = 0.0
     failure_grace: float = 0.25
+    dispute_grace: float = 0.5
     history_bytes: int = HISTORY_BYTES
     hierarchical_allreduce: bool | None = None
     hierarchical_allgather: bool | None = None

@@ -64,7 +64,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
     state.check_admission = True
     if rank.tracked and state.cells.end(message.cell, rank.rank, message.error):
         for ps in state.sets.containing(rank.rank):
-            ps.matcher.forgive(rank.rank)
+            ps.matcher.debts.forgive(rank.rank)
 
 
 def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:

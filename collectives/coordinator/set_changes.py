@@ -8,6 +8,7 @@ from hvdlab.collectives.coordinator.deadlock import describe_deadlock, find_dead
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import describe
+from hvdlab.collectives.coordinator.verdicts import Impossible
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
@@ -36,9 +37,16 @@ def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None
 def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tuple[int, ...]) -> None:
     absent = [rank for rank in ranks if rank not in ps.members]
     if absent or not ranks:
-        why = f"{format_ranks(absent)} not in the world" if absent else "a process set needs a rank"
-        _refuse(state, ps, current, why)
+        _refuse(
+            state, ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
+        )
         return
+    for other in state.sets:
+        # In a world of one every set is the whole world, also in programs that are written for more.
+        if other.members == ranks and (other.id > 0 or len(ranks) > 1):
+            what = f"process set {other.id}" if other.id > 0 else "the global process set"
+            _refuse(state, ps, current, f"{what} has these ranks already, and no two may be equal")
+            return
     added = state.sets.add(ranks)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
         state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
@@ -55,12 +63,10 @@ def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | N
 
 
 def _refuse(state: CoordinatorState, ps: ProcessSet, current: Round, why: str) -> None:
-    party = m.Party(
-        ps.members, f"{describe(current.info.signature)}: {why}", current.heads[ps.members[0]].site
-    )
+    info = current.info
+    verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        local = current.heads[rank].local
-        state.outbox.send((peer,), m.Reject(ps.id, ps.epoch, (local,), current.info.name, (party,)))
+        state.outbox.send((peer,), verdict.message(ps.id, ps.epoch, (current.heads[rank].local,)))
 
 
 def end_failures(state: CoordinatorState, now: float) -> None:

@@ -73,12 +73,12 @@ class Stalls:
 def _report(
     state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...], seconds: float
 ) -> None:
-    report = report_round(current, missing)
+    report = report_round(current, missing, ps.matcher.joined)
     state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
     what = call_name(kind_label(report.kind), report.name)
     state.outbox.log(
         f"{what} has been waiting for {seconds:.0f} s: submitted by {_ranks(report.waited)}, "
-        f"missing {_ranks(report.missing)}"
+        f"missing {_ranks(report.missing)}" + (f", joined {_ranks(report.joined)}" if report.joined else "")
     )
 
 

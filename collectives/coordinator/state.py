@@ -7,11 +7,10 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, elastic, set_changes
+from hvdlab.collectives.coordinator import arrivals, elastic, releasing, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.elastic import Elastic
@@ -24,19 +23,16 @@ from hvdlab.collectives.coordinator.events import (
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.fusion import execute, fuse
 from hvdlab.collectives.coordinator.history import History
 from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.rounds import Rejection, Verdict
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stalls import Stalls
 from hvdlab.collectives.coordinator.tuning import Tuning
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(kind for kind in OpKind if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET))
@@ -123,6 +119,9 @@ class CoordinatorState:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
         for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
             if time is not None:
+        for ps in self.sets:
+            if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
+                times.append(since + self.options.dispute_grace)
                 times.append(time)
         return min(times, default=None)
 
@@ -196,7 +195,7 @@ class CoordinatorState:
             return False
         (ps,) = self.touched
         matcher = ps.matcher
-        if ps.gone or matcher.conflict or matcher.rejections or len(matcher.ready) > 1:
+        if ps.gone or matcher.disputes or matcher.rejections or matcher.conflict or len(matcher.ready) > 1:
             return False
         if self.flush_delay and matcher.ready:
             return False
@@ -204,7 +203,7 @@ class CoordinatorState:
             if matcher.ready[0].info.kind not in _PLAIN:
                 return False
             ready, matcher.ready = matcher.ready, []
-            self._execute(ps, ready)
+            releasing.run(self, ps, ready)
         self.touched.clear()
         return True
 
@@ -214,14 +213,13 @@ class CoordinatorState:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
         if self.touched:
             touched, self.touched = self.touched, {}
+        releasing.end_disputes(self, now)
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
                 if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    self._decide(ps)
+                    releasing.decide(self, ps)
         if self.cells.idle:
-            for ps in list(self.sets):
-                if ps.matcher.pending and not ps.matcher.members.isdisjoint(self.cells.idle):
-                    self._check_idle(ps)
+            releasing.free_from_idle(self)
         if self.elastic.ready:
             elastic.end_waits(self)
         if self.check_blocked:
@@ -242,69 +240,6 @@ class CoordinatorState:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
                 self.outbox.send((peer,), answer)
-
-    def _decide(self, ps: ProcessSet) -> None:
-        matcher = ps.matcher
-        if matcher.conflict:
-            self.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
-            return
-        ready, matcher.ready = matcher.ready, []
-        if matcher.rejections:
-            rejections, matcher.rejections = matcher.rejections, []
-            done = 0
-            for after, rejected in itertools.groupby(rejections, lambda r: r.after):
-                self._release(ps, ready[done:after])
-                self._reject(ps, rejected)
-                done = after
-            ready = ready[done:]
-        if ready:
-            self._release(ps, ready)
-        if ps.gone and matcher.pending:
-            left = tuple(sorted(ps.gone))
-            self.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
-
-    def _reject(self, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:
-        """Tell verdicts; ranks that are told the same share a message."""
-        peers = dict(zip(ps.members, ps.peers, strict=True))
-        locals: dict[tuple[Verdict, int], list[int]] = {}
-        for _, rank, local, verdict in rejected:
-            locals.setdefault((verdict, rank), []).append(local)
-        audiences: dict[tuple[Verdict, tuple[int, ...]], list[int]] = {}
-        for (verdict, rank), numbers in locals.items():
-            audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
-        for (verdict, same), told in audiences.items():
-            self.outbox.send(tuple(told), verdict.message(ps.id, ps.epoch, same))
-
-    def _release(self, ps: ProcessSet, ready: Sequence[Any]) -> None:
-        """Release rounds in order; those that change process sets stand between the others."""
-        run: list[Any] = []
-        for current in ready:
-            if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
-                self._execute(ps, run)
-                run = []
-                set_changes.change_sets(self, ps, current)
-            else:
-                run.append(current)
-        self._execute(ps, run)
-
-    def _execute(self, ps: ProcessSet, run: Sequence[Any]) -> None:
-        if run:
-            ps.sequence += 1
-            batches: Sequence[Sequence[Any]] = (run,)
-            if len(run) > 1:
-                batches = fuse(run, self.fusion_threshold, separate_groups=self.options.separate_groups)
-            self.tuning.before(self, ps)
-            execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self.outbox)
-            self.tuning.executed(ps, run)
-
-    def _check_idle(self, ps: ProcessSet) -> None:
-        idle = self.cells.idle
-        for current, missing in ps.matcher.waiting():
-            absent = [r for r in (missing or ps.members) if r in idle]
-            if absent:
-                why = self.cells.absence(absent, current.heads)
-                self.sets.abort(ps, why.kind, why.ranks, why.text)
-                return
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

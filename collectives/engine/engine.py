@@ -202,6 +202,22 @@ class Engine:
         self._submit(handle)
         return handle.wait(timeout)
 
+    def join(self, process_set: int = 0, timeout: float | None = None) -> int:
+        """Take part with zeros in what the other members do, until all have joined.
+
+        They need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all members)
+        and barriers go on without its call. Other collectives fail for those who submit them, with
+        ``JoinedRanksError``.
+
+        Returns:
+            The rank that joined last; the same on all.
+
+        Raises:
+            AbortedError: A member died, left, failed or was interrupted before it joined.
+            TimeoutError: As for :meth:`Handle.wait`; this rank has still joined.
+        """
+        return self.run(Request(OpKind.JOIN, process_set=process_set), timeout).last_joined
+
     def submit_group(self, requests: Sequence[Request]) -> list[Handle]:
         """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises what ``submit`` does."""
         now, site = _monotonic_ns(), call_site(2)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.operations import run_batch
 from hvdlab.collectives.engine.request import Result
@@ -131,6 +132,8 @@ class Executor:
         try:
             if batch.payloads:
                 results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
+            elif batch.entries[0].request.kind is OpKind.JOIN:
+                results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the others did
             else:
                 results = run_batch(slot.open(), batch, phases)
         except PlaneAborted:

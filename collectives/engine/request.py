@@ -65,12 +65,14 @@ class Result:
         received_splits: Rows received from each member (alltoall), else ``None``.
         tables: The numbers each member announced, by position (allgather: first dimensions; alltoall: splits).
         process_set: Id of the set that was added, else -1.
+        last_joined: The rank that joined last (join), else -1.
     """
 
     output: Buffer | None = None
     received_splits: tuple[int, ...] | None = None
     tables: tuple[tuple[int, ...], ...] = ()
     process_set: int = -1
+    last_joined: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from hvdlab.collectives.engine.entry import (
     matched_shape,
     signature_of,
 )
+from hvdlab.collectives.engine.joined import Zeros
 from hvdlab.collectives.engine.small import payload_of
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -41,6 +42,7 @@ from hvdlab.collectives.errors import (
     Disagreement,
     DuplicateNameError,
     InvalidRequestError,
+    JoinedRanksError,
     MismatchError,
     Pending,
 )
@@ -76,6 +78,7 @@ class RankState:
             m.Execute: self._on_execute,
             m.Reject: self._on_reject,
             m.RejectDuplicate: self._on_reject_duplicate,
+            m.Decline: self._on_decline,
             m.Abort: self._on_abort,
             m.Configure: self._on_configure,
             m.Dissolve: self._on_dissolve,
@@ -344,6 +347,7 @@ class RankState:
             if type(effect) is RunBatch:
                 for entry in effect.entries:
                     entry.received = now
+                    entry.submitted = entry.submitted or now  # what this rank has not submitted itself
         return effects
 
     def _on_execute(self, message: m.Execute) -> list[Effect]:
@@ -355,7 +359,7 @@ class RankState:
         for number, batch in enumerate(message.batches):
             entries = []
             for id in batch.locals:
-                entry = by_id[id].queue.popleft()
+                entry = by_id[id].queue.popleft() if id >= 0 else self._take_part(group, batch.zeros[-1 - id])
                 entry.phase = EXECUTING
                 entries.append(entry)
             kind = entries[0].request.kind
@@ -376,6 +380,13 @@ class RankState:
                     )
                 )
         return effects
+
+    def _take_part(self, group: SetState, signature: m.Signature) -> Entry:
+        """This rank has joined; what others do is done here with zeros."""
+        entry = Zeros(group.id, signature)
+        entry.epoch = group.epoch
+        group.pending[entry] = None
+        return entry
 
     def _heads(self, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
         group = self.sets.get(set_id)
@@ -401,6 +412,16 @@ class RankState:
         return [
             Fail(entry, DuplicateNameError(message.name, message.first_site, message.second_site))
             for entry in self._heads(message.process_set, message.epoch, message.locals)
+        ]
+
+    def _on_decline(self, message: m.Decline) -> list[Effect]:
+        def error() -> Exception:
+            if message.joined:
+                return JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
+            return InvalidRequestError(message.reason)
+
+        return [
+            Fail(entry, error()) for entry in self._heads(message.process_set, message.epoch, message.locals)
         ]
 
     def _on_abort(self, message: m.Abort) -> list[Effect]:

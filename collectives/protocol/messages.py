@@ -334,11 +334,15 @@ class Batch(Record, frozen=True):
 
     ``tables[i]`` (when not empty, as long as ``locals``) has each member's ``extra`` numbers, by position.
     ``payloads`` (when not empty) has each member's tensor, by position: members reduce these instead of using the plane.
+
+    A rank that has joined takes part with zeros in what it did not submit: ``locals`` has -1, -2, … there, for the
+    first, second, … of ``zeros``.
     """
 
     locals: tuple[int, ...]
     tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
     payloads: tuple[bytes, ...] = ()
+    zeros: tuple[Signature, ...] = ()
 
 
 class Execute(Message, frozen=True):
@@ -348,6 +352,14 @@ class Execute(Message, frozen=True):
     epoch: int
     sequence: int
     batches: tuple[Batch, ...]
+
+
+class Tune(Message, frozen=True):
+    """From the next order of this epoch on, move ``slice_bytes`` at a time; 0 leaves it to the plane."""
+
+    process_set: int
+    epoch: int
+    slice_bytes: int
 
 
 class Party(Record, frozen=True):
@@ -368,14 +380,6 @@ class Reject(Message, frozen=True):
     parties: tuple[Party, ...]
 
 
-class Tune(Message, frozen=True):
-    """From the next order of this epoch on, move ``slice_bytes`` at a time; 0 leaves it to the plane."""
-
-    process_set: int
-    epoch: int
-    slice_bytes: int
-
-
 class RejectDuplicate(Message, frozen=True):
     """The pending submissions ``locals`` (this rank's) fail, because a rank submitted the name twice."""
 
@@ -388,14 +392,29 @@ class RejectDuplicate(Message, frozen=True):
     second_site: str
 
 
+class Decline(Message, frozen=True):
+    """The submissions ``locals`` (this rank's) fail although all agree: ``reason`` says why, in one sentence.
+
+    ``joined`` are the ranks for whose sake it can't be done; empty if it can't be done at all.
+    """
+
+    process_set: int
+    epoch: int
+    locals: tuple[int, ...]
+    name: str
+    reason: str
+    joined: tuple[int, ...] = ()
+
+
 class AbortedCollective(Record, frozen=True):
-    """One pending collective of an ended epoch: who had submitted it (with sites), who had not."""
+    """One pending collective of an ended epoch: who had submitted it (with sites), who was waited for, who had joined."""
 
     kind: int
     name: str
     waited: tuple[int, ...]
     missing: tuple[int, ...]
     sites: tuple[str, ...] = ()
+    joined: tuple[int, ...] = ()
 
 
 class Abort(Message, frozen=True):
@@ -500,6 +519,7 @@ ToPeer = (
     | Tune
     | Reject
     | RejectDuplicate
+    | Decline
     | Abort
     | ProcessSetAdded
     | StoreValue

@@ -50,6 +50,7 @@ from hvdlab.torch.exchanging import alltoall, alltoall_async
 from hvdlab.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlab.torch.handles import Handle, poll, synchronize
+from hvdlab.torch.joining import join
 from hvdlab.torch.optimizer import DistributedOptimizer
 from hvdlab.torch.optimizer_state import broadcast_optimizer_state
 from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -111,6 +112,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

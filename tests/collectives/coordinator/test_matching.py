@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.matching import Matcher
-from hvdlab.collectives.coordinator.rounds import DuplicateName, Mismatch
 from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
+from hvdlab.collectives.coordinator.verdicts import DuplicateName, Impossible, Mismatch
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition
 
 
@@ -18,14 +19,23 @@ class Bench:
         self.definitions: list[dict[int, Defined]] = [{} for _ in range(size)]
 
     def submit(
-        self, rank: int, name: str, *, shape: tuple[int, ...] = (4,), group: str = "", size: int = 0
+        self,
+        rank: int,
+        name: str,
+        *,
+        shape: tuple[int, ...] = (4,),
+        group: str = "",
+        size: int = 0,
+        kind: OpKind = OpKind.ALLREDUCE,
+        op: ReduceOp = ReduceOp.SUM,
+        payload: bytes = b"",
     ) -> int:
-        sig = signature(name, shape=shape, group=group, group_size=size)
+        sig = signature(name, kind, shape=shape, op=op, group=group, group_size=size)
         known = self.definitions[rank]
         local = next((n for n, d in known.items() if d.info.signature == sig), len(known))
         if local not in known:
             self.table.define(known, Definition(local, sig, f"line {rank}"))
-        self.matcher.submit(rank, known[local], (), 0.0)
+        self.matcher.submit(rank, known[local], (), 0.0, payload)
         return local
 
     def ready(self) -> list[str]:
@@ -36,6 +46,13 @@ class Bench:
         """(rank, name of the rejected submission) since the last call."""
         told, self.matcher.rejections = self.matcher.rejections, []
         return sorted((rank, self.definitions[rank][local].info.name) for _, rank, local, _ in told)
+
+    def end_disputes(self) -> None:
+        """The time that ranks in dispute wait for the others is over."""
+        self.matcher.end_disputes(0.0, 0.0)
+
+    def join(self, rank: int) -> None:
+        self.submit(rank, "join.noname", kind=OpKind.JOIN, shape=())
 
     def verdicts(self) -> list[object]:
         return list({id(v): v for _, _, _, v in self.matcher.rejections}.values())
@@ -60,27 +77,46 @@ def test_submissions_of_one_name_match_in_order() -> None:
     assert not bench.matcher.pending
 
 
-def test_a_mismatch_is_decided_before_the_last_rank_comes_and_holds_for_it() -> None:
-    bench = Bench()
-    bench.submit(0, "a", shape=(4,))
-    bench.submit(1, "a", shape=(5,))
+def test_a_mismatch_names_everything_that_was_asked_for() -> None:
+    bench = Bench(4)
+    for rank, extent in enumerate((4, 5, 6, 4)):
+        assert bench.rejected() == []
+        bench.submit(rank, "a", shape=(extent,))
     (verdict,) = bench.verdicts()
     assert isinstance(verdict, Mismatch)
     assert [(p.ranks, p.request, p.site) for p in verdict.parties] == [
-        ((0,), "allreduce float32[4] sum", "line 0"),
+        ((0, 3), "allreduce float32[4] sum", "line 0"),
         ((1,), "allreduce float32[5] sum", "line 1"),
+        ((2,), "allreduce float32[6] sum", "line 2"),
     ]
+    assert bench.rejected() == [(rank, "a") for rank in range(4)]
+    assert not bench.matcher.debts
+    assert not bench.matcher.pending
+
+
+def test_a_mismatch_does_not_wait_long_for_the_last_rank_and_holds_for_it() -> None:
+    bench = Bench()
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))
+    assert bench.rejected() == []
+    assert bench.matcher.disputed_since == 0.0
+    bench.end_disputes()
+    (verdict,) = bench.verdicts()
+    assert isinstance(verdict, Mismatch)
+    assert [p.ranks for p in verdict.parties] == [(0,), (1,)]
     assert bench.rejected() == [(0, "a"), (1, "a")]
     bench.submit(2, "a", shape=(4,))
     assert bench.verdicts() == [verdict]
     assert bench.rejected() == [(2, "a")]
-    assert bench.matcher.owes == 0
+    assert not bench.matcher.debts
+    assert bench.matcher.disputed_since is None
 
 
 def test_ranks_that_try_again_after_a_mismatch_meet_in_a_round_of_their_own() -> None:
     bench = Bench()
     bench.submit(0, "a", shape=(4,))
     bench.submit(1, "a", shape=(5,))
+    bench.end_disputes()
     bench.rejected()
     bench.submit(0, "a")
     bench.submit(1, "a")
@@ -129,12 +165,13 @@ def test_a_mismatch_ends_the_whole_group_on_every_rank() -> None:
     bench.submit(0, "y", group="g", size=3)
     bench.submit(0, "z", group="g", size=3)
     bench.submit(1, "z", group="g", size=3, shape=(9,))
+    bench.end_disputes()
     assert bench.rejected() == [(0, "x"), (0, "y"), (0, "z"), (1, "x"), (1, "z"), (2, "x")]
     bench.submit(1, "y", group="g", size=3)
     bench.submit(2, "y", group="g", size=3)
     bench.submit(2, "z", group="g", size=3)
     assert bench.rejected() == [(1, "y"), (2, "y"), (2, "z")]
-    assert bench.matcher.owes == 0
+    assert not bench.matcher.debts
     for name in "xyz":
         for rank in range(3):
             bench.submit(rank, name, group="g", size=3)
@@ -181,7 +218,7 @@ def test_a_duplicate_of_what_was_released_changes_nothing() -> None:
     assert bench.ready() == ["a"]
     bench.matcher.duplicate("a", 0, "", "", 0.0)
     assert bench.rejected() == []
-    assert bench.matcher.owes == 0
+    assert not bench.matcher.debts
 
 
 def test_a_duplicate_in_a_held_group_ends_the_group() -> None:
@@ -199,8 +236,9 @@ def test_a_rank_that_will_not_submit_owes_nothing_any_more() -> None:
     bench = Bench()
     bench.submit(0, "a", shape=(4,))
     bench.submit(1, "a", shape=(5,))
+    bench.end_disputes()
     bench.rejected()
-    bench.matcher.forgive(2)
+    bench.matcher.debts.forgive(2)
     for rank in range(3):
         bench.submit(rank, "a")
     assert bench.ready() == ["a"]
@@ -223,3 +261,123 @@ def test_a_local_id_may_be_defined_anew() -> None:
     table.define(known, Definition(0, signature("b"), ""))
     assert [info.name for info in table] == ["b"]
     assert known[0].info.name == "b"
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_rank_that_has_joined() -> None:
+    bench = Bench()
+    bench.submit(0, "a")
+    bench.join(2)
+    assert bench.ready() == []
+    bench.submit(1, "a")
+    (complete,) = bench.matcher.ready
+    assert complete.absent == (2,)
+    assert not complete.agree
+    assert bench.ready() == ["a"]
+    bench.submit(0, "b")
+    bench.join(1)  # completes what waited for it
+    assert bench.ready() == ["b"]
+
+
+def test_what_a_rank_submitted_before_it_joined_counts() -> None:
+    bench = Bench(2)
+    bench.submit(1, "a")
+    bench.join(1)
+    bench.submit(0, "a")
+    (complete,) = bench.matcher.ready
+    assert complete.absent == ()
+    assert complete.agree
+
+
+def test_when_all_have_joined_each_is_told_who_was_the_last() -> None:
+    bench = Bench()
+    bench.join(2)
+    bench.join(0)
+    assert bench.ready() == []
+    assert bench.matcher.joined == (0, 2)
+    bench.join(1)
+    (complete,) = bench.matcher.ready
+    assert complete.extras == {0: (1,), 1: (1,), 2: (1,)}
+    assert bench.ready() == ["join.noname"]
+    assert bench.matcher.joined == ()
+    bench.submit(0, "a")
+    bench.submit(1, "a")
+    assert bench.ready() == []  # they wait for rank 2 again
+
+
+def test_what_is_in_flight_when_the_last_rank_joins_comes_before_the_end_of_joining() -> None:
+    bench = Bench(2)
+    bench.join(1)
+    bench.submit(0, "x", group="g", size=2)
+    bench.join(0)
+    assert bench.ready() == ["join.noname"]
+    bench = Bench(2)
+    bench.submit(0, "a")
+    bench.submit(0, "a")
+    bench.join(0)
+    assert bench.ready() == []
+    bench.join(1)
+    assert bench.ready() == ["a", "a", "join.noname"]
+    assert not bench.matcher.pending
+
+
+def test_what_needs_everyones_data_is_refused_while_ranks_have_joined() -> None:
+    bench = Bench()
+    bench.join(1)
+    for kind, op in [
+        (OpKind.ALLGATHER, ReduceOp.SUM), (OpKind.BROADCAST, ReduceOp.SUM), (OpKind.ALLTOALL, ReduceOp.SUM),
+        (OpKind.REDUCESCATTER, ReduceOp.SUM), (OpKind.ALLREDUCE, ReduceOp.MIN), (OpKind.ALLREDUCE, ReduceOp.ADASUM),
+    ]:  # fmt: skip
+        for rank in (0, 2):
+            bench.submit(rank, f"{kind}{op}", kind=kind, op=op)
+        (verdict,) = bench.verdicts()
+        assert isinstance(verdict, Impossible)
+        assert verdict.joined == (1,)
+        assert "not supported with join: rank 1 has joined" in verdict.reason
+        assert [rank for rank, _ in bench.rejected()] == [0, 2]
+        assert not bench.matcher.debts
+    for rank in (0, 2):
+        bench.submit(rank, "b", kind=OpKind.BARRIER)
+    assert bench.ready() == ["b"]
+    assert bench.matcher.joined == (1,)
+
+
+def test_a_rank_that_joins_owes_nothing() -> None:
+    bench = Bench()
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))
+    bench.end_disputes()
+    bench.rejected()
+    bench.join(2)
+    assert not bench.matcher.debts
+    bench.submit(0, "a", shape=(4,))
+    bench.submit(1, "a", shape=(5,))  # all that are waited for are there
+    assert bench.rejected() == [(0, "a"), (1, "a")]
+    assert not bench.matcher.debts
+
+
+def test_a_group_of_those_that_have_not_joined_is_released_as_a_whole() -> None:
+    bench = Bench()
+    bench.join(0)
+    for name in "xy":
+        bench.submit(1, name, group="g", size=2)
+    bench.submit(2, "x", group="g", size=2)
+    assert bench.ready() == []
+    bench.submit(2, "y", group="g", size=2)
+    assert bench.ready() == ["x", "y"]
+
+
+def test_joining_twice_is_two_joins() -> None:
+    bench = Bench(2)
+    bench.join(0)
+    bench.join(0)
+    bench.join(1)
+    assert bench.ready() == ["join.noname"]
+    assert bench.matcher.joined == (0,)
+    bench.submit(1, "a")
+    assert bench.ready() == ["a"]
+    bench.join(1)
+    assert bench.ready() == ["join.noname"]
+    assert not bench.matcher.pending

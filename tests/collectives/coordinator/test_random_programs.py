@@ -93,5 +93,5 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
         if not step.agree(size) and not step.group and "noname" not in step.names[0]:
             assert len({s.outcome.parties for p in programs for s in p.done[number]}) == 1  # type: ignore[union-attr]
     assert not sim.state.sets.world.matcher.pending
-    assert sim.state.sets.world.matcher.owes == 0
+    assert not sim.state.sets.world.matcher.debts
     sim.check_order()

@@ -276,7 +276,7 @@ class RandomSchedules(RuleBasedStateMachine):
         assert not state.by_peer
         assert set(state.sets.by_id) == {0}
         assert not state.sets.world.matcher.pending
-        assert state.sets.world.matcher.owes == 0
+        assert not state.sets.world.matcher.debts
         assert not state.cells.idle
 
 

@@ -157,11 +157,12 @@ def test_a_mismatch_is_raised_on_every_rank_with_both_sites_and_the_group_goes_o
     sim = simulate(3)
     submit(sim, "loss", 0, shape=(10, 4))
     submit(sim, "loss", 2, shape=(10, 5))
+    assert count(sim.ranks[0], m.Reject) == 0
     submit(sim, "loss", 1, shape=(10, 4))
     for rank in range(3):
         reject = last(sim.ranks[rank], m.Reject)
         assert [(p.ranks, p.request, p.site) for p in reject.parties] == [
-            ((0,), "allreduce float32[10, 4] sum", "line 0"),
+            ((0, 1), "allreduce float32[10, 4] sum", "line 0"),
             ((2,), "allreduce float32[10, 5] sum", "line 2"),
         ]
     submit(sim, "loss", 0, 1, 2)
@@ -573,21 +574,21 @@ def test_a_set_without_survivors_is_forgotten() -> None:
 def test_a_set_of_ranks_that_are_not_there_is_refused_on_all() -> None:
     sim = simulate(2)
     submit(sim, "add", 0, 1, kind=OpKind.ADD_PROCESS_SET, shape=(), ranks=(0, 5))
-    assert "rank 5 not in the world" in last(sim.ranks[1], m.Reject).parties[0].request
+    assert "rank 5 not in the world" in last(sim.ranks[1], m.Decline).reason
 
 
 def test_removing_a_set_ends_its_collectives() -> None:
-    sim = simulate(2)
-    submit(sim, "add", 0, 1, kind=OpKind.ADD_PROCESS_SET, shape=(), ranks=(0, 1))
+    sim = simulate(3)
+    submit(sim, "add", 0, 1, 2, kind=OpKind.ADD_PROCESS_SET, shape=(), ranks=(0, 1))
     sim.ranks[0].submit(signature("x"), 1)
     sim.drain()
-    submit(sim, "remove", 0, 1, kind=OpKind.REMOVE_PROCESS_SET, shape=(), root=1)
+    submit(sim, "remove", 0, 1, 2, kind=OpKind.REMOVE_PROCESS_SET, shape=(), root=1)
     assert last(sim.ranks[0], m.Abort).process_set == 1
     assert 1 not in sim.ranks[0].sets
     assert set(sim.state.sets.by_id) == {0}
     assert all(s.outcome is not None for s in sim.ranks[0].submissions)
-    submit(sim, "remove", 0, 1, kind=OpKind.REMOVE_PROCESS_SET, shape=(), root=1)
-    assert "no such process set" in last(sim.ranks[0], m.Reject).parties[0].request
+    submit(sim, "remove", 0, 1, 2, kind=OpKind.REMOVE_PROCESS_SET, shape=(), root=1)
+    assert "no such process set" in last(sim.ranks[0], m.Decline).reason
 
 
 # -- resizing ---------------------------------------------------------------------------------------------------------

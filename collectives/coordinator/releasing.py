@@ -1,0 +1,107 @@
+"""The end of a round for a process set: what is ready is released, what failed is told, who waits in vain is freed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator import set_changes
+from hvdlab.collectives.coordinator.fusion import fuse
+from hvdlab.collectives.coordinator.orders import execute
+from hvdlab.collectives.coordinator.process_sets import ProcessSet
+from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.verdicts import Rejection, Verdict
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+def decide(state: CoordinatorState, ps: ProcessSet) -> None:
+    """Say what has become of the submissions of an open epoch."""
+    matcher = ps.matcher
+    if matcher.conflict:
+        state.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
+        return
+    ready, matcher.ready = matcher.ready, []
+    if matcher.rejections:
+        rejections, matcher.rejections = matcher.rejections, []
+        done = 0
+        for after, rejected in itertools.groupby(rejections, lambda r: r.after):
+            _release(state, ps, ready[done:after])
+            _reject(state, ps, rejected)
+            done = after
+        ready = ready[done:]
+    if ready:
+        _release(state, ps, ready)
+    if ps.gone and matcher.pending:
+        left = tuple(sorted(ps.gone))
+        state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+
+
+def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
+    """Have these rounds executed, fused as far as they may be."""
+    if rounds:
+        ps.sequence += 1
+        batches: Sequence[Sequence[Round]] = (rounds,)
+        if len(rounds) > 1:
+            batches = fuse(rounds, state.fusion_threshold, separate_groups=state.options.separate_groups)
+        state.tuning.before(state, ps)
+        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox)
+        state.tuning.executed(ps, rounds)
+
+
+def free_from_idle(state: CoordinatorState) -> None:
+    """End what others wait for and ranks without a cell will not submit."""
+    idle = state.cells.idle
+    for ps in list(state.sets):
+        if ps.matcher.debts:
+            for rank in idle & ps.matcher.debts.ranks:
+                ps.matcher.debts.forgive(rank)
+        if ps.matcher.pending and not ps.matcher.members.isdisjoint(idle):
+            for current, missing in ps.matcher.waiting():
+                absent = [r for r in (missing or ps.members) if r in idle]
+                if absent:
+                    why = state.cells.absence(absent, current.heads)
+                    state.sets.abort(ps, why.kind, why.ranks, why.text)
+                    break
+
+
+def end_disputes(state: CoordinatorState, now: float) -> None:
+    """Give verdicts where ranks disagree and the others have had their time to say what they want."""
+    idle = state.cells.idle
+    for ps in state.sets:
+        matcher = ps.matcher
+        if matcher.disputes:
+            vain = ps.gone or not matcher.members.isdisjoint(idle)
+            matcher.end_disputes(0.0 if vain else state.options.dispute_grace, now)
+            if matcher.rejections or matcher.conflict:
+                state.touched[ps] = None
+
+
+def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:
+    """Tell verdicts; ranks that are told the same share a message."""
+    peers = dict(zip(ps.members, ps.peers, strict=True))
+    locals: dict[tuple[Verdict, int], list[int]] = {}
+    for _, rank, local, verdict in rejected:
+        locals.setdefault((verdict, rank), []).append(local)
+    audiences: dict[tuple[Verdict, tuple[int, ...]], list[int]] = {}
+    for (verdict, rank), numbers in locals.items():
+        audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
+    for (verdict, same), told in audiences.items():
+        state.outbox.send(tuple(told), verdict.message(ps.id, ps.epoch, same))
+
+
+def _release(state: CoordinatorState, ps: ProcessSet, ready: Sequence[Round]) -> None:
+    """Release rounds in order; those that change process sets stand between the others."""
+    plain: list[Round] = []
+    for current in ready:
+        if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
+            run(state, ps, plain)
+            plain = []
+            set_changes.change_sets(state, ps, current)
+        else:
+            plain.append(current)
+    run(state, ps, plain)

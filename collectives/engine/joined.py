@@ -1,0 +1,38 @@
+"""What a rank that has joined does for the others: it takes part in their collectives with zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.protocol.messages import Signature
+
+
+class Zeros(Entry):
+    """A collective that others have submitted, with zeros for this rank's tensor. Nobody waits for its end."""
+
+    __slots__ = ()
+
+    def __init__(self, process_set: int, signature: Signature) -> None:
+        kind, dtype = OpKind(signature.kind), DType(signature.dtype)
+        # The system hands out zeroed memory as it is touched: what lies in the queue costs nothing.
+        tensor = np.zeros(signature.shape, storage_type(dtype)) if kind is OpKind.ALLREDUCE else None
+        request = Request(
+            kind,
+            signature.name,
+            tensor,
+            tensor,
+            dtype,
+            ReduceOp(signature.op),
+            signature.prescale,
+            signature.postscale,
+            process_set=process_set,
+        )
+        Entry.__init__(self, request, "join", 0)
+        self.name = signature.name
+
+    def complete(self, result: Result | None, error: Exception | None) -> None:
+        """The submitters have handles; here nothing is left to do."""

@@ -1,0 +1,241 @@
+"""Uneven work: ranks that have none left join, and the others go on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
+    CollectiveError,
+    JoinedRanksError,
+    MismatchError,
+)
+from ranks import RankGone, Ranks
+
+SMALL, LARGE = 8, 300_000
+
+
+@pytest.fixture(params=[1, 2, 4])
+def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def rank_and_size() -> tuple[int, int]:
+    return context.engine().rank, context.engine().size
+
+
+def uneven(epochs: int) -> list[int]:
+    """Rank r has r + 1 batches in each epoch; returns who was told to have joined last."""
+    rank, size = rank_and_size()
+    last = []
+    for _ in range(epochs):
+        for batch in range(rank + 1):
+            working = size - batch  # ranks that have this many batches, and joined ones count as zero
+            for count in (SMALL, LARGE):
+                total = api.allreduce(np.ones(count, np.float32), f"sum{count}", op=api.Sum)
+                assert (total == working).all(), (total, working)
+                mean = api.allreduce(np.full((2, count), 2.0), f"mean{count}")
+                assert np.allclose(mean, 2.0 * working / size)
+            several = [
+                np.full(n, rank + 1, t) for n, t in [(3, np.int32), (LARGE, np.float16), (1, np.float64)]
+            ]
+            sums = api.grouped_allreduce(several, "group", op=api.Sum, prescale_factor=2.0)
+            expected = 2 * sum(r + 1 for r in range(batch, size))
+            assert all((x == expected).all() for x in sums), (sums, expected)
+            scalar = api.allreduce(np.float32(1), op=api.Sum)
+            assert scalar.shape == ()
+            assert scalar == working
+            api.barrier()
+        last.append(api.join())
+    return last
+
+
+def fused(count: int) -> int:
+    rank, _size = rank_and_size()
+    if rank == 0:
+        handles = [api.allreduce_async(np.full(100 + i, i), f"f{i}", op=api.Sum) for i in range(count)]
+        context.engine().flush()
+        for i, handle in enumerate(handles):
+            assert (api.synchronize(handle) == i).all()
+    return api.join()
+
+
+def leave_it_in_flight() -> tuple[int, list[float]]:
+    """Asynchronous ones before joining, synchronized afterwards."""
+    rank, _size = rank_and_size()
+    handles = [api.allreduce_async(np.ones(n), f"h{n}", op=api.Sum) for n in (4, LARGE) if rank]
+    last = api.join()
+    return last, [float(api.synchronize(handle)[0]) for handle in handles]
+
+
+def unsupported() -> Any:
+    """Rank 1 joins at once, the others try what can't be done."""
+    rank, _size = rank_and_size()
+    if rank == 1:
+        return api.join()
+    told = []
+    x = np.ones((3, 2))
+    tries = [
+        lambda: api.allgather(x), lambda: api.broadcast(x, 0), lambda: api.alltoall(x, [1, 1, 1]),
+        lambda: api.reducescatter(x), lambda: api.allreduce(x, op=api.Max), lambda: api.grouped_allgather([x, x]),
+        lambda: context.engine().add_process_set([0, 2]),
+    ]  # fmt: skip
+    for attempt in tries:
+        with pytest.raises(JoinedRanksError, match="not supported with join: rank 1 has joined") as error:
+            attempt()
+        assert isinstance(error.value, CollectiveError)
+        assert error.value.joined == (1,)
+        told.append(str(error.value))
+    assert api.allreduce(x, op=api.Sum)[0, 0] == 2.0  # the group and the join are as they were
+    api.join()
+    return told
+
+
+def join() -> int:
+    return api.join()
+
+
+def reduce(name: str, count: int = 4) -> float:
+    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+
+
+def leave() -> None:
+    context.shutdown()
+    context.init()
+
+
+def wrong_shape() -> None:
+    rank, _size = rank_and_size()
+    if rank != 2:
+        with pytest.raises(MismatchError):
+            api.allreduce(np.ones(3 + rank), "wrong")
+    api.join()
+
+
+def of_a_set(set_id: int) -> tuple[int, float]:
+    """Rank 0 joins in the set only, and meanwhile does something in the world."""
+    rank, _size = rank_and_size()
+    total = -1.0
+    if rank == 1:
+        total = float(api.allreduce(np.ones(4), "in the set", op=api.Sum, process_set=set_id)[0])
+    last = api.join(process_set=set_id) if rank < 2 else -1
+    reduce("world")
+    return last, total
+
+
+def add(ranks: list[int]) -> int:
+    return context.engine().add_process_set(ranks)
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_uneven_batches_over_epochs(some: Ranks) -> None:
+    assert some.run(uneven, 3, timeout=60) == [[some.size - 1] * 3] * some.size
+
+
+@pytest.mark.parametrize("plane", ["gloo"])
+def test_uneven_batches_on_other_planes(plane: str) -> None:
+    with Ranks(2, env={"HVDLAB_PLANE": plane}) as ranks:
+        assert ranks.run(uneven, 2, timeout=60) == [[1] * 2] * 2
+
+
+def test_fused_operations(three: Ranks) -> None:
+    assert three.run(fused, 60) == [0] * 3
+
+
+def test_what_was_in_flight_before_joining_still_counts(three: Ranks) -> None:
+    results = three.run(leave_it_in_flight)
+    assert len({last for last, _ in results}) == 1
+    assert [values for _, values in results] == [[], [2.0, 2.0], [2.0, 2.0]]
+
+
+def test_what_needs_everyones_data_fails_where_it_is_submitted(three: Ranks) -> None:
+    one, two, three_ = three.run(unsupported)
+    assert one == three_
+    assert two in (0, 2)
+    assert three.run(reduce, "after") == [3.0] * 3
+
+
+def test_a_mismatch_of_the_others_does_not_concern_those_that_have_joined(three: Ranks) -> None:
+    three.run(wrong_shape)
+    assert three.run(reduce, "after") == [3.0] * 3
+
+
+def test_joining_one_process_set_leaves_the_others_alone(three: Ranks) -> None:
+    (set_id,) = {*three.run(add, [0, 1])}
+    joined = three.run(of_a_set, set_id)
+    assert joined == [(1, -1.0), (1, 1.0), (-1, -1.0)]
+
+
+def test_a_deadlock_is_found_and_joining_is_none(three: Ranks) -> None:
+    joined = three.start(join, ranks=[2])
+    stuck = [three.start(reduce, name, ranks=[rank]) for rank, name in enumerate("ab")]
+    (error,) = joined.outcomes(20)
+    assert isinstance(error, AbortedError)
+    assert error.cause.kind is CauseKind.DEADLOCK
+    assert "rank 2 in join" in str(error)
+    assert all(isinstance(x.outcomes(20)[0], AbortedError) for x in stuck)
+    joined = three.start(join, ranks=[1, 2])
+    for _ in range(3):
+        assert three.run(reduce, "x", ranks=[0]) == [1.0]
+    assert three.run(join, ranks=[0]) == [0]
+    assert joined.results(20) == [0, 0]
+
+
+def test_an_interrupt_ends_the_join_of_all(three: Ranks) -> None:
+    joined = [three.start(join, ranks=[rank]) for rank in (0, 1)]
+    assert three.run(reduce, "x", ranks=[2]) == [1.0]  # both have joined by now
+    three.kill(1, signal.SIGINT)
+    assert isinstance(joined[1].outcomes(20)[0], KeyboardInterrupt)
+    (error,) = joined[0].outcomes(20)
+    assert isinstance(error, AbortedError)
+    assert error.cause.kind is CauseKind.INTERRUPTED
+    assert three.run(join)[0] in range(3)
+
+
+def test_a_rank_that_leaves_ends_the_join_of_the_others() -> None:
+    with Ranks(3) as ranks:
+        joined = [ranks.start(join, ranks=[rank]) for rank in (0, 1)]
+        assert ranks.run(reduce, "x", ranks=[2]) == [1.0]
+        left = ranks.start(leave, ranks=[2])
+        errors = [x.outcomes(20)[0] for x in joined]
+        assert [e.cause.kind for e in errors] == [CauseKind.RANK_LEFT] * 2
+        again = ranks.start(leave, ranks=[0, 1])
+        left.results(20)
+        again.results(20)
+        assert len({*ranks.run(join)}) == 1
+
+
+def test_a_rank_that_dies_ends_the_join_of_the_others() -> None:
+    with Ranks(3) as ranks:
+        joined = [ranks.start(join, ranks=[rank]) for rank in (0, 1)]
+        assert ranks.run(reduce, "x", ranks=[2]) == [1.0]
+        ranks.kill(2)
+        errors = [x.outcomes(20)[0] for x in joined]
+        assert [e.cause.kind for e in errors] == [CauseKind.RANK_DIED] * 2
+        assert "): ranks 0,1 waited; rank 2 died" in str(errors[0])
+        # One that has joined dies while the others work.
+        joined = [ranks.start(join, ranks=[0])]
+        assert ranks.run(reduce, "x", ranks=[1]) == [1.0]
+        ranks.kill(0)
+        assert isinstance(joined[0].outcomes(20)[0], RankGone)
+        assert ranks.run(join, ranks=[1]) == [1]

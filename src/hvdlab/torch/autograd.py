@@ -196,7 +196,7 @@ def _derivative(
     again = torch.is_grad_enabled()  # whether this is to be differentiated itself
     if stacked.requires_grad:
         # An allgather averages gradients, while the losses of all ranks add up here.
-        stacked.register_hook(lambda averaged: averaged * count)
+        stacked.register_hook(lambda averaged: averaged * count)  # type: ignore[no-untyped-call]  # torch's
     else:
         stacked.requires_grad_()
     with torch.enable_grad():

@@ -1,0 +1,135 @@
+"""``DistributedOptimizer(op=hvd.Adasum)``: every rank takes a step of its own, and the steps are combined.
+
+Adasum combines what the ranks would change, not their gradients, so that an optimizer's own scaling (Adam's, say) has
+been applied before: parameters become where they were plus the Adasum of the ranks' changes, each parameter on its own.
+See :mod:`hvdlab.collectives.reduce.adasum` for the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.torch.compression import Compressor
+from hvdlab.torch.distributed import DistributedBase
+from hvdlab.torch.handles import Handle
+from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.process_sets import ProcessSet, set_id
+from hvdlab.torch.submission import Operation, submit, submit_group
+
+
+class ChangeReducer(Watcher):
+    """Combines the ranks' changes of parameters."""
+
+    def __init__(self, compression: type[Compressor], process_set: ProcessSet, passes: int) -> None:
+        super().__init__(passes)
+        self._compression = compression
+        self._process_set = process_set
+        self._buckets: list[tuple[str, list[torch.Tensor]]] = []
+
+    def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
+        bucket = list(parameters)
+        super().watch(name, bucket)
+        self._buckets.append((name, bucket))
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Nothing can be reduced before the whole step has been taken."""
+
+    def drop(self) -> None:
+        self.reset()
+
+    @torch.no_grad()
+    def around(self, step: Callable[[], Any]) -> Any:
+        """Take this rank's step, and make of it the step of all.
+
+        After an error the parameters are where they were before.
+        """
+        self.check()
+        watched = [parameter for _, bucket in self._buckets for parameter in bucket]
+        starts = {parameter: parameter.detach().clone() for parameter in watched}
+        try:
+            with torch.enable_grad():
+                result = step()
+            changes = {parameter: parameter.detach() - start for parameter, start in starts.items()}
+            for parameter, change in self._reduced(changes):
+                parameter.copy_(starts[parameter] + change)
+        except BaseException:
+            for parameter, start in starts.items():
+                parameter.copy_(start)
+            raise
+        finally:
+            self.reset()
+        return result
+
+    def _reduced(
+        self, changes: dict[torch.Tensor, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        operation = Operation(OpKind.ALLREDUCE, ReduceOp.ADASUM, process_set=set_id(self._process_set))
+        started: list[tuple[list[torch.Tensor], Handle, list[Any]]] = []
+        for name, bucket in self._buckets:
+            compressed = [self._compression.compress(changes[parameter]) for parameter in bucket]
+            sent = [tensor for tensor, _ in compressed]
+            handle = (
+                submit(operation, sent[0], name, in_place=True)
+                if len(sent) == 1
+                else submit_group(operation, sent, name, in_place=True)
+            )
+            started.append((bucket, handle, [context for _, context in compressed]))
+        for bucket, handle, contexts in started:
+            outputs = handle.wait()
+            listed = outputs if isinstance(outputs, list) else [outputs]
+            for parameter, output, context in zip(bucket, listed, contexts, strict=True):
+                yield parameter, self._compression.decompress(output, context)
+
+
+class AdasumMixin(DistributedBase):
+    """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
+
+    _watcher: ChangeReducer
+
+    def synchronize(self) -> None:
+        """Does nothing: there is nothing to reduce before :meth:`step`."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Not with Adasum, as in Horovod: raises ``AssertionError``."""
+        raise AssertionError(
+            "skip_synchronize() does not go with op=hvd.Adasum, which combines the ranks' steps, not their gradients."
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with this rank's gradients, and replace it by the Adasum of all ranks' steps.
+
+        Args:
+            closure: Recomputes the loss with its gradients, as often as this rank's optimizer likes.
+
+        Returns:
+            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+
+        Raises:
+            MismatchError, AbortedError: As for ``allreduce``. Parameters are where they were; the optimizer's state
+                (momenta, …) is that of this rank's step.
+        """
+        if not self._included:
+            return self._plain_step(closure)
+        if closure is None:
+            self._warn_of_a_step_without_backward()
+        self._watch(0)  # what has been unfrozen since
+        own = None if closure is None else self._counted_anew(closure)
+        return self._watcher.around(lambda: self._plain_step(own))
+
+    def _counted_anew(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after each call of which backward passes are counted from zero again."""
+
+        def counted() -> Any:
+            self._watcher.reset()
+            loss = closure()
+            self._watcher.reset()
+            return loss
+
+        return counted
+
+    step.hooked = True  # type: ignore[attr-defined]  # see DistributedMixin.step

@@ -1,0 +1,180 @@
+"""What ``DistributedOptimizer`` puts in front of the class of the optimizer that it is given."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.torch.buckets import Groups, bucketed, gradient_names
+from hvdlab.torch.gradients import GradientReducer
+from hvdlab.torch.hooks import Watcher
+
+_UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
+
+
+class DistributedBase(torch.optim.Optimizer):
+    """Common to all of them: the backward passes of a step are counted, whatever is reduced then."""
+
+    _given: type[torch.optim.Optimizer]
+    _watcher: Watcher
+    _names: dict[torch.Tensor, str]
+    _included: bool
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            AssertionError: Between a backward pass and ``step`` (or ``synchronize``), when an allreduce may be
+                working on them.
+        """
+        if self._watcher.in_progress:
+            raise AssertionError(
+                "zero_grad() was called after a backward pass and before step() or synchronize(), while gradients may "
+                "still be being reduced. Call step() first, or synchronize() to drop this step."
+            )
+        super().zero_grad(set_to_none)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change after how many backward passes gradients are reduced. Call it between steps."""
+        self._watcher.set_passes(checked_passes(passes))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; they are reduced like the others."""
+        super().add_param_group(param_group)
+        self._watch(0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an optimizer, distributed or not, and begin a new step."""
+        self._watcher.drop()
+        self._watcher.settled = False
+        super().load_state_dict(state_dict)
+
+    def _plain_step(self, closure: Callable[[], Any] | None) -> Any:
+        self._watcher.settled, self._watcher.stepped = False, True
+        if closure is None:
+            return super().step()
+        return super().step(closure)
+
+    def _warn_of_a_step_without_backward(self) -> None:
+        watcher = self._watcher
+        if watcher.stepped and not watcher.in_progress and not watcher.settled:
+            warnings.warn(
+                "optimizer.step() was called a second time without a backward pass in between; it takes a step with "
+                "the gradients of the last one again.",
+                stacklevel=3,
+            )
+
+    def _watch(self, groups: Groups) -> None:
+        """Begin to reduce those parameters that require gradients and are not watched yet."""
+        if not self._included:
+            return
+        new = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and not self._watcher.watches(parameter)
+        ]
+        if new:
+            for name, parameters in bucketed(new, gradient_names(self.param_groups, self._names), groups):
+                self._watcher.watch(name, parameters)
+
+
+class DistributedMixin(DistributedBase):
+    """Reduces gradients, then takes the given optimizer's step with them."""
+
+    _watcher: GradientReducer
+    _synchronizing = True
+    _before_scaling = False
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced; ``step`` does this by itself.
+
+        Call it to work on the reduced gradients (to clip them, say), then ``step`` inside :meth:`skip_synchronize`.
+
+        Raises:
+            MismatchError, AbortedError: As for ``allreduce``. Gradients are undefined then; parameters and optimizer
+                state are untouched, and the next backward pass starts a new step.
+        """
+        self._watch(0)  # what has been unfrozen since
+        if self._included:
+            self._watcher.synchronize()
+        self._watcher.settled = True
+        self._before_scaling = False
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context ``step`` uses the gradients as they are."""
+        self._synchronizing = False
+        try:
+            yield
+        finally:
+            self._synchronizing = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, then take a step.
+
+        Args:
+            closure: Recomputes the loss with its gradients, which are reduced each time; every rank must call it
+                equally often.
+
+        Returns:
+            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+        """
+        settled = self._watcher.settled
+        if not self._synchronizing or (settled and self._before_scaling):
+            return self._plain_step(closure)
+        if settled:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): "
+                "it reduces the gradients again. Put it into `with optimizer.skip_synchronize():`.",
+                stacklevel=2,
+            )
+        if closure is None:
+            self._warn_of_a_step_without_backward()
+            self.synchronize()
+            return self._plain_step(None)
+        if self._watcher.in_progress:
+            self.synchronize()
+        return self._plain_step(self._reducing(closure))
+
+    # Without this torch would wrap this method, too, and run hooks registered on the optimizer twice per step.
+    step.hooked = True  # type: ignore[attr-defined]  # torch.optim.Optimizer looks for the attribute
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reduced() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._watcher.settled = False
+            return loss
+
+        return reduced
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, as of any optimizer.
+
+        A gradient scaler comes here for the gradients that it divides and looks for infinities in. It does so before
+        ``step``, so they are reduced now; then all ranks find the same, and skip a step together.
+        """
+        if sys._getframe(1).f_code is _UNSCALE and self._watcher.in_progress:
+            self.synchronize()
+            self._before_scaling = True
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+
+def checked_passes(passes: int) -> int:
+    """``backward_passes_per_step``, which is a positive number."""
+    if passes < 1:
+        raise InvalidRequestError(f"backward_passes_per_step must be at least 1, not {passes}.")
+    return passes

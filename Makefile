@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more.
 AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
 
-.PHONY: help demo lab test lint types unit soak bench clean
+.PHONY: help demo lab test lint types unit soak bench tables clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
 	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
 	$(BIN)/python benchmarks/tracing.py > benchmarks/results/tracing.json
+
+tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
+	$(BIN)/python docs/reference/horovod/table.py
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,131 @@
+"""``docs/reference/horovod.md`` is what the code says, and a row that is not true is noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "table.py"
+
+
+def _load() -> Any:
+    spec = importlib.util.spec_from_file_location("horovod_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["horovod_table"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+table = _load()
+
+
+def test_the_table_is_what_the_code_says() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_every_row_has_a_verdict() -> None:
+    rows = [line for line in table.PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 350
+    for row in rows:
+        name, verdict, note = (cell.strip() for cell in row.strip("|").replace("\\|", "/").split("|"))
+        assert verdict in (*table.VERDICTS, table.LATER), row
+        assert note or verdict == "same", row
+        assert name
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that stands for one of Horovod's."""
+
+    class Base:
+        @staticmethod
+        def still(a: int) -> None: ...
+
+        def moves(self, a: int, b: int = 1) -> None: ...
+
+        @property
+        def shown(self) -> int:
+            return 1
+
+    class Own(Base):
+        def __init__(self, a: int) -> None: ...
+
+    def two(a: int, b: int = 1, c: tuple[int, ...] = ()) -> None: ...
+
+    found = ModuleType("standing_in")
+    found.__dict__.update(Base=Base, Own=Own, two=two, value=60, inner=SimpleNamespace())
+    Own.__module__ = Base.__module__ = found.__name__
+    monkeypatch.setitem(sys.modules, "standing_in", found)
+    return found
+
+
+SEEN = [
+    ("two", "(a, b=1, c=())", "same"),
+    ("two", "(a, b=1)", "extended"),
+    ("two", "(a)", "extended"),
+    ("two", "(a, b, c=())", "extended"),
+    ("two", "(*args, **kwargs)", "same"),
+    ("two", "(b, a=1, c=())", "different"),
+    ("two", "(a, b=2, c=())", "different"),
+    ("two", "(a, b=True, c=())", "different"),
+    ("two", "(a, b=1, c=(), d=None)", "different"),
+    ("two", "(a, b=1, **kwargs)", "different"),
+    ("two", "(b=1)", "different"),
+    ("gone", "(a)", "absent"),
+    ("Base.gone", "(a)", "absent"),
+    ("value", "= 60", "same"),
+    ("value", "= 61", "different"),
+    ("value", "= os.path.join()", "same"),
+    ("value", "(a)", "different"),
+    ("value", "module", "absent"),
+    ("Base", "class(object)", "same"),
+    ("Own", "class(some.Base) (a)", "same"),
+    ("Own", "class(Other) (a)", "different"),
+    ("Own", "class(Base) (a, b)", "different"),
+    ("Own", "class(Base) (b)", "different"),
+    ("two", "class(object)", "different"),
+    ("Base.still", "static (a)", "same"),
+    ("Base.moves", "static (a, b=1)", "different"),
+    ("Base.moves", "(a, b=1)", "same"),
+    ("Base.moves", "(self, a, b=1)", "different"),
+    ("Base.shown", "property", "same"),
+    ("Base.moves", "property", "different"),
+]
+
+
+@pytest.mark.parametrize(("name", "described", "verdict"), SEEN)
+def test_what_a_look_at_the_code_says(module: ModuleType, name: str, described: str, verdict: str) -> None:
+    assert table.look("standing_in", name, described).verdict == verdict
+
+
+def test_what_is_seen_and_what_is_declared_must_agree() -> None:
+    seen = {verdict: table.Seen(verdict, "so") for verdict in table.VERDICTS}
+    assert table.judge("x", seen["same"], None) == table.Row("x", "same")
+    assert table.judge("x", seen["extended"], None) == table.Row("x", "extended", "so")
+    assert table.judge("x", seen["same"], "different: how") == table.Row("x", "different", "how")
+    assert table.judge("x", seen["extended"], "extended: more") == table.Row("x", "extended", "more; so")
+    assert table.judge("x", seen["absent"], "absent: why") == table.Row("x", "absent", "why")
+    wrong = [
+        ("different", None), ("absent", None), ("same", "absent: why"), ("absent", "different: how"),
+        ("different", "extended: more"), ("same", "same: really"), ("same", "different:"), ("same", "fine: x"),
+    ]  # fmt: skip
+    for verdict, declared in wrong:
+        with pytest.raises(table.Stale, match="x"):
+            table.judge("x", seen[verdict], declared)
+
+
+def test_declarations_that_fit_nothing_are_noticed() -> None:
+    verdicts = table.Verdicts({"a.*": "1", "a.b.*": "2", "a.b.c": "3", "z": "4"})
+    assert [verdicts.of(name) for name in ("a.b.c", "a.b.d", "a.x", "b")] == ["3", "2", "1", None]
+    assert verdicts.unused() == ["z"]

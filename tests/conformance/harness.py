@@ -42,6 +42,8 @@ from conformance.store import StoreServer
 TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
 CALL_TIMEOUT = 20.0
+CONFIGURE_TIMEOUT = 60.0
+"""Seconds for connecting; the first time every worker imports what its plane stands on."""
 START_TIMEOUT = 60.0
 PATIENCE = 3.0
 """Seconds that the others get to answer after one worker raised."""
@@ -226,7 +228,7 @@ class WorkerGroup:
     def living(self) -> list[int]:
         return [i for i, c in enumerate(self._connections) if c is not None]
 
-    def configure(self, members: list[int] | None = None, timeout: float = CALL_TIMEOUT) -> None:
+    def configure(self, members: list[int] | None = None, timeout: float = CONFIGURE_TIMEOUT) -> None:
         """Begin an epoch: a new plane on all living workers, or on ``members`` (worker indices, in that order)."""
         members = self.living if members is None else members
         self.epoch += 1

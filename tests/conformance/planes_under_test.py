@@ -47,8 +47,7 @@ def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), *
         actor="conformance.engine_actor:engine_actor",
         service=Coordination,
         lacks=lacks | {"ragged", "abort"},
-        every=4,
-        **how,
+        **{"every": 4, **how},
     )
 
 
@@ -102,6 +101,8 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane"),
     negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
+    negotiated("hierarchical-aabb", HIERARCHICAL, library=True, hosts="aabb", sizes=(4,), every=12),
+    negotiated("hierarchical-abb", HIERARCHICAL, library=True, hosts="abb", sizes=(3,), every=12),
     negotiated(
         "mpi",
         "hvdlab.collectives.planes.mpi:MpiPlane",

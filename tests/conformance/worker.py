@@ -21,7 +21,7 @@ from conformance.store import StoreClient
 from hvdlab.collectives.planes.base import PlaneContext
 
 INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-CONNECT_TIMEOUT = 15.0
+CONNECT_TIMEOUT = 45.0
 
 
 class Worker:

@@ -75,6 +75,8 @@ class HierarchicalPlane(Plane):
         if len(top.hosts) == 1:
             self._alone = self._inner
             return
+        # On members that don't carry too: MPI begins when all processes load it.
+        registry.plane_class(parts.outer_name)
         if top.carries:
             self._outer = parts.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
         if top.even and len(top.here) == 1:

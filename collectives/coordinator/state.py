@@ -27,6 +27,7 @@ from hvdlab.collectives.coordinator.history import History
 from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.planes import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.signatures import SignatureTable
@@ -59,7 +60,8 @@ class CoordinatorState:
         self.outbox = Outbox()
         size = self.options.size
         self.membership = Membership(None if size is None else range(size), wall)
-        self.sets = ProcessSets(self.membership, self.outbox)
+        hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
+        self.sets = ProcessSets(self.membership, self.outbox, hierarchy)
         self.signatures = SignatureTable()
         self.cells = Cells()
         self.elastic = Elastic()
@@ -117,11 +119,11 @@ class CoordinatorState:
 
     def _find_due(self) -> float | None:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
-        for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
-            if time is not None:
         for ps in self.sets:
             if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
                 times.append(since + self.options.dispute_grace)
+        for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
+            if time is not None:
                 times.append(time)
         return min(times, default=None)
 
@@ -211,9 +213,9 @@ class CoordinatorState:
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
+        releasing.end_disputes(self, now)
         if self.touched:
             touched, self.touched = self.touched, {}
-        releasing.end_disputes(self, now)
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
                 if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:

@@ -39,8 +39,15 @@ _UNSHARE = (
     "--mount-proc",
 )
 _HOST = (
-    'hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$2" /etc/hosts && echo up && exec cat'
+    'hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$2" /etc/hosts && exec "$3" -SIc "$4"'
 )
+# The first process of a host inherits orphans; as it ignores their ends, they leave no zombies.
+_INIT = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("up", flush=True)
+sys.stdin.read()
+"""
 _SLOW_LINK = Path(__file__).with_name("slow_link.py")
 _SUBNET = "10.77.0"
 
@@ -95,7 +102,8 @@ class Host:
         self.name, self.address = f"host{number}", f"{_SUBNET}.{number + 1}"
         self.directory = directory
         directory.mkdir()
-        self._holder = _Holder([*_UNSHARE, "sh", "-c", _HOST, "sh", self.name, str(hosts_file)])
+        first = ["sh", "-c", _HOST, "sh", self.name, str(hosts_file), sys.executable, _INIT]
+        self._holder = _Holder([*_UNSHARE, *first])
         self.pid = _only_child(self._holder.process.pid)
         """The first process of the host, seen from outside."""
 

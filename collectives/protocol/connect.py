@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import struct
+import time
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
-from hvdlab.collectives.protocol.address import Address, UnixAddress, parse_address
+from hvdlab.collectives.protocol.address import Address, TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+
+_PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+_TRY_AGAIN_SECONDS = 0.2
 
 
 def connect(
@@ -63,12 +68,23 @@ def _open(where: Address, certificate: str | None, deadline: Deadline) -> socket
                 sock.close()
                 raise
             return sock
-        plain = socket.create_connection((where.host, where.port), deadline.remaining())
+        plain = _reach(where, deadline)
     except OSError as error:
         raise StartError(
             f"No coordinator answers at {where} ({error.strerror or error}); it has ended or the address is old."
         ) from error
     return _secure(plain, str(where), certificate, deadline)
+
+
+def _reach(where: TlsAddress, deadline: Deadline) -> socket.socket:
+    """A connection to another host. One that has just come (back) to the network may not be reachable at once."""
+    while True:
+        try:
+            return socket.create_connection((where.host, where.port), deadline.remaining())
+        except OSError as error:
+            if error.errno not in _PASSING or deadline.expired:
+                raise
+        time.sleep(min(_TRY_AGAIN_SECONDS, deadline.remaining() or _TRY_AGAIN_SECONDS))
 
 
 def _secure(plain: socket.socket, where: str, certificate: str | None, deadline: Deadline) -> ssl.SSLSocket:

@@ -1,0 +1,115 @@
+"""A host whose cable is pulled: the others go on, its ranks end with an error, and nobody hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hosts import Network
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import AbortedError, CauseKind
+from ranks import RankFailed
+from ranks_on_hosts import RanksOnHosts
+
+DEAD_AFTER = 2.0
+HEARTBEAT = {"HVDLAB_PING_AFTER": "0.5", "HVDLAB_DEAD_AFTER": str(DEAD_AFTER)}
+SLACK = 6.0
+"""Seconds for a busy machine, on top of the time that is waited for a sign of life."""
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, network: Network) -> Iterator[RanksOnHosts]:
+    plane = getattr(request, "param", "auto")
+    try:
+        with RanksOnHosts(network, env={"HVDLAB_PLANE": plane, **HEARTBEAT}) as made:
+            yield made
+    finally:
+        network.hosts[1].mend()
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def total(value: float, count: int = 5000) -> float:
+    return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
+
+
+def reduce_until_it_fails(seconds: float) -> str:
+    """What ends a rank that reduces all the time, and how long after that its engine is closed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        total(1.0, 200_000)
+    return "nothing failed"
+
+
+def rejoin() -> None:
+    context.shutdown()
+    context.init()
+
+
+def leave() -> float:
+    begin = time.monotonic()
+    context.shutdown()
+    return time.monotonic() - begin
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", ["gloo", "auto"], indirect=True)
+def test_the_others_go_on_and_the_lost_ranks_are_told(ranks: RanksOnHosts) -> None:
+    assert ranks.run(total, 1.0, timeout=60) == [4.0] * 4
+    running = ranks.start(reduce_until_it_fails, 30.0)
+    begin = time.monotonic()
+    ranks.network.hosts[1].cut()
+    outcomes = running.outcomes(DEAD_AFTER + SLACK + 10)
+    assert time.monotonic() - begin < DEAD_AFTER + SLACK
+    for error in outcomes[:2]:
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.RANK_DIED
+        assert set(error.cause.ranks) <= {2, 3}
+        assert "no sign of life" in str(error)
+    for error in outcomes[2:]:
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.COORDINATOR_LOST
+        assert "coordinator is gone" in str(error)
+    assert ranks.run(total, 1.0, ranks=[0, 1]) == [2.0] * 2
+    assert all(seconds < 5.0 for seconds in ranks.run(leave, ranks=[2, 3]))
+
+
+def test_a_rank_that_waits_is_told(ranks: RanksOnHosts) -> None:
+    ranks.run(total, 1.0, timeout=60)
+    waiting = ranks.start(total, 1.0, ranks=[0, 2])
+    ranks.network.hosts[1].cut()
+    here, there = waiting.outcomes(DEAD_AFTER + SLACK)
+    assert isinstance(here, AbortedError)
+    assert here.cause.kind is CauseKind.RANK_DIED
+    assert isinstance(there, AbortedError)
+    assert there.cause.kind is CauseKind.COORDINATOR_LOST
+
+
+def test_a_host_that_comes_back(ranks: RanksOnHosts) -> None:
+    """Its ranks are dead to the others, until they join again; they can as soon as the network is there."""
+    ranks.run(total, 1.0, timeout=60)
+    running = ranks.start(reduce_until_it_fails, 30.0)
+    ranks.network.hosts[1].cut()
+    outcomes = running.outcomes(DEAD_AFTER + SLACK + 10)
+    assert all(isinstance(outcome, AbortedError) for outcome in outcomes)
+    ranks.network.hosts[1].mend()
+    assert ranks.run(total, 1.0, ranks=[0, 1]) == [2.0] * 2
+    with pytest.raises(RankFailed, match="the coordinator is gone"):
+        ranks.run(total, 1.0, ranks=[2, 3])
+    ranks.run(rejoin, ranks=[2, 3], timeout=60)
+    assert ranks.run(total, 1.0) == [4.0] * 4
+
+
+def test_a_short_cut_is_survived(ranks: RanksOnHosts) -> None:
+    ranks.run(total, 1.0, timeout=60)
+    running = ranks.start(total, 1.0)
+    ranks.network.hosts[1].cut()
+    time.sleep(DEAD_AFTER / 4)
+    ranks.network.hosts[1].mend()
+    assert running.results(30) == [4.0] * 4

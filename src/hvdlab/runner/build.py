@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.planes import registry
@@ -44,8 +46,9 @@ def _controllers() -> Iterator[Line]:
     yield "hvdlab run, on this host", ""
     yield "hvdlab run, on other hosts by ssh", _ssh()
     yield "MPI (mpiexec)", mpi.why_unavailable()
-    for name, program in (("Slurm (srun)", "srun"), ("torchrun", "torchrun")):
-        yield f"{name} python train.py", "" if shutil.which(program) else f"`{program}` is not on the PATH"
+    for program in ("srun", "torchrun"):
+        found = shutil.which(program) or Path(sys.executable).with_name(program).exists()
+        yield f"{program} python train.py", "" if found else f"`{program}` is not on the PATH"
 
 
 def _ssh() -> str:

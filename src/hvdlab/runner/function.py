@@ -89,7 +89,7 @@ def _raised(error: BaseException) -> Raised:
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
-        pickled = cloudpickle.dumps(error.with_traceback(None))
+        pickled = cloudpickle.dumps(error)
         pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only
     except Exception:  # noqa: BLE001  # as in _returned
         pickled = b""

@@ -10,7 +10,6 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import read as read_knobs
-from hvdlab.collectives.knobs.table import PLANES
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
 from hvdlab.runner.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.runner.plan import Job
@@ -86,14 +85,13 @@ class Wishes:
         self._refuse()
         hosts = self.hosts()
         minimum = self.get("min_num_proc")
-        size = self.get("num_proc") or sum(host.slots for host in hosts) or minimum
-        if not size:
+        size = self.get("num_proc")
+        if size is None:
+            size = sum(host.slots for host in hosts) or minimum
+        if size is None:
             raise InvalidRequestError("how many ranks? Give -np N, or hosts by -H or --hostfile.")
         if minimum is not None and not 1 <= minimum <= size:
             raise InvalidRequestError(f"--min-np {minimum} must be from 1 to -np {size}.")
-        plane = self.get("plane") or "auto"
-        if plane not in PLANES:
-            raise InvalidRequestError(f"there is no data plane {plane!r}; choose one of {', '.join(PLANES)}.")
         start, limit = self.get("start_timeout"), self.get("reset_limit")
         job = Job(
             tuple(command),
@@ -101,7 +99,7 @@ class Wishes:
             hosts or (Host(LOCALHOST, size),),
             function=function,
             environment=self._environment(minimum is not None),
-            plane=plane,
+            plane=self.get("plane") or "auto",
             interfaces=tuple(filter(None, (self.get("network_interfaces") or "").split(","))),
             ssh=self.ssh(),
             stdin=stdin,

@@ -1,0 +1,239 @@
+"""The first failure comes first, its exit code is the job's, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PARTS = """
+    import os, signal, sys, time
+    import numpy as np
+    from hvdlab.collectives import api, context
+
+    engine = context.init()
+    api.allreduce(np.ones(1), name="first")
+    how = sys.argv[1]
+    if engine.rank == 1:
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "exit":
+            sys.exit(3)
+        if how == "early":
+            sys.exit(0)
+        if how == "os._exit":
+            os._exit(4)
+        print("last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), getattr(signal, how))
+    try:
+        api.allreduce(np.ones(1), name="loss")
+    finally:
+        if how == "raise":  # followers that are done before the culprit
+            os._exit(1) if len(sys.argv) > 2 else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise", 1, "rank 1 failed first: exit code 1 (ValueError: boom)"),
+        ("exit", 3, "rank 1 failed first: exit code 3"),
+        ("os._exit", 4, "rank 1 failed first: exit code 4"),
+        ("SIGKILL", 137, "rank 1 failed first: killed by SIGKILL"),
+        ("SIGSEGV", 139, "rank 1 failed first: killed by SIGSEGV (segmentation fault)"),
+    ],
+)
+def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> None:
+    ran = launcher.python(3, PARTS, how)
+    assert ran.launcher[0] == said
+    assert ran.code == code
+    if how == "raise":
+        assert "  ValueError: boom" in ran.launcher
+    if how.startswith("SIG"):
+        assert ran.launcher[2].strip() == "last words"
+
+
+def test_who_left_early_is_named(launcher) -> None:
+    ran = launcher.python(3, PARTS, "early")
+    assert ran.launcher[0].startswith("rank 1 has ended (exit code 0) while others still needed it; rank ")
+    assert ran.code == 1
+
+
+def test_a_rank_that_ends_before_it_joins(launcher) -> None:
+    script = """
+        import os, sys
+        from hvdlab.collectives import context
+        if os.environ["RANK"] == "2":
+            sys.exit(5)
+        context.init()
+    """
+    start = time.monotonic()
+    ran = launcher.python(3, script)
+    assert ran.launcher[0] == "rank 2 failed first: exit code 5"
+    assert ran.code == 5
+    assert time.monotonic() - start < 30  # not the minute that init() would wait
+
+
+def test_a_rank_that_leaves_well_before_it_joins(launcher) -> None:
+    script = """
+        import os, sys
+        from hvdlab.collectives import context
+        if os.environ["RANK"] == "1":
+            sys.exit(0)
+        context.init()
+    """
+    ran = launcher.python(2, script)
+    assert ran.code == 1
+    assert "rank 1 ended before the world was complete" in ran.launcher[0]
+
+
+def test_ranks_that_do_not_come_are_named(launcher) -> None:
+    script = """
+        import os, time
+        from hvdlab.collectives import context
+        if os.environ["RANK"] in "12":
+            time.sleep(100)
+        context.init()
+    """
+    ran = launcher.python(4, script, flags=("--start-timeout", "2"))
+    assert ran.launcher == ["ranks 1,2 did not come to hvd.init() within 2 s"]
+    assert ran.code == 1
+
+
+def test_a_program_that_there_is_not(launcher) -> None:
+    ran = launcher.run("-np", "2", "no-such-program")
+    assert ran.code == 127
+    assert ran.launcher == ["rank 0 failed first: `no-such-program` can't be run: No such file or directory"]
+
+
+def test_a_program_that_may_not_be_run(launcher) -> None:
+    (launcher.directory / "file").write_text("")
+    assert launcher.run("-np", "1", "./file").code == 126
+
+
+def test_the_others_are_ended_with_all_that_they_started(launcher, wait_for) -> None:
+    script = """
+        import os, subprocess, sys, time
+        if os.environ["RANK"] == "1":
+            while len(os.listdir(".")) < 3:
+                time.sleep(0.01)
+            sys.exit(9)
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        open("ready" + os.environ["RANK"], "w").close()
+        time.sleep(1000)
+    """
+    ran = launcher.python(3, script)
+    assert ran.code == 9
+    launcher.wait_for_none()
+
+
+def test_ranks_that_ignore_sigterm_are_killed(launcher) -> None:
+    script = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("ready" + os.environ["RANK"], "w").close()
+        while len([name for name in os.listdir(".") if name.startswith("ready")]) < 2:
+            time.sleep(0.01)
+        if os.environ["RANK"] == "1":
+            sys.exit(9)
+        time.sleep(1000)
+    """
+    ran = launcher.python(2, script)
+    assert ran.code == 9
+    assert ran.launcher[-1] == "rank 0 did not end in time; killing"
+
+
+def _pids(directory: Path) -> list[int]:
+    return [int(file.read_text()) for file in directory.glob("pid*") if file.read_text()]
+
+
+SLEEPER = """
+    import os, time
+    with open("pid" + os.environ["RANK"], "w") as file:
+        file.write(str(os.getpid()))
+    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    try:
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        print("saved", flush=True)
+        raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
+    process = launcher.start("-np", "3", sys.executable, launcher.script(SLEEPER))
+    wait_for(lambda: len(_pids(launcher.directory)) == 3)
+    process.send_signal(number)
+    ran = launcher.finish(process)
+    assert ran.code == code
+    assert len(ran.launcher) == 1
+    assert "Traceback" not in ran.err
+    if number == signal.SIGINT:
+        assert [ran.of(rank) for rank in range(3)] == [["saved"]] * 3
+    launcher.wait_for_none()
+
+
+def test_the_second_interrupt_kills(launcher, wait_for) -> None:
+    script = SLEEPER.replace("raise SystemExit(0)", "open('caught', 'w').close(); time.sleep(1000)")
+    process = launcher.start("-np", "2", sys.executable, launcher.script(script))
+    wait_for(lambda: len(_pids(launcher.directory)) == 2)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: (launcher.directory / "caught").exists())
+    process.send_signal(signal.SIGINT)
+    ran = launcher.finish(process)
+    assert ran.code == 130
+    assert len(ran.launcher) == 2
+
+
+def test_an_interrupt_while_ranks_wait_in_a_collective(launcher, wait_for) -> None:
+    script = """
+        import numpy as np, time
+        from hvdlab.collectives import api, context
+        engine = context.init()
+        open("ready" + str(engine.rank), "w").close()
+        if engine.rank:
+            api.allreduce(np.ones(1), name="loss")
+        time.sleep(100)
+    """
+    process = launcher.start("-np", "2", sys.executable, launcher.script(script))
+    wait_for(lambda: len(list(launcher.directory.glob("ready*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    ran = launcher.finish(process)
+    assert ran.code == 130
+    assert ran.launcher == ["interrupted; ending 2 ranks (once more to kill)"]
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launcher, wait_for) -> None:
+    process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER))
+    wait_for(lambda: len(_pids(launcher.directory)) == 2)
+    process.kill()
+    process.wait()
+    launcher.wait_for_none()
+
+
+def test_nothing_outlives_an_agent_that_is_killed(launcher, wait_for) -> None:
+    process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER.replace("os.spawnlp", "# ")))
+    wait_for(lambda: len(_pids(launcher.directory)) == 2)
+    stat = Path(f"/proc/{_pids(launcher.directory)[0]}/stat").read_text()
+    os.kill(int(stat.rpartition(") ")[2].split()[1]), signal.SIGKILL)
+    ran = launcher.finish(process)
+    assert ran.code == 1
+    assert "its launcher process for localhost ended with exit code -9" in ran.launcher[0]
+    launcher.wait_for_none()
+
+
+def test_a_lost_coordinator_ends_the_job(launcher, wait_for) -> None:
+    process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER))
+    wait_for(lambda: len(_pids(launcher.directory)) == 2)
+    for pid in launcher.descendants():
+        if b"hvdlab.collectives.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    ran = launcher.finish(process)
+    assert ran.code == 1
+    assert "coordinator" in ran.launcher[0]

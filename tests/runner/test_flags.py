@@ -1,0 +1,225 @@
+"""The table of flags, and what is made from it: parser, configuration file, environment, documentation."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.knobs import KNOBS
+from hvdlab.runner.arguments import parse
+from hvdlab.runner.config import read_config
+from hvdlab.runner.flags import FLAGS, Kind
+from hvdlab.runner.hosts import Host, assign, is_local, parse_hosts, read_hostfile
+from hvdlab.runner.plan import exported
+from hvdlab.runner.reference import filled
+from hvdlab.runner.wishes import Wishes
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+HOROVODRUN = """
+-v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces
+--network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+--fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce
+--hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+--autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples
+--autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout
+--reset-limit --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-timeline-mark-cycles
+--no-stall-check --stall-check --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds
+--mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args --num-nccl-streams --thread-affinity
+--gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp -prefix-timestamp
+--prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H --hosts -hostfile --hostfile
+--host-discovery-script --gloo --mpi --jsrun
+""".split()
+
+
+def wishes(
+    line: str = "", environ: dict[str, str] | None = None, config: dict[str, Any] | None = None
+) -> Wishes:
+    given, _ = parse(shlex.split(line))
+    return Wishes(given, config or {}, environ or {})
+
+
+def test_every_flag_of_horovodrun_is_there() -> None:
+    ours = {name for flag in FLAGS for name in (*flag.names, *flag.off)}
+    assert set(HOROVODRUN) <= ours
+
+
+def test_a_flags_variable_is_known_to_those_who_read_variables() -> None:
+    known = {knob.variable for knob in KNOBS}
+    launchers = {"HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT", "HVDLAB_SSH"}
+    assert {flag.variable for flag in FLAGS if flag.variable} - known <= launchers
+
+
+def test_the_command_is_left_alone() -> None:
+    given, command = parse(["-np", "2", "python", "train.py", "--verbose", "-np", "3"])
+    assert given == {"num_proc": 2}
+    assert command == ["python", "train.py", "--verbose", "-np", "3"]
+    assert parse(["-np", "2", "--", "./run.sh", "-x"])[1] == ["./run.sh", "-x"]
+
+
+def test_flags_are_not_abbreviated() -> None:
+    with pytest.raises(SystemExit):
+        parse(["--verb", "python"])
+
+
+def test_variables_of_flags() -> None:
+    line = "--fusion-threshold-mb 32 --no-stall-check --timeline-filename t.json --timeline-mark-cycles --autotune"
+    assert wishes(line + " --no-hierarchical-allreduce --log-level debug").variables() == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+        "HOROVOD_LOG_LEVEL": "DEBUG",
+    }
+
+
+def test_the_command_line_wins_over_the_file_and_that_over_the_environment() -> None:
+    environ = {"HOROVOD_START_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "3"}
+    config = {"start_timeout": 8, "num_proc": 5, "cycle_time_ms": 4.0}
+    assert wishes("", environ).get("start_timeout") == 7
+    assert wishes("", environ, config).get("start_timeout") == 8
+    assert wishes("--start-timeout 9", environ, config).get("start_timeout") == 9
+    assert wishes("-np 2", environ, config).job(["x"]).size == 2
+    assert wishes("", environ, config).job(["x"]).environment["HOROVOD_CYCLE_TIME"] == "4.0"
+    assert "HOROVOD_CYCLE_TIME" not in wishes("-np 2", environ).job(["x"]).environment
+
+
+def test_a_configuration_file_as_of_horovod(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "verbose: true\n"
+        "params:\n  fusion_threshold_mb: 32\n  cycle_time_ms: 50\n"
+        "autotune:\n  enabled: true\n  log_file: tuned.csv\n  gaussian_process_noise: 0.9\n"
+        "timeline:\n  filename: t.json\n  mark_cycles: true\n"
+        "stall-check:\n  enabled: false\n"
+        "library_options:\n  num_nccl_streams: 2\n"
+        "logging:\n  level: info\n  hide-timestamp: true\n"
+    )
+    found = Wishes({}, read_config(file), {})
+    assert found.get("verbose") is True
+    assert found.variables()["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    assert found.variables()["HOROVOD_LOG_LEVEL"] == "INFO"
+    assert found.variables()["HOROVOD_AUTOTUNE_LOG"] == "tuned.csv"
+    assert found.warnings() == ["--num-nccl-streams has no effect here: there is no NCCL plane"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("params:\n  fusion: 3\n", "there is no params.fusion"),
+        ("timeline:\n  file-name: x\n", "timeline.filename?"),
+        ("params:\n  fusion-threshold-mb: many\n", "number was expected"),
+        ("params: 3\n", "must be a mapping"),
+        ("- a\n", "must be a mapping"),
+        ("a: [\n", "is no YAML"),
+        ("verbose: 3\n", "yes or no was expected"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequestError, match=said.replace("?", r"\?")):
+        read_config(file)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing\n")
+    assert read_config(tmp_path / "c.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "how many ranks"),
+        ("-np 3 -H localhost:2", "needs 3 slots"),
+        ("-H a -hostfile b", "give one of them"),
+        ("-np 2 --plane wire", "HVDLAB_PLANE='wire'"),
+        ("-np 0", "at least one rank"),
+        ("-np 2 --min-np 3", "must be from 1"),
+        ("-H a/b:2", "is no host"),
+        ("-H a:0", "at least one rank"),
+        ("-hostfile /nowhere/hosts", "can't be read"),
+    ],
+)
+def test_wishes_that_do_not_fit(line: str, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        wishes(line).job(["x"])
+
+
+def test_a_variable_that_holds_nonsense() -> None:
+    with pytest.raises(InvalidRequestError, match="HOROVOD_FUSION_THRESHOLD"):
+        wishes("-np 2", {"HOROVOD_FUSION_THRESHOLD": "much"})
+    with pytest.raises(InvalidRequestError, match="HOROVOD_START_TIMEOUT"):
+        wishes("-np 2", {"HOROVOD_START_TIMEOUT": "long"}).job(["x"])
+
+
+@pytest.mark.parametrize("line", ["-np 2 --host-discovery-script x.sh", "-np 2 --jsrun"])
+def test_what_is_refused(line: str) -> None:
+    with pytest.raises(UnsupportedError):
+        wishes(line).job(["x"])
+
+
+def test_elastic() -> None:
+    job = wishes("--min-np 2 -np 4 --reset-limit 0 --elastic-timeout 20").job(["x"])
+    assert (job.size, job.min_ranks, job.reset_limit) == (4, 2, 0)
+    assert job.environment["HVDLAB_START_TIMEOUT"] == "20"
+
+
+def test_ssh() -> None:
+    found = wishes("-np 1 -p 2222 -i key").ssh()
+    assert found[:1] == ("ssh",)
+    assert found[-4:] == ("-p", "2222", "-i", "key")
+    assert wishes("", {"HVDLAB_SSH": "ip netns exec"}).ssh() == ("ip", "netns", "exec")
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2,b, a:1") == [Host("a", 3), Host("b", 1)]
+    assert parse_hosts("10.0.0.1:4") == [Host("10.0.0.1", 4)]
+    slots = assign([Host("a", 2), Host("b", 2)], 3)
+    assert [(slot.rank, slot.host, slot.where.local_rank, slot.where.cross_rank) for slot in slots] == [
+        (0, 0, 0, 0),
+        (1, 0, 1, 0),
+        (2, 1, 0, 1),
+    ]
+    assert is_local("localhost")
+    assert is_local("127.0.0.1")
+    assert not is_local("some-other-host")
+
+
+@pytest.mark.parametrize(
+    "slots", ["a slots=2\nb slots=4\n", "# x\na slots=2 max_slots=2\n\nb cpus = 4 # y\n", "a:2\nb:4"]
+)
+def test_host_files(slots: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(slots)
+    assert read_hostfile(tmp_path / "hosts") == [Host("a", 2), Host("b", 4)]
+
+
+def test_what_goes_along_to_other_hosts() -> None:
+    environ = {
+        "DATA": "/data",
+        "PATH": "/bin",
+        "SSH_AUTH_SOCK": "/x",
+        "HOME": "/root",
+        "BASH_FUNC_f%%": "() {}",
+    }
+    assert exported(environ) == {"DATA": "/data", "PATH": "/bin"}
+
+
+def test_the_reference_shows_this_table() -> None:
+    page = (DOCS / "reference/command-line.md").read_text()
+    assert page == filled(page), "run: python -m hvdlab.runner.reference docs/reference/command-line.md"
+
+
+def test_the_table_is_consistent() -> None:
+    keys = [flag.config for flag in FLAGS if flag.config]
+    assert len(set(keys)) == len(keys)
+    for flag in FLAGS:
+        assert flag.meaning
+        assert not flag.off or flag.kind is Kind.SWITCH
+        assert not flag.inverted or flag.variable

@@ -1,0 +1,139 @@
+"""From bytes in pieces to whole lines."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.runner.lines import LONGEST, LineAssembler, Tail
+from hvdlab.runner.sinks import ConsoleSink, FileSink, Writer
+
+
+class Lines:
+    def __init__(self, redraw: float = 10.0) -> None:
+        self.now = 100.0
+        self.lines: list[bytes] = []
+        self.passing: list[bytes] = []
+        self.assembler = LineAssembler(self.take, redraw, lambda: self.now)
+
+    def take(self, line: bytes, passing: bool) -> None:
+        (self.passing if passing else self.lines).append(line)
+
+
+@settings(max_examples=examples(100))
+@given(text=st.binary(max_size=200).map(lambda b: b.replace(b"\r", b"")), cuts=st.lists(st.integers(0, 200)))
+def test_lines_do_not_depend_on_how_they_come(text: bytes, cuts: list[int]) -> None:
+    lines = Lines()
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for start, end in zip(edges, edges[1:], strict=False):
+        lines.assembler.feed(text[start:end])
+    lines.assembler.finish()
+    expected = text.split(b"\n")
+    assert lines.lines == (expected[:-1] if not expected[-1] else expected)
+
+
+def test_a_progress_bar_ends_as_its_last_state() -> None:
+    lines = Lines()
+    for percent in range(101):
+        lines.assembler.feed(b"\r%3d%%" % percent)
+    lines.assembler.feed(b"\ndone\n")
+    assert lines.lines == [b"100%", b"done"]
+    assert lines.passing == [b"  0%"]
+
+
+def test_a_progress_bar_is_shown_from_time_to_time() -> None:
+    lines = Lines(redraw=1.0)
+    for step in range(6):
+        lines.now += 0.5
+        lines.assembler.feed(b"%d\r" % step)
+    assert lines.passing == [b"0", b"2", b"4"]
+    lines.assembler.finish()
+    assert lines.lines == [b"5"]
+
+
+def test_windows_line_ends() -> None:
+    lines = Lines()
+    lines.assembler.feed(b"a\r")
+    lines.assembler.feed(b"\nb\r\n")
+    assert lines.lines == [b"a", b"b"]
+
+
+def test_a_line_without_an_end_is_bounded() -> None:
+    lines = Lines()
+    for _ in range(3):
+        lines.assembler.feed(b"x" * LONGEST)
+    lines.assembler.finish()
+    assert b"".join(lines.lines) == b"x" * (3 * LONGEST)
+
+
+def test_tail_keeps_the_last_lines() -> None:
+    tail = Tail()
+    for number in range(10_000):
+        tail.feed(b"line %d\n" % number)
+    tail.feed(b"\n\xff\r\nlast")
+    assert tail.lines(3) == ["line 9999", "\\xff", "last"]
+
+
+def _console(**options: bool) -> tuple[ConsoleSink, io.TextIOWrapper, io.TextIOWrapper]:
+    out, err = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
+    return ConsoleSink(Writer(out), Writer(err), **options), out, err
+
+
+def _bytes(stream: io.TextIOWrapper) -> bytes:
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue()
+
+
+def test_ranks_are_named_and_never_mixed_in_a_line() -> None:
+    sink, out, err = _console()
+    sink.write(0, 1, b"one ")
+    sink.write(1, 1, b"other\n")
+    sink.write(0, 2, b"warning\n")
+    sink.write(0, 1, b"line\nrest")
+    sink.ended(0)
+    assert _bytes(out) == b"[1]<stdout>:other\n[0]<stdout>:one line\n[0]<stdout>:rest\n"
+    assert _bytes(err) == b"[0]<stderr>:warning\n"
+
+
+def test_timestamps() -> None:
+    sink, out, _ = _console(timestamp=True)
+    sink.write(3, 1, b"x\n")
+    assert _bytes(out).endswith(b"[3]<stdout>:x\n")
+    assert not _bytes(out).startswith(b"[")
+
+
+def test_bytes_that_are_no_text() -> None:
+    sink, out, _ = _console()
+    sink.write(0, 1, b"\xff\x00\xfe\n")
+    assert _bytes(out) == b"[0]<stdout>:\xff\x00\xfe\n"
+    text = io.StringIO()  # a notebook's stream takes text only
+    ConsoleSink(Writer(text), Writer(text)).write(0, 1, b"\xff\n")
+    assert text.getvalue() == "[0]<stdout>:\\xff\n"
+
+
+def test_a_terminal_shows_one_state_over_the_other() -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal(io.BytesIO())
+    sink = ConsoleSink(Writer(stream), Writer(sys.stderr))
+    sink.write(0, 1, b"\r10%")
+    sink.write(1, 1, b"hello\n")
+    assert _bytes(stream) == b"[0]<stdout>:10%\r\x1b[K[1]<stdout>:hello\n"
+
+
+def test_files_are_padded_to_one_width(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path / "out", 11)
+    sink.write(3, 1, b"\xffpartial")
+    sink.ended(3)
+    sink.write(10, 2, b"error\n")
+    sink.close()
+    assert (tmp_path / "out/rank.03/stdout").read_bytes() == b"\xffpartial"
+    assert (tmp_path / "out/rank.10/stderr").read_bytes() == b"error\n"
+    assert (tmp_path / "out/rank.00/stdout").read_bytes() == b""

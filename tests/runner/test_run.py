@@ -1,0 +1,213 @@
+"""``hvdlab run`` with real processes: what goes well, and what ranks get and say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdlab.runner.command import main
+
+ENVIRONMENT = """
+    import json, os
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS HOROVOD_RANK " \\
+        "HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME " \\
+        "HOROVOD_FUSION_THRESHOLD HVDLAB_RANK HVDLAB_SIZE PMI_RANK HOROVOD_ELASTIC".split()
+    print(json.dumps({name: os.environ[name] for name in names if name in os.environ}))
+"""
+ALLREDUCE = """
+    import numpy as np
+    from hvdlab.collectives import api, context
+    engine = context.init()
+    print(engine.rank, engine.size, int(api.allreduce(np.full(3, engine.rank), op=api.ReduceOp.SUM)[0]))
+"""
+
+
+def test_ranks_find_each_other(launcher) -> None:
+    ran = launcher.python(3, ALLREDUCE)
+    assert ran.code == 0, ran.err
+    assert sorted(ran.out.splitlines()) == [f"[{rank}]<stdout>:{rank} 3 3" for rank in range(3)]
+    assert not ran.err
+
+
+def test_eight_ranks(launcher) -> None:
+    ran = launcher.python(8, ALLREDUCE)
+    assert ran.code == 0, ran.err
+    assert [ran.of(rank) for rank in range(8)] == [[f"{rank} 8 28"] for rank in range(8)]
+
+
+def test_the_environment_of_ranks(launcher) -> None:
+    ran = launcher.python(2, ENVIRONMENT, flags=("--fusion-threshold-mb", "1"), env={"PMI_RANK": "7"})
+    found = [json.loads(ran.of(rank)[0]) for rank in range(2)]
+    port = found[0]["MASTER_PORT"]
+    for rank, variables in enumerate(found):
+        assert variables == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": "2",
+            "HOROVOD_LOCAL_RANK": str(rank),
+            "HOROVOD_LOCAL_SIZE": "2",
+            "HOROVOD_CROSS_RANK": "0",
+            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_HOSTNAME": "localhost",
+            "HOROVOD_FUSION_THRESHOLD": str(1 << 20),
+            "HVDLAB_RANK": str(rank),
+            "HVDLAB_SIZE": "2",
+        }
+
+
+def test_any_program(launcher) -> None:
+    ran = launcher.run("-np", "2", "bash", "-c", "echo $RANK; echo oh >&2; printf partial")
+    assert ran.code == 0
+    assert ran.of(1) == ["1", "partial"]
+    assert ran.of(0, "stderr") == ["oh"]
+
+
+def test_floods_are_complete(launcher) -> None:
+    script = """
+        import os, sys
+        rank = os.environ["RANK"]
+        for number in range(20_000):
+            print(f"{rank} line {number}", file=sys.stderr if number % 10 == 0 else sys.stdout)
+    """
+    ran = launcher.python(4, script, env={"PYTHONUNBUFFERED": ""})
+    assert ran.code == 0
+    for rank in range(4):
+        assert ran.of(rank) == [f"{rank} line {n}" for n in range(20_000) if n % 10]
+        assert ran.of(rank, "stderr") == [f"{rank} line {n}" for n in range(0, 20_000, 10)]
+    assert len(ran.out.splitlines()) + len(ran.err.splitlines()) == 80_000
+
+
+def test_output_that_is_no_text(launcher) -> None:
+    script = """
+        import os, sys
+        sys.stdout.buffer.write(bytes(range(256)) * 4000)
+    """
+    ran = launcher.python(2, script, flags=("--output-filename", "out"))
+    assert ran.code == 0
+    assert not ran.out
+    for rank in range(2):
+        assert (launcher.directory / f"out/rank.{rank}/stdout").read_bytes() == bytes(range(256)) * 4000
+    assert launcher.python(2, script).code == 0
+
+
+def test_output_to_files(launcher) -> None:
+    ran = launcher.run("-np", "11", "--output-filename", "out", "bash", "-c", "echo $RANK; echo e$RANK >&2")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    for rank in range(11):
+        place = launcher.directory / f"out/rank.{rank:02}"
+        assert (place / "stdout").read_text() == f"{rank}\n"
+        assert (place / "stderr").read_text() == f"e{rank}\n"
+
+
+def test_timestamps(launcher) -> None:
+    ran = launcher.run("-np", "1", "--prefix-output-with-timestamp", "echo", "hi")
+    assert ran.out.endswith("[0]<stdout>:hi\n")
+    assert len(ran.out) > len("[0]<stdout>:hi\n") + 10
+
+
+def test_rank_0_reads_what_is_piped_in(launcher) -> None:
+    ran = launcher.run("-np", "2", "cat", input="one\ntwo\n")
+    assert ran.code == 0
+    assert ran.out == "[0]<stdout>:one\n[0]<stdout>:two\n"
+
+
+def test_a_timeline(launcher) -> None:
+    ran = launcher.python(2, ALLREDUCE, flags=("--timeline-filename", "t.json"))
+    assert ran.code == 0, ran.err
+    assert main(["trace", "check", str(launcher.directory / "t.json")]) == 0
+
+
+def test_a_configuration_file(launcher) -> None:
+    (launcher.directory / "c.yaml").write_text("num-proc: 2\nparams: {fusion-threshold-mb: 3}\n")
+    ran = launcher.run("--config-file", "c.yaml", sys.executable, launcher.script(ENVIRONMENT))
+    assert [json.loads(ran.of(rank)[0])["HOROVOD_FUSION_THRESHOLD"] for rank in range(2)] == [
+        str(3 << 20)
+    ] * 2
+
+
+def test_flags_without_effect_are_told_once(launcher) -> None:
+    ran = launcher.run("-np", "2", "--num-nccl-streams", "2", "true")
+    assert ran.launcher == ["--num-nccl-streams has no effect here: there is no NCCL plane"]
+
+
+def test_stalls_are_told(launcher) -> None:
+    script = """
+        import os, sys, time
+        import numpy as np
+        from hvdlab.collectives import api, context
+        engine = context.init()
+        if engine.rank == 1:
+            time.sleep(2.5)
+        api.allreduce(np.ones(1), name="late")
+    """
+    ran = launcher.python(2, script, flags=("--stall-check-warning-time-seconds", "1"))
+    assert ran.code == 0
+    assert any("stalled: allreduce `late`" in line and "rank 1 missing" in line for line in ran.launcher)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    import hvdlab
+
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{hvdlab.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "usage"),
+        (["walk"], "usage"),
+        (["run", "-np", "2"], "no program"),
+        (["run", "python"], "how many ranks"),
+        (["run", "-np", "2", "--config-file", "/nowhere", "true"], "can't be read"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = launcher.run("--check-build")
+    assert ran.code == 0
+    assert "[X] PyTorch" in ran.out
+    assert "[X] shm" in ran.out
+    assert "[ ] nccl: " in ran.out
+    from hvdlab.runner import build, mpi
+
+    monkeypatch.setattr(mpi, "program", lambda: None)
+    assert "[ ] MPI (mpiexec): `mpiexec` is neither" in build.report()
+
+
+def test_a_reader_that_goes_away(launcher) -> None:
+    process = launcher.start("-np", "2", "bash", "-c", "for i in $(seq 20000); do echo $i; done")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 0
+
+
+def test_a_program_beside_the_script_hides_no_module_of_ours(launcher) -> None:
+    (launcher.directory / "msgspec.py").write_text("raise SystemExit('the wrong one')")
+    (launcher.directory / "selectors.py").write_text("raise SystemExit('the wrong one')")
+    process = launcher.run("-np", "1", "echo", "hi", env={"PYTHONSAFEPATH": "1"})
+    assert process.out == "[0]<stdout>:hi\n"
+
+
+def test_nothing_is_left_in_the_temporary_directory(launcher, tmp_path: Path) -> None:
+    place = tmp_path / "t"
+    place.mkdir()
+    assert launcher.python(2, ALLREDUCE, env={"TMPDIR": str(place)}).code == 0
+    assert list(place.iterdir()) == []

@@ -1,0 +1,264 @@
+"""The launcher's decisions, without processes."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.runner import events as e
+from hvdlab.runner.outcomes import Outcome
+from hvdlab.runner.supervisor import Phase, Policy, Supervisor
+
+OK = Outcome()
+BAD = Outcome(1)
+KILLED = Outcome(signal=signal.SIGKILL)
+
+
+class Script:
+    """A supervisor with a clock of its own, and everything it wanted done."""
+
+    def __init__(self, size: int, **policy: Any) -> None:
+        self.now = 0.0
+        self.supervisor = Supervisor(Policy(("localhost",) * size, **policy), self.now)
+        self.done: list[e.Effect] = []
+        for rank in range(size):
+            self.tell(e.Spawned(rank, 100 + rank))
+
+    def tell(self, *events: e.Event) -> list[e.Effect]:
+        new: list[e.Effect] = []
+        for event in events:
+            new += self.supervisor.handle(event, self.now)
+        self.done += new
+        return new
+
+    def wait(self) -> list[e.Effect]:
+        """Until the next deadline."""
+        assert self.supervisor.deadline is not None
+        self.now = max(self.now, self.supervisor.deadline)
+        return self.tell(e.Tick())
+
+    def of(self, kind: type) -> list[Any]:
+        return [effect for effect in self.done if isinstance(effect, kind)]
+
+
+def test_all_well() -> None:
+    script = Script(2)
+    script.tell(e.Exited(1, OK))
+    assert not script.of(e.Finish)
+    assert script.tell(e.Exited(0, OK))[-1] == e.Finish(0)
+    assert script.supervisor.deadline is None
+
+
+def test_the_first_failure_ends_the_others_at_once() -> None:
+    script = Script(3)
+    effects = script.tell(e.Exited(1, Outcome(3)))
+    assert e.Failure(1, Outcome(3)) in effects
+    assert e.Signal((0, 2), signal.SIGTERM) in effects
+    script.tell(e.Exited(0, Outcome(signal=signal.SIGTERM)), e.Exited(2, Outcome(signal=signal.SIGTERM)))
+    assert script.of(e.Finish) == [e.Finish(3)]
+    assert len(script.of(e.Failure)) == 1
+
+
+def test_what_does_not_end_is_killed() -> None:
+    script = Script(2, grace=5.0)
+    script.tell(e.Exited(0, BAD))
+    effects = script.wait()
+    assert script.now == 5.0
+    assert e.Signal((1,), signal.SIGKILL) in effects
+    assert script.tell(e.Exited(1, KILLED))[-1] == e.Finish(1)
+
+
+def test_what_can_not_be_killed_is_left_behind() -> None:
+    script = Script(2)
+    script.tell(e.Exited(0, BAD))
+    script.wait()
+    assert script.wait()[-1] == e.Finish(1)
+    assert "rank 1 can't be killed" in script.of(e.Say)[-1].text
+
+
+def test_a_follower_that_ends_first_is_not_to_blame() -> None:
+    script = Script(3)
+    script.tell(*(e.Connected(rank) for rank in range(3)))
+    script.tell(e.Reported(1, "ValueError: boom"))
+    script.tell(e.Reported(0, "AbortedError: rank 1 left", (1,)))
+    script.tell(e.Exited(0, BAD), e.Disconnected(0))
+    assert script.supervisor.phase is Phase.SETTLING
+    script.tell(e.Reported(2, "AbortedError: rank 0 left", (0,)), e.Exited(1, Outcome(7)))
+    assert script.of(e.Failure) == [e.Failure(1, Outcome(7), "ValueError: boom", (0, 2))]
+    script.tell(e.Exited(2, BAD))
+    assert script.of(e.Finish) == [e.Finish(7)]
+
+
+def test_the_culprit_is_not_waited_for_for_ever() -> None:
+    script = Script(2, settle=1.0)
+    script.tell(e.Reported(0, "AbortedError: …", (1,)), e.Exited(0, BAD))
+    assert not script.of(e.Failure)
+    assert e.Failure(0, BAD, "AbortedError: …") in script.wait()
+    assert script.now == 1.0
+
+
+def test_last_words_that_are_still_on_their_way_are_waited_for() -> None:
+    script = Script(2)
+    script.tell(e.Connected(0), e.Connected(1))
+    script.tell(e.Exited(1, KILLED))
+    assert not script.of(e.Failure)
+    script.tell(e.Disconnected(1))
+    assert script.of(e.Failure) == [e.Failure(1, KILLED)]
+
+
+def test_who_left_early_is_named() -> None:
+    script = Script(2)
+    script.tell(e.Exited(1, OK))
+    script.tell(e.Reported(0, "AbortedError: rank 1 left", (1,)), e.Exited(0, BAD))
+    assert script.of(e.Failure) == [e.Failure(0, BAD, "AbortedError: rank 1 left", (), (1,))]
+    assert script.of(e.Finish) == [e.Finish(1)]
+
+
+def test_ranks_that_blame_each_other() -> None:
+    script = Script(2)
+    script.tell(e.Reported(0, "a", (1,)), e.Reported(1, "b", (0,)))
+    script.tell(e.Exited(0, BAD), e.Exited(1, BAD))
+    assert len(script.of(e.Failure)) == 1
+    assert script.of(e.Finish) == [e.Finish(1)]
+
+
+def test_a_rank_whose_program_failed_but_does_not_end() -> None:
+    script = Script(2, hang=10.0)
+    script.tell(e.Reported(1, "ValueError: boom"))
+    effects = script.wait()
+    assert script.now == 10.0
+    assert e.Failure(1, None, "ValueError: boom") in effects
+    assert e.Signal((0, 1), signal.SIGTERM) in effects
+
+
+def test_interrupt_then_again() -> None:
+    script = Script(2)
+    effects = script.tell(e.Stopped(signal.SIGINT))
+    assert e.Signal((0, 1), signal.SIGINT) in effects
+    assert len([effect for effect in effects if isinstance(effect, e.Say)]) == 1
+    assert e.Signal((0, 1), signal.SIGKILL) in script.tell(e.Stopped(signal.SIGINT))
+    script.tell(e.Exited(0, KILLED), e.Exited(1, KILLED))
+    assert script.of(e.Finish) == [e.Finish(130)]
+    assert not script.of(e.Failure)
+
+
+def test_sigterm_is_passed_on() -> None:
+    script = Script(1)
+    assert e.Signal((0,), signal.SIGTERM) in script.tell(e.Stopped(signal.SIGTERM))
+    assert script.tell(e.Exited(0, Outcome(signal=signal.SIGTERM)))[-1] == e.Finish(143)
+
+
+def test_hosts_that_do_not_answer_are_named() -> None:
+    supervisor = Supervisor(Policy(("a", "b", "b"), start_timeout=30.0), 0.0)
+    supervisor.handle(e.Spawned(0, 1), 1.0)
+    effects = supervisor.handle(e.Tick(), 30.0)
+    assert e.Say("ranks 1,2 could not be started on b within 30 s") in effects
+    assert e.Signal((0, 1, 2), signal.SIGTERM) in effects
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    script = Script(3, join_timeout=5.0)
+    script.tell(e.Connected(1))
+    effects = script.wait()
+    assert e.Say("ranks 0,2 did not come to hvd.init() within 5 s") in effects
+    assert script.supervisor.phase is Phase.ENDING
+
+
+def test_ranks_that_never_join_are_no_failure_by_themselves() -> None:
+    script = Script(2, join_timeout=5.0)
+    assert script.supervisor.deadline is None
+    script.tell(e.Exited(0, OK), e.Exited(1, OK))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
+def test_a_lost_host() -> None:
+    script = Script(3)
+    script.tell(e.Unstartable((1, 2), "the connection to b is lost"))
+    assert script.of(e.Failure)[0].rank == 1
+    assert str(script.of(e.Failure)[0].outcome) == "the connection to b is lost"
+    script.tell(e.Exited(0, KILLED))
+    assert script.of(e.Finish) == [e.Finish(1)]
+
+
+def test_a_lost_coordinator() -> None:
+    script = Script(2)
+    script.tell(e.CoordinatorLost("the coordinator is lost"))
+    assert e.Signal((0, 1), signal.SIGTERM) in script.done
+
+
+def test_elastic_replaces_up_to_the_limit() -> None:
+    script = Script(2, min_ranks=2, reset_limit=1)
+    script.tell(e.Connected(0), e.Connected(1))
+    effects = script.tell(e.Exited(1, KILLED))
+    assert e.Respawn(1) in effects
+    assert e.Expect((0, 1)) in effects
+    assert not script.of(e.Signal)
+    script.tell(e.Spawned(1, 300), e.Connected(1), e.Exited(1, KILLED), e.Disconnected(1))
+    assert script.of(e.Failure)[0].rank == 1
+    assert e.Signal((0,), signal.SIGTERM) in script.done
+
+
+def test_elastic_goes_on_with_fewer() -> None:
+    script = Script(3, min_ranks=2, reset_limit=0)
+    script.tell(*(e.Connected(rank) for rank in range(3)))
+    assert e.Expect((0, 2)) in script.tell(e.Exited(1, KILLED))
+    script.tell(e.Exited(0, OK), e.Exited(2, OK))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
+def test_elastic_does_not_replace_what_never_joined() -> None:
+    script = Script(2, min_ranks=2)
+    script.tell(e.Exited(1, BAD))
+    assert not script.of(e.Respawn)
+    assert script.of(e.Failure)
+
+
+def _event(size: int) -> st.SearchStrategy[e.Event]:
+    rank = st.integers(0, size - 1)
+    outcome = st.sampled_from([OK, BAD, KILLED, Outcome(3)])
+    some = st.lists(rank, unique=True, max_size=size).map(tuple)
+    return st.one_of(
+        st.builds(e.Spawned, rank, st.integers(1, 9)),
+        st.builds(e.Exited, rank, outcome),
+        st.builds(e.Unstartable, some, st.just("lost")),
+        st.builds(e.Connected, rank),
+        st.builds(e.Disconnected, rank),
+        st.builds(e.Reported, rank, st.just("Error"), some),
+        st.builds(e.Stopped, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
+        st.builds(e.CoordinatorLost, st.just("lost")),
+        st.builds(e.Tick),
+    )
+
+
+@pytest.mark.parametrize("minimum", [None, 2])
+@settings(max_examples=examples(150), deadline=None)
+@given(data=st.data())
+def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 5))
+    script = Script(size, min_ranks=minimum, reset_limit=2, join_timeout=3.0)
+    for event in data.draw(st.lists(_event(size), max_size=30)):
+        script.now += data.draw(st.floats(0, 2))
+        living = set(script.supervisor.living)
+        effects = script.tell(event)
+        for effect in effects:
+            if isinstance(effect, e.Signal):  # nobody is signalled who has ended
+                assert set(effect.ranks) <= living
+            if isinstance(effect, e.Failure):
+                assert effect.rank not in effect.followers
+    # Whatever has happened, the operator's word ends it.
+    for _ in range(2):
+        script.tell(e.Stopped(signal.SIGINT))
+    for rank in script.supervisor.living:
+        script.tell(e.Exited(rank, KILLED))
+    finishes = script.of(e.Finish)
+    assert len(finishes) == 1
+    assert script.done[-1] == finishes[0]
+    assert len(script.of(e.Failure)) <= 1
+    assert len(script.of(e.Respawn)) <= 2
+    if script.of(e.Failure) and (first := script.of(e.Failure)[0].outcome) is not None:
+        assert finishes[0].code == first.exit_code

@@ -1,0 +1,42 @@
+"""``horovod.runner.launch``: the command line of horovodrun, which is that of ``hvdlab run``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def run_commandline() -> int:
+    """Do what ``sys.argv`` says, as ``hvdlab run`` does. Returns the exit code, for ``sys.exit``."""
+    from hvdlab.runner.command import horovodrun
+
+    return horovodrun()
+
+
+def parse_args() -> argparse.Namespace:
+    """``sys.argv`` as the values of the flags; ``None`` for a flag that was not given.
+
+    Raises:
+        SystemExit: The arguments can't be read (2), or help was wanted (0).
+    """
+    from hvdlab.runner.arguments import parser
+
+    return parser().parse_args()
+
+
+def check_build(verbose: object) -> None:
+    """Print what this installation can do, and what it can't and why: ``hvdlab run --check-build``."""
+    from hvdlab.runner.build import report
+
+    print(report())
+
+
+def is_gloo_used(
+    use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None
+) -> bool:
+    """Whether the launcher itself starts the ranks, which Horovod calls Gloo, rather than mpiexec or jsrun."""
+    return bool(use_gloo) or not (use_mpi or use_jsrun)
+
+
+if __name__ == "__main__":
+    sys.exit(run_commandline())

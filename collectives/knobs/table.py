@@ -89,6 +89,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),
     Knob("HVDLAB_DEAD_AFTER", SECONDS, Reader.BOTH, "30", "silence after which a rank of another host counts as dead, and for such a rank the coordinator", "dead_after"),
     Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the warm process imports before it forks ranks; empty for none"),
+    Knob("HVDLAB_AS_HOROVOD", TEXT, _P, "-", "whether `import horovod` [means hvdlab](../how-to/moving-from-horovod.md) in a pool's ranks: unset if no Horovod is installed, 0 never, 1 always"),
     # -- seeing ---------------------------------------------------------------------------------------------------
     Knob("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
     Knob("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),

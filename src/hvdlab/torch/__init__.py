@@ -61,6 +61,7 @@ from hvdlab.torch.scattering import (
     reducescatter_async,
 )
 from hvdlab.torch.sparse import sparse_allreduce_async
+from hvdlab.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -74,6 +75,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

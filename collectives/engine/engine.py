@@ -180,11 +180,11 @@ class Engine:
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Handle:
+    def submit(self, request: Request, *, announce: bool = True) -> Handle:
         """Submit a collective and return at once.
 
-        It is announced by the control thread, or by the next wait if that is sooner, together with what else was
-        submitted by then.
+        It is announced by the control thread, or by the next wait or :meth:`flush` if that is sooner, together with
+        what else was submitted by then; without ``announce`` by the latter two or the next submission only.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
@@ -193,7 +193,8 @@ class Engine:
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         self._submit(handle)
-        self._guarded.want_flush()
+        if announce:
+            self._guarded.want_flush()
         return handle
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
@@ -218,7 +219,7 @@ class Engine:
         """
         return self.run(Request(OpKind.JOIN, process_set=process_set), timeout).last_joined
 
-    def submit_group(self, requests: Sequence[Request]) -> list[Handle]:
+    def submit_group(self, requests: Sequence[Request], *, announce: bool = True) -> list[Handle]:
         """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises what ``submit`` does."""
         now, site = _monotonic_ns(), call_site(2)
         handles = [Handle(self, request, request.site or site, now) for request in requests]
@@ -231,7 +232,8 @@ class Engine:
             if submitted:  # they would wait for ever for the rest of their group
                 self._waiter.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
             raise
-        self._guarded.want_flush()
+        if announce:
+            self._guarded.want_flush()
         return handles
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
+from hvdlab.torch.announcing import Announcer
 from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compressor
 from hvdlab.torch.handles import FAILURES, Handle, synchronize
@@ -84,6 +85,7 @@ class GradientReducer(Watcher):
         self._settings = settings
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
+        self._announcer = Announcer()
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters that have had sparse gradients
 
     def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -130,6 +132,7 @@ class GradientReducer(Watcher):
 
     def reset(self) -> None:
         super().reset()
+        self._announcer.forget()
         for bucket in self._buckets:
             bucket.ready, bucket.work = 0, None
 
@@ -151,9 +154,10 @@ class GradientReducer(Watcher):
             compressed = [self._settings.compression.compress(gradient) for gradient in gradients.values()]
         sent = [tensor for tensor, _ in compressed]
         if len(sent) == 1:
-            handle = submit(operation, sent[0], name, in_place=True)
+            handle = submit(operation, sent[0], name, in_place=True, announce=False)
         else:
-            handle = submit_group(operation, sent, name, in_place=True)
+            handle = submit_group(operation, sent, name, in_place=True, announce=False)
+        self._announcer.hold(sum([tensor.nbytes for tensor in sent]))
         return _InFlight(handle, list(gradients), [context for _, context in compressed])
 
     def _start_sparse(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> _InFlight:

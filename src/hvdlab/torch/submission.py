@@ -45,14 +45,23 @@ class Operation(NamedTuple):
     splits: tuple[int, ...] | None = None
 
 
-def submit(operation: Operation, tensor: torch.Tensor, name: str | None, *, in_place: bool = False) -> Handle:
+def submit(
+    operation: Operation,
+    tensor: torch.Tensor,
+    name: str | None,
+    *,
+    in_place: bool = False,
+    announce: bool = True,
+) -> Handle:
     """Start a collective on one tensor; ``in_place`` writes the result to it.
+
+    Without ``announce`` the caller is to see to it that it is announced; see ``Engine.submit``.
 
     The handle yields the output, or for an alltoall the output and the received splits.
     """
     request, output, deliver = _request(operation, tensor, in_place)
     request.name = name
-    part = Part(context.engine().submit(request), output, deliver)
+    part = Part(context.engine().submit(request, announce=announce), output, deliver)
     return Handle((part,), with_splits if operation.kind is OpKind.ALLTOALL else only)
 
 
@@ -79,6 +88,7 @@ def submit_group(
     *,
     in_place: bool = False,
     finish: Finish = every,
+    announce: bool = True,
 ) -> Handle:
     """Start a collective on tensors that are executed together; the handle yields the list of outputs.
 
@@ -91,7 +101,7 @@ def submit_group(
         request.name = f"{base}.{number}"
         request.anonymous = name is None
         request.group = (base, len(prepared))
-    handles = engine.submit_group([request for request, _, _ in prepared])
+    handles = engine.submit_group([request for request, _, _ in prepared], announce=announce)
     parts = [
         Part(handle, output, deliver) for handle, (_, output, deliver) in zip(handles, prepared, strict=True)
     ]

@@ -1,0 +1,60 @@
+"""When the gradients of a backward pass are announced: not each by itself.
+
+Each announcement costs this rank and the coordinator a message, and the order that answers it interrupts the backward
+pass. So gradients are announced in turns: when there is enough to move, when the first of them has waited for a few
+milliseconds, and when the backward pass ends or somebody waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import torch
+
+from hvdlab.collectives import context
+
+ENOUGH_BYTES = 1 << 20
+"""Gradients of this size are worth moving while the backward pass goes on."""
+LONGEST_SECONDS = 0.005
+"""After so long the next gradient takes those before along, however small they are."""
+
+
+class Announcer:
+    """Announces what was submitted without being announced. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._since = 0.0
+        self._waiting = False
+
+    def hold(self, nbytes: int) -> None:
+        """``nbytes`` more were submitted: announce now, or at the end of the backward pass at the latest.
+
+        Outside a backward pass whoever waits for them announces them.
+        """
+        now = time.monotonic()
+        if not self._waiting:
+            self._waiting, self._bytes, self._since = True, 0, now
+            if torch._C._current_graph_task_id() >= 0:
+                here = weakref.ref(self)
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_of_backward(here))
+        self._bytes += nbytes
+        if self._bytes >= ENOUGH_BYTES or now - self._since >= LONGEST_SECONDS:
+            self.announce()
+
+    def announce(self) -> None:
+        """Announce what is held, if anything."""
+        if self._waiting:
+            self._waiting = False
+            context.engine().flush()
+
+    def forget(self) -> None:
+        """What was held has ended."""
+        self._waiting = False
+
+
+def _end_of_backward(announcer: weakref.ref[Announcer]) -> None:
+    found = announcer()
+    if found is not None and context.is_initialized():
+        found.announce()

@@ -1,0 +1,25 @@
+"""This rank's place among those that live; rank numbers stay as they are when others are lost."""
+
+from __future__ import annotations
+
+from hvdlab.collectives import context
+
+
+def rank() -> int:
+    """Position of this rank among the living ones, from 0."""
+    engine = context.engine("hvd.elastic")
+    ranks = engine.ranks()
+    return ranks.index(engine.rank) if engine.rank in ranks else engine.rank
+
+
+def size() -> int:
+    """Number of living ranks."""
+    return context.engine("hvd.elastic").size
+
+
+def first_rank() -> int:
+    """Number of the first living rank; 0 before ``hvd.init()``."""
+    if not context.is_initialized():
+        return 0
+    engine = context.engine()
+    return next(iter(engine.ranks()), engine.rank)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
 from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -41,9 +42,6 @@ class Step:
             for name in self.names
         ]
 
-    def agree(self, size: int) -> bool:
-        return len(self.wrong & set(range(size))) in (0, size)
-
 
 names = st.sampled_from([("a",), ("b",), ("noname",), ("noname",)])
 groups = st.sampled_from([("g.0", "g.1", "g.2"), ("h.0", "h.1"), ("group.noname",) * 3])
@@ -53,45 +51,79 @@ steps = st.one_of(
 )
 
 
-class Program:
-    """A rank that runs the steps one after another, as far ahead as names allow."""
+JOIN = signature("join.noname", OpKind.JOIN, shape=())
 
-    def __init__(self, rank: SimulatedRank, steps: list[Step]) -> None:
-        self.rank, self.steps = rank, steps
-        self.done: list[list[Submission]] = []
+
+class Program:
+    """A rank that runs the first steps one after another, as far ahead as names allow, and then joins; several times."""
+
+    def __init__(self, rank: SimulatedRank, steps: list[Step], counts: list[int]) -> None:
+        self.rank, self.steps, self.counts = rank, steps, counts
+        self.done: list[list[list[Submission]]] = [[]]
+        self.joins: list[Submission] = []
+
+    @property
+    def finished(self) -> bool:
+        return len(self.joins) == len(self.counts)
 
     def advance(self) -> bool:
         """Submit one more step, unless one of its names is in flight (anonymous ones may be)."""
-        if len(self.done) == len(self.steps):
-            return False
-        step = self.steps[len(self.done)]
+        if self.finished or len(self.joins) == len(self.done):
+            if self.finished or self.joins[-1].outcome is None:
+                return False
+            self.done.append([])
+        done = self.done[-1]
+        if len(done) == self.counts[len(self.joins)]:
+            self.joins.append(self.rank.submit(JOIN))
+            return True
+        step = self.steps[len(done)]
         if any("noname" not in name and self.rank.in_flight(name) for name in step.names):
             return False
-        self.done.append([self.rank.submit(s) for s in step.signatures(self.rank.rank)])
+        done.append([self.rank.submit(s) for s in step.signatures(self.rank.rank)])
         return True
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(size=st.integers(2, 4), program=st.lists(steps, max_size=12), seed=st.integers(0, 1 << 32))
+@given(
+    size=st.integers(1, 4),
+    program=st.lists(steps, max_size=10),
+    counts=st.lists(st.lists(st.integers(0, 10), min_size=4, max_size=4), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 32),
+)
 def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
-    size: int, program: list[Step], seed: int
+    size: int, program: list[Step], counts: list[list[int]], seed: int
 ) -> None:
     choose = random.Random(seed)
     sim = Simulation(CoordinatorOptions(size=size))
-    programs = [Program(rank, program) for rank in sim.world(*range(size))]
+    lengths = [[min(n, len(program)) for n in epoch[:size]] for epoch in counts]
+    programs = [
+        Program(rank, program, [epoch[rank.rank] for epoch in lengths]) for rank in sim.world(*range(size))
+    ]
     while True:
-        moves = [p.advance for p in programs if len(p.done) < len(program)]
+        moves = [p.advance for p in programs if not p.finished]
         moves += [lambda r=r: sim.deliver_from(r) for r in sim.ranks.values() if r.outgoing]  # type: ignore[misc]
         moves += [lambda r=r: sim.deliver_to(r) for r in sim.ranks.values() if r.incoming]  # type: ignore[misc]
+        moves += [lambda: sim.tick(0.6)] if sim.state.sets.world.matcher.disputes else []  # type: ignore[list-item]
         idle = not any(r.outgoing or r.incoming for r in sim.ranks.values())
         if idle and not any(list(map(Program.advance, programs))):
             break
         choose.choice(moves or [lambda: None])()
-    for number, step in enumerate(program):
-        outcomes = {type(s.outcome) for p in programs for s in p.done[number]}
-        assert outcomes == {m.Execute if step.agree(size) else m.Reject}, (number, step)
-        if not step.agree(size) and not step.group and "noname" not in step.names[0]:
-            assert len({s.outcome.parties for p in programs for s in p.done[number]}) == 1  # type: ignore[union-attr]
+    for epoch, length in enumerate(lengths):
+        for number, step in enumerate(program):
+            working = [p for p in programs if length[p.rank.rank] > number]
+            agree = len({p.rank.rank in step.wrong for p in working}) <= 1
+            ended = [s for p in working for s in p.done[epoch][number]]
+            assert {type(s.outcome) for s in ended} == (
+                {m.Execute if agree else m.Reject} if ended else set()
+            )
+            if not agree and not step.group and "noname" not in step.names[0]:
+                assert len({s.outcome.parties for s in ended}) == 1  # type: ignore[union-attr]
+        joined = [p.joins[epoch].outcome for p in programs]
+        last = {batch.tables for o in joined for batch in o.batches if batch.tables}  # type: ignore[union-attr]
+        assert len(last) == 1
+        assert {*last.pop()[0]} <= {(rank,) for rank in range(size)}
     assert not sim.state.sets.world.matcher.pending
     assert not sim.state.sets.world.matcher.debts
     sim.check_order()
+    told = {tuple(map(str, rank.executed[0, 1])) for rank in sim.ranks.values()}
+    assert len(told) <= 1, "a rank was not told of an operation"

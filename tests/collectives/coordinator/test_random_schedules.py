@@ -13,7 +13,7 @@ from hvdlab.collectives.coordinator.process_sets import OPEN
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
-ANONYMOUS = "allreduce.noname"
+ANONYMOUS, JOIN = "allreduce.noname", "join.noname"
 plain_names = st.sampled_from(["a", "b", "c", ANONYMOUS])
 extents = st.sampled_from([4, 4, 4, 5])
 index = st.integers(0, 1_000_000)
@@ -44,10 +44,10 @@ class RandomSchedules(RuleBasedStateMachine):
             self.start_cell(tuple(range(size)))
 
     def drain(self) -> None:
-        """Deliver everything there is, what is held included."""
+        """Deliver everything there is, what is held included; whoever disagrees has waited for the others."""
         self.sim.drain()
-        if self.delay:
-            self.sim.tick(self.delay)
+        if self.delay or any(ps.matcher.disputes for ps in self.sim.state.sets):
+            self.sim.tick(self.delay + self.sim.state.options.dispute_grace)
             self.sim.drain()
 
     # -- helpers --------------------------------------------------------------------------------------------------
@@ -96,6 +96,19 @@ class RandomSchedules(RuleBasedStateMachine):
         rank = self.pick(who)
         if rank is not None and (set_id := self.target(rank, where)) is not None:
             rank.submit(signature("allgather.noname", OpKind.ALLGATHER, shape=(3,)), set_id, (rows,))
+
+    @rule(who=index, where=index)
+    def run_out_of_data(self, who: int, where: int) -> None:
+        rank = self.pick(who)
+        if rank is not None and (set_id := self.target(rank, where)) is not None:
+            rank.submit(signature(JOIN, OpKind.JOIN, shape=()), set_id)
+
+    @rule(where=index)
+    def all_run_out_of_data(self, where: int) -> None:
+        for rank in list(self.sim.ranks.values()):
+            set_id = self.target(rank, where)
+            if not rank.left and set_id is not None and not rank.in_flight(JOIN, set_id):
+                rank.submit(signature(JOIN, OpKind.JOIN, shape=()), set_id)
 
     @rule(
         who=index,
@@ -229,10 +242,12 @@ class RandomSchedules(RuleBasedStateMachine):
                 r: {s.signature.name: s.signature for s in reversed(v.pending)} for r, v in views.items()
             }
             names = {name for pending in waiting.values() for name in pending}
+            joined = {r for r in waiting if JOIN in waiting[r]}
             assert not (names and ps.gone), "a rank has left while others wait"
             for name in names:
                 heads = [waiting[r][name] for r in waiting if name in waiting[r]]
-                missing = [r for r in ps.members if name not in waiting.get(r, {})]
+                exempt = joined if name != JOIN else set()
+                missing = [r for r in ps.members if name not in waiting.get(r, {}) and r not in exempt]
                 assert len(set(heads)) == 1, f"a mismatch of {name} was not told"
                 assert missing or heads[0].group, f"{name} was not released"
                 assert not any(r in state.cells.idle for r in missing), f"an idle rank is waited for: {name}"

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from joint_simulation import SimEntry, Simulation, allreduce
 
@@ -86,7 +88,43 @@ def test_the_group_works_again_after_an_abort(how: str) -> None:
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
 
 
-ACTIONS = ("submit", "submit", "submit", "submit", "steps", "steps", "withdraw", "tear", "mismatch", "kill")
+@given(seed=SEEDS, size=st.integers(1, 4), epochs=st.integers(1, 3))
+@settings(max_examples=examples(100), deadline=None)
+def test_uneven_data(seed: int, size: int, epochs: int) -> None:
+    """Each rank has a number of batches, and joins; in each batch all tensors that it has, in any order."""
+    chance = random.Random(seed)
+    simulation = Simulation(size, seed, local_limit=8)
+    for _ in range(epochs):
+        batches = [chance.randint(0, 4) for _ in range(size)]
+        for rank in chance.sample(range(size), size):
+            for batch in range(batches[rank]):
+                for name in chance.sample("abc", 3):
+                    simulation.submit(rank, allreduce(f"{name}{batch}"))
+                for _ in range(chance.randint(0, 5)):
+                    simulation.step()
+            simulation.submit(rank, Request(OpKind.JOIN))
+        simulation.run()
+    simulation.check()
+    for me in simulation.ranks:
+        assert all(isinstance(entry.outcome, tuple) for entry in me.entries)
+        assert not any(group.pending for group in me.state.sets.values())
+    orders = [me.order.get((0, 1), []) for me in simulation.ranks]
+    assert orders == [orders[0]] * size, "a rank that has joined takes part in everything"
+
+
+ACTIONS = (
+    "submit",
+    "submit",
+    "submit",
+    "submit",
+    "steps",
+    "steps",
+    "withdraw",
+    "tear",
+    "mismatch",
+    "kill",
+    "join",
+)
 
 
 @given(seed=SEEDS, size=st.integers(1, 4), count=st.integers(1, 60))
@@ -105,6 +143,8 @@ def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) ->
         elif action == "kill":
             if sum(me.alive for me in simulation.ranks) > 1 and chance.random() < 0.3:
                 simulation.kill(rank)
+        elif action == "join":
+            simulation.submit(rank, Request(OpKind.JOIN))
         elif action in ("withdraw", "tear"):
             getattr(simulation, action)(rank)
         else:

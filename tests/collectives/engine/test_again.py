@@ -1,0 +1,147 @@
+"""Shutting down and initializing again, with ranks that are far ahead of others."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
+from ranks import Ranks
+
+TIMES = 20
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def reduce(generation: int, count: int = 4) -> float:
+    total = api.allreduce(np.full(count, generation), f"g{generation}", op=api.Sum)
+    assert context.engine().size == 3
+    return float(total[0])
+
+
+def again(generation: int) -> float:
+    """Shut down, come back, and begin at once."""
+    context.shutdown()
+    assert not context.is_initialized()
+    context.init()
+    return reduce(generation)
+
+
+def many(times: int) -> list[float]:
+    return [again(generation) for generation in range(times)]
+
+
+def add(ranks: list[int]) -> int:
+    return context.engine().add_process_set(ranks)
+
+
+def of_a_set(set_id: int) -> float:
+    return float(api.allreduce(np.ones(2), op=api.Sum, process_set=set_id)[0])
+
+
+def again_with_a_set(ranks: list[int]) -> tuple[int, list[int]]:
+    """The id of a set that is added after coming back, and the sets known before that."""
+    context.shutdown()
+    context.init()
+    known = sorted(context.engine().process_sets())
+    with pytest.raises(InvalidRequestError):
+        api.allreduce(np.ones(2), process_set=max(known) + 17)
+    return context.engine().add_process_set(ranks), known
+
+
+def wait_for(count: int) -> float:
+    context.engine().post("waiting", b"")
+    return float(api.allreduce(np.ones(count), "waits")[0])
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_all_again_and_again_as_fast_as_they_can(three: Ranks) -> None:
+    assert three.run(many, TIMES, timeout=100) == [[3.0 * g for g in range(TIMES)]] * 3
+
+
+@pytest.mark.timeout(120)
+def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
+    """Each rank is back, and in its first collective, before the next has said goodbye."""
+    client = Client.connect(three.coordinator.address, three.coordinator.token)
+    news: SimpleQueue[dict[int, float]] = SimpleQueue()
+    client.on_membership(lambda now: news.put({member.rank: member.started for member in now.members}))
+    chance = random.Random(7)
+    try:
+        for generation in range(TIMES):
+            started = {member.rank: member.started for member in client.membership().members}
+            running = []
+            for rank in chance.sample(range(3), 3):
+                running.append(three.start(again, generation, ranks=[rank]))
+                while client_started(client, rank) in (None, started[rank]):
+                    news.get(timeout=20)
+            assert [one.results(30) for one in running] == [[3.0 * generation]] * 3
+    finally:
+        client.close()
+
+
+def client_started(client: Client, rank: int) -> float | None:
+    """When the rank's present incarnation connected; ``None`` while it is away."""
+    found = [member.started for member in client.membership().members if member.rank == rank]
+    return found[0] if found else None
+
+
+def test_others_in_a_collective_are_told_at_once_and_meet_again(three: Ranks) -> None:
+    for count in (4, 1 << 20):
+        client = Client.connect(three.coordinator.address, three.coordinator.token)
+        waiting: SimpleQueue[int] = SimpleQueue()
+        client.on_mail("waiting", lambda sender, body, told=waiting: told.put(sender))  # type: ignore[misc]
+        try:
+            stuck = three.start(wait_for, count, ranks=[1, 2])
+            assert {waiting.get(timeout=20), waiting.get(timeout=20)} == {1, 2}
+        finally:
+            client.close()
+        began = time.monotonic()
+        back = three.start(again, 7, ranks=[0])
+        for error in stuck.outcomes(20):
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind is CauseKind.RANK_LEFT
+            assert error.cause.ranks == (0,)
+        assert time.monotonic() - began < 5.0
+        others = three.start(again, 7, ranks=[1, 2])
+        assert back.results(30) + others.results(30) == [21.0] * 3
+
+
+def test_process_sets_are_gone_and_can_be_added_again(three: Ranks) -> None:
+    for _ in range(3):
+        results = three.run(again_with_a_set, [0, 2])
+        ids = {set_id for set_id, _ in results}
+        assert len(ids) == 1
+        assert all(known == [0] for _, known in results)
+        assert three.run(of_a_set, ids.pop(), ranks=[0, 2]) == [2.0, 2.0]
+
+
+def test_a_world_that_lost_a_rank_is_made_anew_by_the_others() -> None:
+    with Ranks(3) as ranks:
+        assert ranks.run(reduce, 1) == [3.0] * 3
+        ranks.kill(1)
+        for generation in range(3):
+            assert ranks.run(again_of_two, generation, ranks=[0, 2]) == [2.0 * generation] * 2
+
+
+def again_of_two(generation: int) -> float:
+    context.shutdown()
+    context.init()
+    assert context.engine().ranks() == (0, 2)
+    return float(api.allreduce(np.full(4, generation), op=api.Sum)[0])

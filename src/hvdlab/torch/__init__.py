@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.horovod.common.util import check_extension
+from hvdlab.torch import elastic
 from hvdlab.torch.allreducing import (
     allreduce,
     allreduce_,
@@ -100,6 +101,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

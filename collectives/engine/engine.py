@@ -115,7 +115,8 @@ class Engine:
         Raises:
             StartError: Some are not there after ``timeout`` seconds, or have died before; the text names them.
         """
-        self._dispatcher.world.wait_complete(timeout, self.rank, self.settings.elastic_timeout)
+        settings = self.settings
+        self._dispatcher.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
 
     @property
     def size(self) -> int:

@@ -79,14 +79,16 @@ class WorldView:
         missing = self._missing()
         return [death for death in self.last.deaths if death.rank in missing]
 
-    def wait_complete(self, timeout: float, rank: int, door: float) -> None:
+    def wait_complete(self, timeout: float, rank: int, door: float = 0.0, size: int = 0) -> None:
         """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead.
 
-        A rank that elastic training has to let in waits for ``door`` seconds instead.
+        A rank that elastic training has to let in waits for ``door`` seconds instead. A world of fewer than ``size``
+        is not taken for complete before the coordinator has said which ranks it is made of.
         """
 
         def complete() -> bool:
-            return bool(self._members) and not self._missing()
+            told = self.last is not None or len(self._members) >= max(size, 1)
+            return told and bool(self._members) and not self._missing()
 
         def settled() -> bool:
             return complete() or self._lost is not None or (rank not in self.waiting and bool(self._dead()))

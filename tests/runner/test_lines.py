@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
 from pathlib import Path
 
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from hvdlab.runner.lines import LONGEST, LineAssembler, Tail
 from hvdlab.runner.sinks import ConsoleSink, FileSink, Writer
 
@@ -30,7 +31,7 @@ class Lines:
 def test_lines_do_not_depend_on_how_they_come(text: bytes, cuts: list[int]) -> None:
     lines = Lines()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         lines.assembler.feed(text[start:end])
     lines.assembler.finish()
     expected = text.split(b"\n")

@@ -6,10 +6,10 @@ import signal
 from typing import Any
 
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from hvdlab.runner import events as e
 from hvdlab.runner.outcomes import Outcome
 from hvdlab.runner.supervisor import Phase, Policy, Supervisor

@@ -280,10 +280,16 @@ class Supervisor:
         return self.ranks[rank].report is not None if outcome is None else not outcome.ok
 
     def _early(self, rank: int) -> tuple[int, ...]:
+        """Ranks whose good end made this one fail."""
         report = self.ranks[rank].report
+        if report is None and self.ranks[rank].joined:  # it may have waited for those that never came
+            ends = enumerate(self.ranks)
+            return tuple(
+                r for r, its in ends if its.outcome is not None and its.outcome.ok and not its.joined
+            )
         blamed = report.culprits if report is not None else ()
-        ends = [(r, self.ranks[r].outcome) for r in blamed if 0 <= r < len(self.ranks)]
-        return tuple(r for r, outcome in ends if outcome is not None and outcome.ok)
+        outcomes = [(r, self.ranks[r].outcome) for r in blamed if 0 <= r < len(self.ranks)]
+        return tuple(r for r, outcome in outcomes if outcome is not None and outcome.ok)
 
     def _abandon(self, text: str, code: int, now: float) -> None:
         if self.phase in (Phase.RUNNING, Phase.SETTLING):

@@ -1,0 +1,24 @@
+"""Data loaders: a base to derive from, and a mixin that loads ahead in a thread.
+
+::
+
+    class Loader(AsyncDataLoaderMixin, BaseDataLoader):
+        def __init__(self, dataset, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.dataset = dataset
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def _iterate(self):
+            yield from self.dataset
+
+    for batch in Loader(dataset, async_loader_queue_size=8):
+        ...
+"""
+
+from __future__ import annotations
+
+from hvdlab.data.loaders import AsyncDataLoaderMixin, BaseDataLoader
+
+__all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]

@@ -33,20 +33,24 @@ class Directory:
     def publish(self, data: bytes) -> None:
         draft = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         try:
-            for last in (False, True):
-                self._enter()
-                try:
-                    _write(draft, data)
-                    break
-                except FileNotFoundError:  # removed by a job that has just ended
-                    if last:
-                        raise
+            self._write(draft, data)
             draft.rename(self._file)
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
             raise StartError(f"Rank 0 can't tell the others where the coordinator is: {error}") from error
         self._published = True
+
+    def _write(self, draft: Path, data: bytes) -> None:
+        with suppress(OSError):
+            draft.unlink()  # of a process that had our number, and was killed
+        for last in (False, False, True):
+            try:
+                self._enter()
+                return _write(draft, data)
+            except FileNotFoundError:  # removed by a job that has just started
+                if last:
+                    raise
 
     def _enter(self) -> None:
         """Make the directory, or make sure that it is ours alone."""

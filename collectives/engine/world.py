@@ -99,6 +99,8 @@ class WorldView:
             if at_door:
                 self._changed.wait_for(settled, max(0.0, door - timeout))
             came, missing, dead = complete(), sorted(self._missing()), self._dead()
+            # Nobody is a member before all are there; those who wait as well are not the ones to look for.
+            missing = [r for r in missing if r != rank and r not in self._others(rank)] or missing
         if self._lost is not None:
             raise StartError(self._lost)
         if dead:

@@ -1,0 +1,114 @@
+"""A training script as users write them: it knows of no launcher. See ``test_foreign_launchers.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import AbortedError
+
+WHILE_OTHERS_WAIT = 1.0
+
+
+def total(value: float = 1.0) -> float:
+    return float(api.allreduce(np.full(1000, value), op=api.Sum)[0])
+
+
+def train() -> None:
+    engine = context.init()
+    place = (
+        engine.rank,
+        engine.size,
+        engine.local_rank,
+        engine.local_size,
+        engine.cross_rank,
+        engine.cross_size,
+    )
+    # In one write, so that the ranks' lines do not get mixed.
+    os.write(1, f"{place} {total(engine.rank)} {engine.plane()}\n".encode())
+
+
+def again() -> None:
+    for _ in range(4):
+        engine = context.init()
+        assert total() == engine.size
+        context.shutdown()
+    context.init()
+    os.write(1, f"{total()}\n".encode())
+
+
+def fail() -> None:
+    """Rank 1 fails while the others wait for it."""
+    engine = context.init()
+    if engine.rank == 1:
+        time.sleep(WHILE_OTHERS_WAIT)
+        sys.exit(7)
+    try:
+        total()
+    except AbortedError as error:
+        os.write(1, f"{error}\n".encode())
+        raise
+
+
+def first_dies() -> None:
+    """Rank 0, which started the coordinator, is killed while the others wait for it; they go on."""
+    engine = context.init()
+    if engine.rank == 0:
+        time.sleep(WHILE_OTHERS_WAIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        total()
+    except AbortedError as error:
+        os.write(1, f"{error}\n".encode())
+    os.write(1, f"{total()}\n".encode())
+
+
+def first_leaves() -> None:
+    """Rank 0 has nothing more to do; the others go on for a while."""
+    engine = context.init()
+    others = engine.add_process_set([rank for rank in range(engine.size) if rank])
+    total()
+    if engine.rank == 0:
+        return
+    time.sleep(1.0)
+    os.write(1, f"{float(api.allreduce(np.ones(3), op=api.Sum, process_set=others)[0])}\n".encode())
+
+
+def late(seconds: float) -> None:
+    """Rank 0 comes late."""
+    if context_rank() == 0:
+        time.sleep(seconds)
+    train()
+
+
+def absent(rank: int) -> None:
+    """A rank ends without coming."""
+    if context_rank() != rank:
+        train()
+
+
+def restarted() -> None:
+    """The first attempt fails."""
+    engine = context.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    total()
+    if attempt == 0 and engine.rank == 1:
+        sys.exit(3)
+    os.write(1, f"attempt {attempt}: {total()}\n".encode())
+
+
+def context_rank() -> int:
+    from hvdlab.collectives.bootstrap.launchers import detect
+
+    launched = detect(os.environ)
+    assert launched is not None
+    return launched.rank
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*map(float, sys.argv[2:]))

@@ -1,0 +1,136 @@
+"""The private file by which ranks of one host meet."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.bootstrap.board import await_card
+from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.bootstrap.directory import Directory
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.errors import StartError
+
+
+def board(parent: Path, key: str = "job", *, shared: bool = False) -> Directory:
+    return Directory(parent, key, shared=shared)
+
+
+def own(parent: Path) -> Path:
+    return parent / f"hvdlab-{os.geteuid()}"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_published_is_read_and_goes_away(tmp_path: Path, shared: bool) -> None:
+    writer, reader = board(tmp_path, shared=shared), board(tmp_path, shared=shared)
+    assert reader.read(0) is None
+    writer.publish(b"one")
+    writer.publish(b"two")
+    assert reader.read(0) == b"two"
+    writer.withdraw()
+    assert reader.read(0) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        board(tmp_path).publish(b"secret")
+    finally:
+        os.umask(old)
+    (file,) = own(tmp_path).iterdir()
+    assert stat.S_IMODE(own(tmp_path).stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_directory_that_others_may_enter_is_not_trusted(tmp_path: Path) -> None:
+    own(tmp_path).mkdir()
+    own(tmp_path).chmod(0o755)
+    with pytest.raises(StartError, match="not trusted"):
+        board(tmp_path).publish(b"secret")
+    with pytest.raises(StartError, match="not trusted"):
+        board(tmp_path).read(0)
+
+
+def test_a_link_is_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    own(tmp_path).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StartError, match="not trusted"):
+        board(tmp_path).publish(b"secret")
+
+
+def test_a_planted_file_is_not_trusted(tmp_path: Path) -> None:
+    own(tmp_path).mkdir(mode=0o700)
+    planted = own(tmp_path) / "job"
+    planted.write_bytes(b"{}")
+    planted.chmod(0o666)
+    with pytest.raises(StartError, match="not trusted"):
+        board(tmp_path).read(0)
+
+
+def test_jobs_that_end_do_not_take_the_directory_from_those_that_start(tmp_path: Path) -> None:
+    one, other = board(tmp_path, "one"), board(tmp_path, "other")
+    for _ in range(20):
+        threads = [threading.Thread(target=b.publish, args=(b"x",)) for b in (one, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        one.withdraw()
+        assert board(tmp_path, "other").read(0) == b"x"
+        other.withdraw()
+
+
+# -- cards --------------------------------------------------------------------------------------------------------
+
+
+def card_of(coordinator: CoordinatorProcess, size: int = 2) -> Card:
+    return Card(size, host_key(), coordinator.address, token=coordinator.token)
+
+
+def test_the_card_of_an_earlier_job_is_passed_over(tmp_path: Path) -> None:
+    with CoordinatorProcess.start(size=2) as earlier:
+        stale = card_of(earlier)
+    board(tmp_path).publish(stale.encode())
+    with CoordinatorProcess.start(size=2) as coordinator:
+        good = card_of(coordinator)
+        publish = threading.Timer(0.3, board(tmp_path).publish, (good.encode(),))
+        publish.start()
+        assert await_card(board(tmp_path), 2, Deadline(10)) == good
+        publish.join()
+
+
+def test_if_only_the_earlier_one_is_there_the_text_says_so(tmp_path: Path) -> None:
+    with CoordinatorProcess.start(size=2) as earlier:
+        stale = card_of(earlier)
+    board(tmp_path).publish(stale.encode())
+    with pytest.raises(StartError, match="does not answer"):
+        await_card(board(tmp_path), 2, Deadline(0.5))
+
+
+def test_a_missing_rank_0_is_named_in_time(tmp_path: Path) -> None:
+    with pytest.raises(
+        StartError, match=r"Rank 0 has not said .* within 0.3 s: it has not come to hvd.init"
+    ) as caught:
+        await_card(board(tmp_path), 2, Deadline(0.3))
+    assert str(own(tmp_path)) in str(caught.value)
+    assert "HVDLAB_RENDEZVOUS_DIR" in str(caught.value)
+
+
+def test_rank_0s_failure_is_everybodys(tmp_path: Path) -> None:
+    board(tmp_path).publish(Card(2, error="it rained").encode())
+    with pytest.raises(StartError, match="Rank 0 could not start the coordinator: it rained"):
+        await_card(board(tmp_path), 2, Deadline(10))
+
+
+def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
+    with CoordinatorProcess.start(size=3) as coordinator:
+        board(tmp_path).publish(card_of(coordinator, 3).encode())
+        with pytest.raises(StartError, match="has 3 ranks, this one 2"):
+            await_card(board(tmp_path), 2, Deadline(10))

@@ -1,0 +1,245 @@
+"""Scripts that know of no launcher, started by mpiexec, torchrun, Slurm's variables and by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("script.py"))
+BIN = Path(sys.executable).parent
+_OURS = (
+    "HVDLAB_",
+    "HOROVOD_",
+    "PMI",
+    "OMPI",
+    "SLURM_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "TORCHELASTIC",
+)
+
+mpiexec = pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python")
+torchrun = pytest.mark.skipif(not (BIN / "torchrun").exists(), reason="no torchrun beside this Python")
+
+
+@pytest.fixture(autouse=True)
+def _no_strays() -> Iterator[None]:
+    """MPICH leaves its shared memory behind when it is killed."""
+    memory = Path("/dev/shm")
+    before = set(memory.glob("mpich_shm_*"))
+    yield
+    for stray in set(memory.glob("mpich_shm_*")) - before:
+        stray.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment of no launcher's, with a temporary directory of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return {**clean, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "HVDLAB_PLANE": "shm"}
+
+
+class Job:
+    """Processes whose output is collected; ended whatever happens."""
+
+    def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+        self.processes = [
+            subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for argv, env in commands
+        ]
+
+    def ended(self, timeout: float = 90) -> list[tuple[int, str, str]]:
+        """Exit code, output and errors of each."""
+        deadline = time.monotonic() + timeout
+        found = []
+        try:
+            for process in self.processes:
+                out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                found.append((process.returncode, out, err))
+        finally:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        return found
+
+
+def run(argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[str], str]:
+    """Exit code, sorted lines and errors of one command."""
+    ((code, out, err),) = Job([(argv, env)]).ended()
+    return code, sorted(out.splitlines()), err
+
+
+def mpi(size: int, *arguments: str) -> list[str]:
+    return [str(BIN / "mpiexec"), "-n", str(size), sys.executable, SCRIPT, *arguments]
+
+
+def torch(size: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    return [str(BIN / "torchrun"), "--nproc-per-node", str(size), *options, SCRIPT, *arguments]
+
+
+def slurm(env: Mapping[str, str], size: int, *arguments: str, job: str = "7") -> Job:
+    """What srun starts on one host."""
+    step = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_NODEID": "0",
+    }
+    numbers = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(size)]
+    return Job([([sys.executable, SCRIPT, *arguments], {**env, **step, **own}) for own in numbers])
+
+
+def by_hand(env: Mapping[str, str], size: int, *arguments: str, port: int = 29777) -> Job:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    return Job(
+        [([sys.executable, SCRIPT, *arguments], {**env, **common, "RANK": str(r)}) for r in range(size)]
+    )
+
+
+def places(size: int, plane: str = "shm") -> list[str]:
+    total = float(sum(range(size)))
+    return [f"{(rank, size, rank, size, 0, 1)} {total} {plane}" for rank in range(size)]
+
+
+def nothing_left(env: Mapping[str, str]) -> None:
+    """No secret, socket or directory stays behind."""
+    left = [entry for entry in Path(env["TMPDIR"]).rglob("*") if "hvdlab" in str(entry)]
+    assert left == []
+
+
+# -- joining ------------------------------------------------------------------------------------------------------
+
+
+@mpiexec
+@pytest.mark.parametrize("plane", ["shm", "auto"])
+def test_mpiexec(env: dict[str, str], plane: str) -> None:
+    code, lines, err = run(mpi(3, "train"), {**env, "HVDLAB_PLANE": plane})
+    assert (code, lines) == (0, places(3, "mpi" if plane == "auto" else plane)), err
+    nothing_left(env)
+
+
+@mpiexec
+def test_ranks_in_wrappers_of_their_own(env: dict[str, str]) -> None:
+    wrapped = [*mpi(2)[:3], "sh", "-c", f"{sys.executable} {SCRIPT} train; exit $?"]
+    code, lines, err = run(wrapped, env)
+    assert (code, lines) == (0, places(2)), err
+
+
+@torchrun
+def test_torchrun(env: dict[str, str]) -> None:
+    code, lines, err = run(torch(2, "train"), env)
+    assert (code, lines) == (0, places(2)), err
+    nothing_left(env)
+
+
+def test_srun(env: dict[str, str]) -> None:
+    ended = slurm(env, 4, "train").ended()
+    assert [(code, out.strip()) for code, out, _ in ended] == [(0, line) for line in places(4)], ended
+    nothing_left(env)
+
+
+def test_by_hand(env: dict[str, str]) -> None:
+    ended = by_hand(env, 2, "train").ended()
+    assert [(code, out.strip()) for code, out, _ in ended] == [(0, line) for line in places(2)], ended
+    nothing_left(env)
+
+
+def test_initializing_again_and_again(env: dict[str, str]) -> None:
+    ended = slurm(env, 2, "again").ended()
+    assert [(code, out) for code, out, _ in ended] == [(0, "2.0\n")] * 2, ended
+    nothing_left(env)
+
+
+def test_alone_under_a_launcher(env: dict[str, str]) -> None:
+    ((code, out, err),) = slurm(env, 1, "train").ended()
+    assert (code, out.split(")")[0]) == (0, "(0, 1, 0, 1, 0, 1"), err
+
+
+@mpiexec
+def test_two_jobs_on_one_host_do_not_mix(env: dict[str, str]) -> None:
+    jobs = Job([(mpi(2, "train"), env), (mpi(3, "train"), env), (mpi(2, "train"), env)])
+    ended = jobs.ended()
+    assert [code for code, _, _ in ended] == [0] * 3, ended
+    assert [sorted(out.splitlines()) for _, out, _ in ended] == [places(2), places(3), places(2)]
+    nothing_left(env)
+
+
+def test_two_jobs_of_slurm_do_not_mix(env: dict[str, str]) -> None:
+    one, other = slurm(env, 2, "train", job="8"), slurm(env, 3, "train", job="9")
+    for job, size in ((one, 2), (other, 3)):
+        ended = job.ended()
+        assert [(code, out.strip()) for code, out, _ in ended] == [(0, line) for line in places(size)], ended
+
+
+# -- failing ------------------------------------------------------------------------------------------------------
+
+
+@mpiexec
+def test_a_rank_of_mpiexec_fails_midway(env: dict[str, str]) -> None:
+    code, _, _ = run(mpi(2, "fail"), env)
+    assert code != 0
+    assert not any("socket" in str(entry) for entry in Path(env["TMPDIR"]).rglob("*"))
+
+
+def test_a_rank_of_srun_fails_midway(env: dict[str, str]) -> None:
+    ended = slurm(env, 3, "fail").ended()
+    assert ended[1][0] == 7
+    for code, out, _ in (ended[0], ended[2]):
+        assert code == 1
+        assert "rank 1" in out
+    nothing_left(env)
+
+
+@torchrun
+def test_torchrun_starts_them_anew(env: dict[str, str]) -> None:
+    code, lines, err = run(torch(2, "restarted", options=["--max-restarts", "1"]), env)
+    assert (code, lines) == (0, ["attempt 1: 2.0"] * 2), err
+
+
+def test_the_death_of_rank_0_does_not_take_the_others_along(env: dict[str, str]) -> None:
+    ended = slurm(env, 3, "first_dies").ended()
+    assert ended[0][0] == -9
+    for code, out, err in ended[1:]:
+        said, total = out.splitlines()
+        assert (code, total) == (0, "2.0"), err
+        assert "rank 0 died" in said
+    nothing_left(env)
+
+
+def test_rank_0_may_end_before_the_others(env: dict[str, str]) -> None:
+    ended = slurm(env, 3, "first_leaves").ended()
+    assert [(code, out) for code, out, _ in ended] == [(0, ""), (0, "2.0\n"), (0, "2.0\n")], ended
+    nothing_left(env)
+
+
+def test_a_late_rank_0_is_waited_for(env: dict[str, str]) -> None:
+    ended = slurm(env, 2, "late", "1.5").ended()
+    assert [(code, out.strip()) for code, out, _ in ended] == [(0, line) for line in places(2)], ended
+
+
+def test_without_rank_0_the_others_say_so(env: dict[str, str]) -> None:
+    ended = slurm({**env, "HVDLAB_START_TIMEOUT": "2"}, 2, "absent", "0").ended(30)
+    assert ended[0][0] == 0
+    assert ended[1][0] == 1
+    assert "Rank 0 has not said where the coordinator is within 2 s" in ended[1][2]
+
+
+def test_without_another_rank_all_name_it(env: dict[str, str]) -> None:
+    ended = slurm({**env, "HVDLAB_START_TIMEOUT": "3"}, 3, "absent", "2").ended(30)
+    for code, _, err in ended[:2]:
+        assert code == 1
+        # The one that gives up first is missed by the other.
+        assert re.search("StartError: .* (rank 2|ranks 0,2|ranks 1-2) did not come", err), err
+    nothing_left(env)

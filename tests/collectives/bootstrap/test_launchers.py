@@ -1,0 +1,120 @@
+"""What launchers' variables mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.collectives.bootstrap.find import find
+from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, detect
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import Settings
+
+SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
+TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            ("MPICH", 1, 4, 1, 2, False),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+            ("MPICH", 1, 4, 1, 4, True),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "PMIX_RANK": "3",
+            },
+            ("Open MPI", 3, 4, 1, 2, False),
+        ),
+        (
+            {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_SIZE": "2"},
+            ("MVAPICH", 0, 2, None, 2, True),
+        ),
+        (
+            {"JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "6", "OMPI_COMM_WORLD_RANK": "5"},
+            ("jsrun", 5, 6, None, None, False),
+        ),
+        (
+            SRUN | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
+                    "SLURM_STEP_TASKS_PER_NODE": "2,1"},
+            ("srun", 2, 3, 0, 1, False),
+        ),
+        (
+            SRUN | {"SLURM_PROCID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1",
+                    "SLURM_STEP_TASKS_PER_NODE": "3"},
+            ("srun", 2, 3, None, 3, True),
+        ),
+        (TORCH, ("MASTER_ADDR and RANK", 1, 4, None, None, False)),
+        (TORCH | {"MASTER_ADDR": "localhost"}, ("MASTER_ADDR and RANK", 1, 4, None, None, True)),
+        (TORCH | {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}, ("MASTER_ADDR and RANK", 1, 4, None, 2, False)),
+        (
+            TORCH | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+            ("torchrun", 1, 4, 1, 2, False),
+        ),
+        # The launcher that is nearest counts.
+        (
+            SRUN | TORCH | {"SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4"},
+            ("torchrun", 1, 4, None, 4, True),
+        ),
+        (
+            SRUN | {"SLURM_PROCID": "0", "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "8"},
+            ("MPICH", 5, 8, None, 8, True),
+        ),
+    ],
+)  # fmt: skip
+def test_variables_are_understood(environ: dict[str, str], expected: tuple[object, ...]) -> None:
+    found = detect(environ)
+    assert found is not None
+    read = (found.launcher.name, found.rank, found.size, found.local_rank, found.local_size, found.one_host)
+    assert read == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"},
+        # A batch script, and what it starts without srun.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+    ],
+)  # fmt: skip
+def test_without_a_launcher_there_is_none(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+    assert find(environ, Settings()) is None
+
+
+def test_one_rank_needs_nobody() -> None:
+    interactive = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "4294967290",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "8",
+    }
+    assert find(interactive | {"SLURM_STEP_NUM_TASKS": "1"}, Settings()) is None
+    assert find({"PMI_RANK": "0", "PMI_SIZE": "1"}, Settings()) is None
+
+
+def test_nonsense_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="WORLD_SIZE='four' is no whole number"):
+        detect(TORCH | {"WORLD_SIZE": "four"})
+    with pytest.raises(InvalidRequestError, match="RANK=4 does not go with WORLD_SIZE=4"):
+        detect(TORCH | {"RANK": "4"})
+
+
+def test_horovodruns_ranks_are_sent_to_ours() -> None:
+    environ = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}
+    with pytest.raises(StartError, match="hvdlab run -np"):
+        find(environ, Settings())
+
+
+def test_a_name_of_a_launcher_is_there_once() -> None:
+    names = [launcher.name for launcher in LAUNCHERS]
+    assert len(set(names)) == len(names)

@@ -5,7 +5,9 @@ Common to all of them:
 - *Tensors* have the same shape and dtype on every rank: any dtype of ``hvdlab.collectives.dtypes.DType``, any shape,
   0-d and empty ones included. CPU tensors that are contiguous are read and written where they are; others are copied
   to host memory and back.
-- ``op`` is ``hvd.Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``. ``average=`` is its deprecated form.
+- ``op`` is ``hvd.Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. ``average=`` is its
+  deprecated form. Adasum, which treats each tensor of a group on its own, takes floating-point tensors; its formula is
+  in :mod:`hvdlab.collectives.reduce.adasum`.
   Integers are averaged and scaled in float64 and truncated; float16 and bfloat16 are accumulated in float32.
 - ``prescale_factor`` multiplies the inputs, ``postscale_factor`` the result.
 - ``name`` must be equal on all ranks and not in flight twice; collectives without one are matched in order.
@@ -44,14 +46,15 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new one of its shape, dtype and device.
 
-    Differentiable for ``hvd.Average`` and ``hvd.Sum``: the gradient is the same reduction of the gradients, so every
-    rank must run the backward pass. A sparse COO tensor is gathered and summed or averaged, and is not differentiable.
+    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients, that of the
+    other operators the derivative of the sum of the ranks' losses. Every rank must run the backward pass. A sparse COO tensor is gathered and summed or averaged, and is not differentiable.
     ``compression`` applies to what is sent.
     """
     operation = reduction(_KIND, average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
         output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, operation.op, process_set))
-        return output * (operation.prescale * operation.postscale)
+        factor = operation.prescale * operation.postscale
+        return output if factor == 1.0 else (output * factor).to(output.dtype)
     sent, context = compression.compress(tensor)
     return compression.decompress(collective(operation, sent, name), context)
 

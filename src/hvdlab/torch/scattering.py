@@ -1,7 +1,7 @@
 """reducescatter: a reduction whose result is split over the ranks along dimension 0.
 
-With ``d`` rows and ``n`` ranks each rank gets ``d // n`` rows, the first ``d % n`` ranks one more. Operators, scale
-factors, ``name`` and errors are as for allreduce.
+With ``d`` rows and ``n`` ranks each rank gets ``d // n`` rows, the first ``d % n`` ranks one more. Operators (but for
+``hvd.Adasum``, which is refused), scale factors, ``name`` and errors are as for allreduce.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce a tensor of at least one dimension over all ranks, and return this rank's rows of the result.
 
-    Differentiable for ``hvd.Average`` and ``hvd.Sum``: the gradient is the allgather of the gradients, times the
-    number of ranks for ``hvd.Sum``, times the scale factors.
+    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the allgather of the gradients, times the number
+    of ranks for ``hvd.Sum``, times the scale factors; that of the other operators is the derivative of the sum of the
+    ranks' losses.
     """
     operation = _operation(op, prescale_factor, postscale_factor, process_set, [tensor])
     sent, context = compression.compress(tensor)

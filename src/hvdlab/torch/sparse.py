@@ -29,7 +29,9 @@ def sparse_allreduce_async(
         process_set: Who takes part.
 
     Returns:
-        A handle for ``hvd.synchronize``, which gives a coalesced sparse tensor of the same shape.
+        A handle for ``hvd.synchronize``, which gives a coalesced sparse tensor of the same shape and dtype; calling the
+        handle gives it, too. float16 and bfloat16 are added up in float32 and rounded once; averages of integers are
+        truncated.
     """
     chosen = checked_operator(op)
     if chosen not in (Average, Sum):
@@ -41,11 +43,21 @@ def sparse_allreduce_async(
     shape = entries.shape
 
     def finish(outputs: list[torch.Tensor], parts: Sequence[Part]) -> torch.Tensor:
-        indices, values = outputs
-        if chosen is Average:
-            values = values / len(parts[0].result.tables)
-        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True).coalesce()
+        divisor = len(parts[0].result.tables) if chosen is Average else 1
+        return _added_up(outputs[0].t(), outputs[1], shape, divisor)
 
     # Entries are the rows of an allgather, so the indices go transposed.
     operation = Operation(OpKind.ALLGATHER, process_set=set_id(process_set))
     return submit_group(operation, [entries.indices().t(), entries.values()], name, finish=finish)
+
+
+def _added_up(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int) -> torch.Tensor:
+    dtype = values.dtype
+    wide = values.float() if dtype in (torch.float16, torch.bfloat16) else values
+    total = torch.sparse_coo_tensor(indices, wide, shape, check_invariants=True).coalesce()
+    added = total.values()
+    if divisor != 1:
+        added = added / divisor if dtype.is_floating_point else added.double() / divisor
+    return torch.sparse_coo_tensor(
+        total.indices(), added.to(dtype), shape, is_coalesced=True, check_invariants=True
+    )

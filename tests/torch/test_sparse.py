@@ -1,0 +1,111 @@
+"""Sparse COO tensors: their allreduce, and as gradients in every arrangement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvdlab.torch as hvd
+from ranks import Ranks
+
+
+def sparse(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Entries twice at one place, one that only this rank has, and for rank 1 none."""
+    if rank == 1:
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.long), torch.empty(0, 2, dtype=dtype), (6, 2), check_invariants=True
+        )
+    values = torch.tensor([[1.0, 2], [3, 4], [5, 6]]).to(dtype) * (rank + 1)
+    return torch.sparse_coo_tensor(torch.tensor([[0, 0, 2 + rank]]), values, (6, 2), check_invariants=True)
+
+
+def _reduce(op: Any, dtype: torch.dtype) -> list[tuple[torch.Tensor, bool, bool]]:
+    given = sparse(hvd.rank(), dtype)
+    called = hvd.sparse_allreduce_async(given, "called", op)
+    waited = hvd.sparse_allreduce_async(given, name="waited", op=op)
+    outputs = [called(), hvd.synchronize(waited), hvd.allreduce(given, op=op), called()]
+    assert hvd.poll(called)
+    return [(o.to_dense(), o.is_coalesced(), o.dtype is dtype) for o in outputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average], ids=lambda op: op.name)
+def test_sums_and_averages(four_ranks: Ranks, op: Any, dtype: torch.dtype) -> None:
+    total = torch.stack([sparse(rank).to_dense() for rank in range(4)]).sum(0)
+    expected = (total if op is hvd.Sum else total / 4).to(dtype)
+    for outcome in four_ranks.run(_reduce, op, dtype):
+        for dense, coalesced, same in outcome:
+            assert torch.equal(dense, expected)
+            assert coalesced
+            assert same
+
+
+def _many_halves(dtype: torch.dtype) -> torch.Tensor:
+    value = 256.0 if hvd.rank() == 0 else 0.625
+    one = torch.sparse_coo_tensor(
+        torch.tensor([[0]]), torch.tensor([value], dtype=dtype), (1,), check_invariants=True
+    )
+    return hvd.allreduce(one, op=hvd.Sum).to_dense()
+
+
+def test_halves_are_rounded_once(four_ranks: Ranks) -> None:
+    for outcome in four_ranks.run(_many_halves, torch.bfloat16):
+        assert outcome.tolist() == [258.0]  # one by one: 256 + 0.625 stays 256
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Embedding(6, 3, sparse=True)
+        self.second = nn.Embedding(4, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, rows: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.first(rows)
+        if both:
+            hidden = hidden + self.second(rows % 4)
+        result: torch.Tensor = self.head(hidden).pow(2).sum()
+        return result
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "each": {},
+    "groups": {"groups": 2},
+    "one group": {"groups": 1},
+    "dense": {"sparse_as_dense": True, "groups": 2},
+    "compressed dense": {"sparse_as_dense": True, "compression": hvd.Compression.fp16},
+}
+
+
+def train(net: Tables, optimizer: torch.optim.Optimizer, ranks: list[int]) -> list[torch.Tensor]:
+    """In the second step only rank 0 reaches the second table."""
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = net(torch.tensor([rank, 5, step]), step != 1 or rank == 0)
+            (loss / len(ranks)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _train(option: str) -> tuple[list[torch.Tensor], list[bool]]:
+    net = Tables()
+    sgd = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters(), **OPTIONS[option])
+    values = train(net, optimizer, [hvd.rank()])
+    return values, [p.grad is not None and p.grad.is_sparse for p in net.parameters()]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_sparse_gradients(two_ranks: Ranks, option: str) -> None:
+    net = Tables()
+    expected = train(net, torch.optim.SGD(net.parameters(), 0.1), [0, 1])
+    tolerance = 5e-3 if "compressed" in option else 1e-6
+    for values, are_sparse in two_ranks.run(_train, option):
+        for ours, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
+        assert are_sparse == [option.find("dense") < 0] * 2 + [False] * 2

@@ -239,6 +239,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         InvalidRequestError: It is the global set, which stays.
         MismatchError, AbortedError: As for :func:`add_process_set`; the set is still registered.
     """
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidRequestError(f"hvd.remove_process_set takes a hvd.ProcessSet, not {process_set!r}.")
     id = process_set.process_set_id
     if id == GLOBAL_ID:
         raise InvalidRequestError("hvd.global_process_set can't be removed.")

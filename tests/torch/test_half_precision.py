@@ -58,3 +58,19 @@ def test_narrowing_undoes_widening_and_rounds_to_nearest_even(dtype: DType) -> N
     conversion.widen(rounded, widened)
     assert widened[:3].tolist() == [1.0, 1 + 2 * step, 1 + step]
     assert np.isnan(widened[3])
+
+
+@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
+def test_what_came_in_a_message_is_read_without_a_warning(dtype: DType) -> None:
+    register_conversions()
+    conversion = halves.conversion_of(dtype)
+    storage = np.float16 if dtype is DType.F16 else np.uint16
+    narrow, wide = np.zeros(3, storage), np.ones(3, np.float32)
+    for array in (narrow, wide):
+        array.flags.writeable = False
+    found, rounded = np.empty(3, np.float32), np.empty(3, storage)
+    conversion.widen(narrow, found)
+    conversion.narrow(wide, rounded)
+    assert found.tolist() == [0.0] * 3
+    conversion.widen(rounded, found)
+    assert found.tolist() == [1.0] * 3

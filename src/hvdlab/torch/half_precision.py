@@ -19,7 +19,7 @@ Buffer = npt.NDArray[Any]
 
 
 def _convert_f16(source: Buffer, out: Buffer) -> None:
-    torch.from_numpy(out).copy_(torch.from_numpy(source))
+    torch.from_numpy(out).copy_(_tensor(source))
 
 
 def _widen_bf16(source: Buffer, out: Buffer) -> None:
@@ -27,11 +27,16 @@ def _widen_bf16(source: Buffer, out: Buffer) -> None:
 
 
 def _narrow_bf16(source: Buffer, out: Buffer) -> None:
-    _bf16(out).copy_(torch.from_numpy(source))
+    _bf16(out).copy_(_tensor(source))
 
 
 def _bf16(bits: Buffer) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return _tensor(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _tensor(array: Buffer) -> torch.Tensor:
+    # torch warns of arrays that it can't write to: those of small tensors, which came in a message.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def register_conversions() -> None:

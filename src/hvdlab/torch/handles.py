@@ -101,6 +101,10 @@ class Handle:
             raise self._failure.with_traceback(None)
         return self._result
 
+    def __call__(self) -> Any:
+        """The same as :meth:`wait`: what Horovod's ``sparse_allreduce_async`` returns is called, not synchronized."""
+        return self.wait()
+
     def _settle(self) -> None:
         outputs: list[torch.Tensor] = []
         failure: CollectiveError | DuplicateNameError | None = None

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.effects import (
     AbortPlane,
@@ -80,12 +81,14 @@ class Dispatcher:
         if self.perform(effects):
             self._executor.ring()
         if isinstance(message, m.Configure):
+            logs.configured(self._guarded.state.rank, message)
             self._spans.members(message.process_set, message.epoch, len(message.members))
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members])
         elif isinstance(message, m.Regrouped):
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
+            logs.aborted(self._guarded.state.rank, message)
             self._spans.recorder.abort(message.process_set, message.epoch, message.text)
             self.schedule_events()
 
@@ -196,6 +199,7 @@ class Dispatcher:
     def connection_lost(self, reason: str) -> None:
         """Everything pending fails, and so does whatever is submitted later."""
         text = f"the coordinator is gone ({reason}); restart the group"
+        logs.lost(self._guarded.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)
         self.mailbox.leave(m.Leave(text))

@@ -8,8 +8,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.effects import RunBatch
@@ -57,7 +59,7 @@ class Engine:
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
-        self._guarded = GuardedState(rank, endpoint, self._wake)
+        self._guarded = GuardedState(rank, endpoint, self._wake, settings.cache_capacity)
         self._submit = self._guarded.submit
         self._place: tuple[int, Place] | None = None
         self._closed = threading.Event()
@@ -82,6 +84,7 @@ class Engine:
         """
         if settings.coordinator is None:
             raise NotInitializedError("HVDLAB_COORDINATOR")
+        logs.set_up(settings.log_level, hide_time=settings.log_hide_time)
         hello = m.Hello(
             m.PROTOCOL_VERSION,
             settings.token,
@@ -117,6 +120,8 @@ class Engine:
         """
         settings = self.settings
         self._dispatcher.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
+        if settings.thread_affinity:
+            bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
 
     @property
     def size(self) -> int:

@@ -229,6 +229,11 @@ class Executor:
             self._abandoned.remove(lane)
 
     @property
+    def threads(self) -> list[threading.Thread]:
+        """The threads that work when nobody else does."""
+        return [lane.thread for lane in (self.lane, *self._abandoned) if lane.thread is not None]
+
+    @property
     def abandoned(self) -> int:
         """How many lanes were left behind and are still stuck."""
         return sum(lane.stuck for lane in self._abandoned)

@@ -17,7 +17,7 @@ from hvdlab.collectives.engine.effects import Effect, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import PendingCollective, Result
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.state import LOCAL_LIMIT, RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
@@ -33,10 +33,13 @@ class GuardedState:
         rank: This rank.
         endpoint: Connection to the coordinator.
         wake: Lets the control thread flush.
+        capacity: Tensors that are known by number, at most.
     """
 
-    def __init__(self, rank: int, endpoint: Endpoint, wake: Callable[[], None]) -> None:
-        self.state = RankState(rank)
+    def __init__(
+        self, rank: int, endpoint: Endpoint, wake: Callable[[], None], capacity: int = LOCAL_LIMIT
+    ) -> None:
+        self.state = RankState(rank, capacity)
         self.unusable: HvdlabError | None = None
         self._rank = rank
         self._endpoint = endpoint

@@ -1,0 +1,77 @@
+"""What ranks write to the logger ``hvdlab``: membership, planes and aborts, at level INFO."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+from hvdlab.collectives.errors import compact_ranks
+from hvdlab.collectives.protocol.messages import Abort, Configure
+
+LOG = logging.getLogger("hvdlab")
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to whatever ``sys.stderr`` is at the time: a notebook changes it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # logging's own last resort does it like this
+        return sys.stderr
+
+
+def set_up(level: int, *, hide_time: bool) -> None:
+    """Write lines from ``level`` on to stderr, unless the application has configured logging itself.
+
+    A level that the application has given to the logger stands, unless the user asks for another than the default.
+    """
+    logging.addLevelName(5, "TRACE")
+    if level != logging.WARNING or LOG.level == logging.NOTSET:
+        LOG.setLevel(level)
+    if not LOG.hasHandlers():
+        handler = _Stderr()
+        time = "" if hide_time else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(f"{time}hvdlab %(levelname)s: %(message)s"))
+        LOG.addHandler(handler)
+
+
+def configured(rank: int, message: Configure) -> None:
+    """A process set has a new epoch."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    ranks = compact_ranks([member.rank for member in message.members])
+    LOG.info(
+        "rank %d: %s, epoch %d: ranks %s, plane %s",
+        rank,
+        _set(message.process_set),
+        message.epoch,
+        ranks,
+        message.plane,
+    )
+    note = message.options.get("note")
+    if note:
+        LOG.info("rank %d: %s", rank, note)
+
+
+def aborted(rank: int, message: Abort) -> None:
+    """An epoch has ended; those who wait for its collectives get an error that says the same."""
+    LOG.info(
+        "rank %d: %s, epoch %d ended (%s): %s",
+        rank,
+        _set(message.process_set),
+        message.epoch,
+        message.kind,
+        message.text,
+    )
+
+
+def lost(rank: int, reason: str) -> None:
+    """The coordinator is gone, of which every collective tells that waits or comes."""
+    LOG.info("rank %d: %s", rank, reason)
+
+
+def _set(process_set: int) -> str:
+    return f"process set {process_set}" if process_set else "world"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives import addresses
+from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs.table import PLANES
@@ -81,13 +82,19 @@ class Settings:
         knobs: dict[str, Any] = for_reader(Reader.RANK, env)
         if knobs.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
             del knobs["timeline"]
-        rank = _integer(env, "HVDLAB_RANK")
+        rank, local_rank = _integer(env, "HVDLAB_RANK"), _integer(env, "HVDLAB_LOCAL_RANK")
+        if rank is None and env.get(
+            "HVDLAB_COORDINATOR"
+        ):  # ours, but somebody else's launcher has started the ranks
+            launched = detect(env)
+            if launched is not None and launched.size > 1:
+                rank, local_rank = launched.rank, launched.local_rank
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
             token=env.get("HVDLAB_TOKEN", ""),
             rank=-1 if rank is None else rank,
             size=_integer(env, "HVDLAB_SIZE"),
-            local_rank=_integer(env, "HVDLAB_LOCAL_RANK"),
+            local_rank=local_rank,
             local_size=_integer(env, "HVDLAB_LOCAL_SIZE"),
             cross_rank=_integer(env, "HVDLAB_CROSS_RANK"),
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),

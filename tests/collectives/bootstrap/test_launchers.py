@@ -102,6 +102,15 @@ def test_one_rank_needs_nobody() -> None:
     assert find({"PMI_RANK": "0", "PMI_SIZE": "1"}, Settings()) is None
 
 
+def test_ranks_of_a_launcher_take_part_in_a_world_of_ours() -> None:
+    ours = {"HVDLAB_COORDINATOR": "unix:/x", "HVDLAB_TOKEN": "t"}
+    mpi = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
+    settings = Settings.from_env(ours | mpi)
+    assert (settings.rank, settings.local_rank) == (2, 0)
+    assert Settings.from_env(ours | mpi | {"HVDLAB_RANK": "1"}).rank == 1
+    assert Settings.from_env(ours | {"PMI_RANK": "0", "PMI_SIZE": "1"}).rank == -1  # e.g. an allocation of one task
+
+
 def test_nonsense_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="WORLD_SIZE='four' is no whole number"):
         detect(TORCH | {"WORLD_SIZE": "four"})

@@ -66,7 +66,15 @@ def test_threads_are_shared_out_unless_the_user_has_done_so(monkeypatch: pytest.
             "OMPI_COMM_WORLD_LOCAL_RANK": "0",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         },
-        {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"},
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "2",
+            "SLURM_NTASKS": "4",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        },
     ],
     ids=["mpich", "openmpi", "slurm"],
 )

@@ -79,6 +79,7 @@ class GlooPlane(Plane):
             options = gloo._Options()
             options._timeout = timedelta(seconds=timeout)
             options._devices = [device]
+            options._threads = 1  # operations come one at a time
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
             self._group.barrier().wait()
             self._group._set_default_timeout(_GLOO_TIMEOUT)
@@ -216,8 +217,9 @@ class GlooPlane(Plane):
     def _wait(self, start: Callable[[], Any]) -> None:
         """Run an operation to its end, or to an abort.
 
-        Once in a while Gloo does not notice that the connection of an operation was shut down. Then the operation and
-        its group are left to the process: nothing can arrive on what is shut down, so no buffer changes any more.
+        When a connection ends Gloo tells the buffers that wait for a message's beginning, but not one whose message has
+        arrived in part: its operation never ends. Then the operation and its group are left to the process; nothing can
+        arrive on what is shut down, so no buffer changes any more.
         """
         with self._failures():
             work = start()

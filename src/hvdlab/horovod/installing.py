@@ -191,7 +191,7 @@ def _say(text: str) -> None:
     if text in _said:
         return
     _said.add(text)
-    if _log.hasHandlers() or any(os.environ.get(name, "0") not in ("", "0") for name in _RANK_VARIABLES):
+    if _log.hasHandlers() and _log.isEnabledFor(logging.INFO):
         _log.info(text)
-    else:
+    elif all(os.environ.get(name, "0") in ("", "0") for name in _RANK_VARIABLES):
         print(f"hvdlab: {text}", file=sys.stderr)

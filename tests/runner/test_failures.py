@@ -157,10 +157,10 @@ def _pids(directory: Path) -> list[int]:
 
 SLEEPER = """
     import os, time
-    with open("pid" + os.environ["RANK"], "w") as file:
-        file.write(str(os.getpid()))
-    os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
     try:
+        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+        with open("pid" + os.environ["RANK"], "w") as file:
+            file.write(str(os.getpid()))
         time.sleep(1000)
     except KeyboardInterrupt:
         print("saved", flush=True)

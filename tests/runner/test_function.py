@@ -134,8 +134,9 @@ def test_exceptions_with_arguments_of_their_own(run) -> None:
     with pytest.raises(OddError) as caught:
         run(_fail, ("odd",), np=2)
     assert caught.value.one == 1
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as missing:
         run(_fail, ("os",), np=2)
+    assert (missing.value.errno, missing.value.filename) == (2, "x")
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,14 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
             both = type(
                 kind.__name__, (RankFailedError, kind), {"__module__": kind.__module__, "__str__": _text}
             )
-            error: RankFailedError = both.__new__(both)  # type: ignore[call-overload]  # a class, made above
+            error: RankFailedError = kind.__new__(both)
             error.__dict__.update(vars(original))
+            if isinstance(original, OSError) and isinstance(error, OSError):
+                error.errno, error.strerror, error.filename = (
+                    original.errno,
+                    original.strerror,
+                    original.filename,
+                )
             error.args = (text,)
             return error
         except TypeError:  # their layouts exclude each other, or it can't be made so

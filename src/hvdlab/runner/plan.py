@@ -138,7 +138,7 @@ def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Star
     if here and "PYTHONUNBUFFERED" in os.environ:
         del environment["PYTHONUNBUFFERED"]
     if job.min_ranks is not None:
-        environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1"}
+        environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
     return wire.Start(
         job.command,
         os.getcwd(),

@@ -102,7 +102,7 @@ SHUTDOWN = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4"}
     indirect=["pair"],
 )
 def test_what_stalls_too_long_ends_and_names_the_missing(
-    pair: Ranks, told: bool, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str], pair: Ranks, told: bool
 ) -> None:
     ((kind, missing, seconds),) = pair.run(wait_alone, ranks=[0])
     assert (kind, missing) == (CauseKind.TIMEOUT, (1,))

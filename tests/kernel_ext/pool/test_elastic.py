@@ -1,0 +1,88 @@
+"""Elastic training in a pool: a rank that was lost is repaired while a cell trains, and takes part again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.payloads import Chunk, Stream
+from hvdlab.kernel_ext.pool import Pool
+
+StartPool = Callable[..., Pool]
+
+CELL = """
+import time, torch
+import hvdlab.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+state = hvd.elastic.TorchState(
+    model=model, optimizer=optimizer, sampler=hvd.elastic.ElasticSampler(range(24)), epoch=0, steps_with={}
+)
+
+@hvd.elastic.run
+def train(state):
+    # Goes on until three ranks have been together, were two, and were three for a while again.
+    while state.epoch < 3 or sum(state.steps_with.get("3 again", [])) < 12:
+        iter(state.sampler)
+        for batch in range(len(state.sampler) // 2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            state.sampler.record_batch(batch, 2)
+            ranks = len(hvd.allgather_object(hvd.rank(), name="ranks"))
+            key = "3 again" if ranks == 3 and "2" in state.steps_with else str(ranks)
+            state.steps_with.setdefault(key, []).append(1)
+            state.commit()
+            if state.steps_with == {"3": [1] * 4}:
+                print("ready", flush=True)
+        state.epoch += 1
+        state.sampler.set_epoch(state.epoch)
+    return hvd.size()
+
+(train(state), state.epoch, state.steps_with.keys(), [p.tolist() for p in model.parameters()])
+"""
+
+
+class Watching(NullSink):
+    """Calls back once a rank has written something."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        callback, said = self._callback, [chunk.text for chunk in chunks if isinstance(chunk, Stream)]
+        if callback is not None and any("ready" in text for text in said):
+            self._callback = None
+            callback()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_repaired_rank_joins_the_training_of_the_others(
+    start_pool: StartPool, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pool = start_pool(3)
+    pids = {status.rank: status.pid for status in pool.status()}
+    running = pool.start_run(CELL, out=Watching(lambda: os.kill(pids[lost], signal.SIGKILL)))
+    pool.client.wait_for(lambda membership: lost not in membership.ranks, timeout=120)
+    assert pool.repair() == (lost,)
+    back = pool.run(CELL, ranks=[lost], timeout=120)
+    results = running.wait()
+    assert back.errors == {}
+    survivors = [rank for rank in range(3) if rank != lost]
+    assert {rank: results.errors.get(rank) for rank in survivors} == dict.fromkeys(survivors)
+    pulled = pool.pull(
+        "(hvd.size(), state.epoch, sorted(state.steps_with), [p.tolist() for p in model.parameters()])"
+    )
+    assert pulled[0][0] == 3
+    assert pulled[0][2] == ["2", "3", "3 again"]
+    assert [pulled[rank] for rank in range(3)] == [pulled[0]] * 3
+    assert {s.pid for s in pool.status() if s.rank in survivors} == {pids[rank] for rank in survivors}

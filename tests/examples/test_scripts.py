@@ -1,0 +1,103 @@
+"""Every script of ``examples/`` runs as its own text says, on small data, and gets to a result that is worth something."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NOT_TRAINING = {"run.py"}
+
+
+def run(np: int, script: str, *arguments: str, cwd: Path, launcher_arguments: tuple[str, ...] = ()) -> str:
+    """Standard output of all ranks."""
+    command = [sys.executable, "-m", "hvdlab", "run", "-np", str(np), *launcher_arguments]
+    done = subprocess.run(
+        [*command, sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def last_percentage(output: str) -> float:
+    return float(re.findall(r"([\d.]+)%", output)[-1])
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "extra", [(), ("--fp16-allreduce", "--gradient-predivide-factor", "2")], ids=["plain", "fp16"]
+)
+def test_digits(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    output = run(2, "torch_digits.py", "--epochs", "4", *extra, cwd=tmp_path)
+    assert last_percentage(output) > 90
+    assert len(re.findall(r"epoch \d", output)) == 4  # by rank 0 alone
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "extra", [(), ("--sync-batch-norm", "--batches-per-allreduce", "2")], ids=["plain", "sync"]
+)
+def test_checkpoints_are_gone_on_from(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    first = run(2, "torch_checkpoints.py", "--epochs", "1", *extra, cwd=tmp_path)
+    assert "epoch 1:" in first
+    then = run(2, "torch_checkpoints.py", "--epochs", "3", *extra, cwd=tmp_path)
+    assert "epoch 1:" not in then
+    assert "epoch 2:" in then
+    assert last_percentage(then) > (60 if extra else 85)
+    assert (tmp_path / "out/checkpoints/checkpoint-3.pt").is_file()
+
+
+@pytest.mark.timeout(180)
+def test_synthetic_benchmark(tmp_path: Path) -> None:
+    small = ("--width", "4", "--num-iters", "3", "--num-batches-per-iter", "2", "--batch-size", "4")
+    output = run(2, "torch_synthetic_benchmark.py", *small, cwd=tmp_path)
+    one, both = (
+        float(re.search(pattern, output)[1]) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)")
+    )
+    assert both == pytest.approx(2 * one, rel=0.01)
+
+
+@pytest.mark.timeout(180)
+def test_gradient_accumulation(tmp_path: Path) -> None:
+    output = run(2, "torch_gradient_accumulation.py", "--epochs", "5", cwd=tmp_path)
+    assert "28 steps of 64 images" in output
+    assert last_percentage(output) > 95
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("np", [2, 3])
+def test_adasum(tmp_path: Path, np: int) -> None:
+    output = run(np, "torch_adasum.py", "--epochs", "4", cwd=tmp_path)
+    assert last_percentage(output) > 80
+
+
+@pytest.mark.timeout(180)
+def test_uneven_data(tmp_path: Path) -> None:
+    output = run(3, "torch_uneven_data.py", cwd=tmp_path)
+    assert "rank 2 came last" in output
+    assert "[19, 38, 57]" in output
+    assert last_percentage(output) > 95
+
+
+@pytest.mark.timeout(180)
+def test_process_sets(tmp_path: Path) -> None:
+    output = run(4, "torch_process_sets.py", cwd=tmp_path)
+    assert {"team 0", "team 1"} == set(re.findall(r"team \d", output))
+    together = set(re.findall(r"([\d.]+)% together", output))
+    assert len(together) == 1
+    assert float(together.pop()) > 85
+
+
+def test_every_script_is_run_by_a_test() -> None:
+    tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    missing = [p.name for p in EXAMPLES.glob("*.py") if p.name not in tested and p.name not in NOT_TRAINING]
+    assert not missing

@@ -74,6 +74,15 @@ class Matcher:
         if self.debts and (verdict := self.debts.pay(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return
+        current = self._place(rank, defined, extra, now, payload)
+        if current is not None and (len(current.heads) == self.size or info.kind == _JOIN or self.joining):
+            self._check(current, now)
+
+    def _place(
+        self, rank: int, defined: Defined, extra: Extra, now: float, payload: bytes = b""
+    ) -> Round | None:
+        """Put a submission into its round; ``None`` if it waits behind another one of the rank."""
+        info = defined.info
         current = self.rounds.get(info.name)
         if current is None:
             current = self.rounds[info.name] = Round(info, defined.local, now)
@@ -81,9 +90,8 @@ class Matcher:
             if current.behind is None:
                 current.behind = {}
             current.behind.setdefault(rank, deque()).append((defined, extra))
-            return
-        heads = current.heads
-        heads[rank] = defined
+            return None
+        current.heads[rank] = defined
         if extra:
             if current.extras is None:
                 current.extras = {}
@@ -98,15 +106,36 @@ class Matcher:
                 self.disputes[info.name] = current
         elif defined.local != current.local:
             current.agree = False
-        if info.kind == _JOIN:
-            self._join(rank, current, now)
-        if len(heads) == self.size or (self.joining is not None and self._is_complete(current)):
+        return current
+
+    def _submit_all(self, items: Iterable[tuple[int, Item]], now: float) -> None:
+        """Take in several submissions before looking at what has become complete.
+
+        One that has joined is not waited for, but what it has submitted before is to meet that of the others.
+        """
+        placed: dict[Round, None] = {}
+        for rank, (defined, extra) in items:
+            verdict = self.debts.pay(rank, defined.info) if self.debts else None
+            if verdict is not None:
+                self._reject(rank, defined, verdict)
+            elif (current := self._place(rank, defined, extra, now)) is not None:
+                placed[current] = None
+        for current in placed:
+            if self.rounds.get(current.info.name) is current:
+                self._check(current, now)
+
+    def _check(self, current: Round, now: float) -> None:
+        if current.info.kind == _JOIN:
+            self._join(current, now)
+        if self._is_complete(current):
             self._complete(current, now)
 
-    def _join(self, rank: int, joining: Round, now: float) -> None:
-        """``rank`` has run out of work: nobody waits for it any more."""
+    def _join(self, joining: Round, now: float) -> None:
+        """A rank has run out of work: nobody waits for it any more."""
         self.joining = joining
-        self.debts.forgive(rank)
+        if self.debts:
+            for rank in joining.heads:
+                self.debts.forgive(rank)
         for current in list(self.rounds.values()):
             # Completing one may complete others of its name, or of its group, as well.
             there = current is not joining and self.rounds.get(current.info.name) is current
@@ -158,10 +187,9 @@ class Matcher:
     def _advance(self, name: str, behind: dict[int, deque[Item]], now: float) -> None:
         """Begin the next round of ``name`` with what waited behind the last one."""
         while behind:
-            firsts = [(rank, *queue.popleft()) for rank, queue in behind.items()]
+            firsts = [(rank, queue.popleft()) for rank, queue in behind.items()]
             behind = {rank: queue for rank, queue in behind.items() if queue}
-            for rank, defined, extra in firsts:
-                self.submit(rank, defined, extra, now)
+            self._submit_all(firsts, now)
             current = self.rounds.get(name)
             if current is not None:
                 if current.behind is None:
@@ -260,8 +288,7 @@ class Matcher:
         for rank in self._not_joined():
             if taken.get(rank, 0) < size:
                 self.debts.owe_group(rank, group, size - taken.get(rank, 0), verdict)
-        for rank, (defined, extra) in again:
-            self.submit(rank, defined, extra, now)
+        self._submit_all(again, now)
 
     def _reject(self, rank: int, defined: Defined, verdict: Verdict) -> None:
         self.rejections.append(Rejection(len(self.ready), rank, defined.local, verdict))

@@ -41,12 +41,6 @@ def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tup
             state, ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
         )
         return
-    for other in state.sets:
-        # In a world of one every set is the whole world, also in programs that are written for more.
-        if other.members == ranks and (other.id > 0 or len(ranks) > 1):
-            what = f"process set {other.id}" if other.id > 0 else "the global process set"
-            _refuse(state, ps, current, f"{what} has these ranks already, and no two may be equal")
-            return
     added = state.sets.add(ranks)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
         state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))

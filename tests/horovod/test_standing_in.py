@@ -36,6 +36,11 @@ assert ProcessSet is hvd.ProcessSet
 from horovod.common.exceptions import HorovodInternalError
 assert HorovodInternalError is hvd.HorovodInternalError
 from horovod.common.util import split_list
+from horovod.torch.functions import broadcast_optimizer_state, broadcast_object
+assert broadcast_optimizer_state is hvd.broadcast_optimizer_state
+from horovod import run
+import hvdlab
+assert run is horovod.run is horovod.runner.run is hvdlab.run
 assert horovod.__version__.startswith("0.28.1+hvdlab.")
 import pickle
 assert pickle.loads(pickle.dumps(hvd.Compression.fp16)) is hvd.Compression.fp16
@@ -47,7 +52,9 @@ assert horovod.torch.rank() == 42
 MODULES = (
     "horovod,horovod.torch,horovod.torch.mpi_ops,horovod.torch.compression,horovod.torch.optimizer,"
     "horovod.torch.functions,horovod.common,horovod.common.basics,horovod.common.process_sets,"
-    "horovod.common.exceptions,horovod.common.util"
+    "horovod.common.exceptions,horovod.common.util,horovod.common.elastic,horovod.torch.sync_batch_norm,"
+    "horovod.torch.elastic,horovod.torch.elastic.state,horovod.torch.elastic.sampler,horovod.data,"
+    "horovod.data.data_loader_base,horovod.runner,horovod.runner.launch"
 )
 
 

@@ -99,3 +99,11 @@ def _to_bytes(obj: Any) -> torch.Tensor:
 
 def _from_bytes(data: torch.Tensor) -> Any:
     return cloudpickle.loads(data.numpy().data)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "broadcast_optimizer_state":  # which Horovod has here
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hvdlab.torch.optimizer_state import broadcast_optimizer_state
+
+    return broadcast_optimizer_state

@@ -51,6 +51,7 @@ from hvdlab.torch.compression import Compression
 from hvdlab.torch.exchanging import alltoall, alltoall_async
 from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlab.torch.handles import poll, synchronize
+from hvdlab.torch.joining import join
 from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdlab.torch.scattering import (
     grouped_reducescatter,
@@ -107,6 +108,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

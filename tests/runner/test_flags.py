@@ -50,7 +50,7 @@ def test_every_flag_of_horovodrun_is_there() -> None:
 
 def test_a_flags_variable_is_known_to_those_who_read_variables() -> None:
     known = {knob.variable for knob in KNOBS}
-    launchers = {"HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT", "HVDLAB_SSH"}
+    launchers = {"HOROVOD_START_TIMEOUT", "HVDLAB_SSH"}
     assert {flag.variable for flag in FLAGS if flag.variable} - known <= launchers
 
 
@@ -168,7 +168,7 @@ def test_what_is_refused(line: str) -> None:
 def test_elastic() -> None:
     job = wishes("--min-np 2 -np 4 --reset-limit 0 --elastic-timeout 20").job(["x"])
     assert (job.size, job.min_ranks, job.reset_limit) == (4, 2, 0)
-    assert job.environment["HVDLAB_START_TIMEOUT"] == "20"
+    assert job.environment["HOROVOD_ELASTIC_TIMEOUT"] == "20"
 
 
 def test_ssh() -> None:

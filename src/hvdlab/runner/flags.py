@@ -117,7 +117,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(ELASTIC, ("--min-np", "--min-num-proc"), "min_num_proc", Kind.NUMBER, "makes the job elastic: a lost rank is started anew under its number while the others live on, and the job fails when fewer than this live", config="elastic.min-num-proc"),
     Flag(ELASTIC, ("--max-np", "--max-num-proc"), "max_num_proc", Kind.NUMBER, "most ranks of an elastic job", config="elastic.max-num-proc", idle="a job has at most the ranks of -np; hosts that come later are not looked for yet"),
     Flag(ELASTIC, ("--reset-limit",), "reset_limit", Kind.NUMBER, "how many lost ranks are started anew in all (10)", config="elastic.reset-limit"),
-    Flag(ELASTIC, ("--elastic-timeout",), "elastic_timeout", Kind.NUMBER, "seconds that `hvd.init()` of an elastic job waits for all ranks", variable="HOROVOD_ELASTIC_TIMEOUT", config="elastic.elastic-timeout"),
+    Flag(ELASTIC, ("--elastic-timeout",), "elastic_timeout", Kind.NUMBER, "seconds that the ranks of an elastic job wait for each other after one was lost", variable="HOROVOD_ELASTIC_TIMEOUT", config="elastic.elastic-timeout"),
     Flag(ELASTIC, ("--host-discovery-script",), "host_discovery_script", Kind.TEXT, "refused: hosts that come and go while a job runs are not supported yet", config="elastic.host-discovery-script"),
     Flag(ELASTIC, ("--slots-per-host",), "slots", Kind.NUMBER, "slots of each host that the discovery script finds", config="elastic.slots-per-host", idle="hosts are not discovered yet; give slots by -H or --hostfile"),
     Flag(ELASTIC, ("--blacklist-cooldown-range",), "cooldown_range", Kind.TWO, "seconds that a failed host is left out", config="elastic.blacklist-cooldown-range", idle="no host is left out: a lost rank is started anew where it was"),

@@ -55,7 +55,9 @@ class Link:
     @classmethod
     def remote(cls, host: str, ranks: Sequence[int], python: str, shell: Sequence[str]) -> Link:
         """Start an agent on another host. Secrets go over its standard input, never on a command line."""
-        return cls(host, ranks, _spawn([*shell, host, *map(shlex.quote, agent_command(python))], ()), here=False)
+        return cls(
+            host, ranks, _spawn([*shell, host, *map(shlex.quote, agent_command(python))], ()), here=False
+        )
 
     def send(self, message: wire.AgentMessage) -> None:
         """Queue a message; :meth:`flush` writes it."""

@@ -98,7 +98,7 @@ class Wishes:
             size,
             hosts or (Host(LOCALHOST, size),),
             function=function,
-            environment=self._environment(minimum is not None),
+            environment=self._environment(),
             plane=self.get("plane") or "auto",
             interfaces=tuple(filter(None, (self.get("network_interfaces") or "").split(","))),
             ssh=self.ssh(),
@@ -111,13 +111,11 @@ class Wishes:
         _ = job.slots  # too few are told before anything is started
         return job
 
-    def _environment(self, elastic: bool) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         found = self.variables()
         found.pop("HVDLAB_SSH", None)
         if self.get("start_timeout"):  # the launcher is the first to say who is missing
             found["HVDLAB_START_TIMEOUT"] = str(self.get("start_timeout") + 5)
-        if elastic and self.get("elastic_timeout"):
-            found["HVDLAB_START_TIMEOUT"] = str(self.get("elastic_timeout"))
         if self.get("as_horovod"):
             from hvdlab.horovod import environment
 

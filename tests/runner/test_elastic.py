@@ -1,0 +1,57 @@
+"""Elastic jobs: a lost rank comes back under its number while the others live on."""
+
+from __future__ import annotations
+
+SCRIPT = """
+    import os, signal, sys, time
+    import torch
+    import hvdlab.torch as hvd
+
+    hvd.init()
+    how, again = sys.argv[1:]
+    print("pid", os.getpid())
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < 10 or hvd.size() < int(again):
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            if hvd.rank() == 1 and state.batch >= 5 and (how == "always" or not os.path.exists("died")):
+                open("died", "w").close()
+                if how == "raise":
+                    raise ValueError("boom")
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.batch += 1
+            state.commit()
+            time.sleep(0.05)
+
+    state = hvd.elastic.TorchState(batch=0)
+    train(state)
+    print("done", hvd.rank(), hvd.size())
+"""
+
+
+def test_a_lost_rank_comes_back(launcher) -> None:
+    ran = launcher.python(3, SCRIPT, "kill", "3", flags=("--min-np", "2"))
+    assert ran.code == 0, ran.err
+    assert ran.launcher == ["rank 1: killed by SIGKILL; starting it anew (1 of 10)"]
+    assert [ran.of(rank)[-1] for rank in range(3)] == [f"done {rank} 3" for rank in range(3)]
+    assert [len([line for line in ran.of(rank) if line.startswith("pid")]) for rank in range(3)] == [1, 2, 1]
+
+
+def test_an_exception_counts_as_a_loss(launcher) -> None:
+    ran = launcher.python(2, SCRIPT, "raise", "2", flags=("--min-np", "1"))
+    assert ran.code == 0, ran.err
+    assert ran.launcher == ["rank 1: exit code 1; starting it anew (1 of 10)"]
+
+
+def test_the_others_go_on_when_the_limit_is_reached(launcher) -> None:
+    ran = launcher.python(3, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "0"))
+    assert ran.code == 0, ran.err
+    assert ran.launcher == ["rank 1: killed by SIGKILL; going on without it"]
+    assert [ran.of(rank)[-1] for rank in (0, 2)] == ["done 0 2", "done 2 2"]
+
+
+def test_too_few_are_left(launcher) -> None:
+    ran = launcher.python(2, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "1"))
+    assert ran.code == 137
+    assert "rank 1 failed first: killed by SIGKILL" in ran.launcher[1]

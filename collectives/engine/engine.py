@@ -206,8 +206,12 @@ class Engine:
     def run(self, request: Request, timeout: float | None = None) -> Result:
         """Submit, announce at once and wait: the quick way for one blocking collective. Raises what ``wait`` does."""
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
-        self._submit(handle)
-        return handle.wait(timeout)
+        try:
+            self._submit(handle)
+            return handle.wait(timeout)
+        except KeyboardInterrupt:
+            self._waiter.abandon(handle)
+            raise
 
     def join(self, process_set: int = 0, timeout: float | None = None) -> int:
         """Take part with zeros in what the other members do, until all have joined.

@@ -27,9 +27,12 @@ class Entry:
         epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
         local: What it is announced as.
         extra: Numbers that differ between ranks.
+        given_up: Whether this rank has withdrawn it: it ends with its epoch.
     """
 
-    __slots__ = ("epoch", "extra", "local", "name", "phase", "received", "request", "site", "submitted")
+    __slots__ = (
+        "epoch", "extra", "given_up", "local", "name", "phase", "received", "request", "site", "submitted",
+    )  # fmt: skip
 
     def __init__(self, request: Request, site: str, submitted: int) -> None:
         self.request = request
@@ -41,6 +44,7 @@ class Entry:
         self.epoch = 0
         self.local: Local = NO_LOCAL
         self.extra: tuple[int, ...] = ()
+        self.given_up = False
 
 
 class Local:
@@ -75,10 +79,10 @@ class SetState:
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
         configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
-        withdrawn: The epoch that this rank has asked to end, or -1.
+        withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
         pending: Entries that have not ended, in order of submission.
-        names: The named ones among them.
-        given_up: Why what is held now is not to be announced but given up as soon as there is an epoch again.
+        names: The named ones among them that were not given up.
+        given_up: Why there are entries that were given up and that others may still wait for, or ``None``.
     """
 
     __slots__ = (

@@ -148,6 +148,10 @@ class SpanLog:
         self._members[process_set] = (epoch, size)
         self.recorder.members(process_set, epoch, size)
 
+    def dissolved(self, process_set: int) -> None:
+        """A process set is gone. Control thread."""
+        self._members.pop(process_set, None)
+
     # -- clocks ---------------------------------------------------------------------------------------------------
 
     def ask_clock(self) -> m.Ping | None:

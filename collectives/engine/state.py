@@ -116,7 +116,7 @@ class RankState:
             entry.epoch = group.epoch
             self._queue(entry)
         else:
-            entry.epoch = group.epoch + (1 if group.given_up is None else 2)
+            entry.epoch = group.epoch + 1
 
     def _check(self, group: SetState, entry: Entry) -> None:
         request = entry.request
@@ -141,9 +141,7 @@ class RankState:
         if request.anonymous:
             return
         first = group.names.get(name)
-        # What this rank has given up on is only waiting for its end; its name is free.
-        given_up = group.withdrawn if group.given_up is None else group.epoch + 1
-        if first is not None and first.epoch > given_up:
+        if first is not None:
             if first.phase == ANNOUNCED:
                 self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
             raise DuplicateNameError(name, first.site, entry.site)
@@ -250,17 +248,20 @@ class RankState:
         group = self.sets.get(set_id)
         if group is None or self.lost is not None:
             return
-        if not group.configured:
-            if group.given_up is None and any(entry.phase == HELD for entry in group.pending):
-                group.given_up = (
-                    kind,
-                    text,
-                    site,
-                )  # others will wait for these in the next epoch: it ends at once
-            return
+        group.names.clear()  # they are free: what has them is only waiting for its end
+        for entry in group.pending:
+            entry.given_up = True
+        if group.configured:
+            self._end_epoch(group, (kind, text, site))
+        elif group.given_up is None:
+            group.given_up = (kind, text, site)
+
+    def _end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
+        kind, text, site = why
         group.configured = False
         group.withdrawn = group.epoch
-        self._messages.append(m.Withdraw(set_id, group.epoch, kind.value, text, site))
+        group.given_up = why
+        self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
 
     def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
         """The data plane of an epoch failed here."""
@@ -446,7 +447,7 @@ class RankState:
             message.epoch,
         )
         group.epoch = message.epoch
-        group.configured = False
+        group.configured, group.withdrawn = False, -1
         return effects
 
     def _drop_outbox(self, set_id: int) -> None:
@@ -476,11 +477,15 @@ class RankState:
                 message.has_memory,
             ),
         ]
-        given_up, group.given_up = group.given_up, None
-        if given_up is None:
-            effects += self._announce_again(group)
+        waiting = [entry for entry in group.pending if entry.phase != EXECUTING]
+        if group.given_up is not None and any(entry.given_up for entry in waiting):
+            # Others wait for these: the epoch ends at once, and what came later is for the one after it.
+            for entry in waiting:
+                entry.epoch = group.epoch + (not entry.given_up)
+            self._end_epoch(group, group.given_up)
         else:
-            self.withdraw(group.id, *given_up)
+            group.given_up = None
+            effects += self._announce_again(group)
         return effects
 
     def _announce_again(self, group: SetState) -> list[Effect]:

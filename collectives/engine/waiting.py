@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from hvdlab.collectives.engine.entry import ENDED
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
@@ -28,8 +27,12 @@ class Waiter:
     def wait_for(self, handle: Handle, timeout: float | None) -> None:
         """Wait until the handle has ended; see :meth:`Handle.wait`."""
         try:
-            first = BLOCKED_AFTER if timeout is None or timeout > BLOCKED_AFTER else max(timeout, 0.0)
-            left = self._leader.lead(handle, first)
+            if timeout is None:
+                left = self._leader.lead(handle, BLOCKED_AFTER)
+            else:
+                # Who leads may find itself in the middle of an operation, which does not look at the clock.
+                self._guarded.flush_direct()
+                left = min(BLOCKED_AFTER, max(timeout, 0.0))
             if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
                 raise TimeoutError(
                     f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after "
@@ -53,6 +56,11 @@ class Waiter:
         finally:
             self._guarded.tell(lambda state: state.unblocked(handle))
 
+    def abandon(self, handle: Handle) -> None:
+        """An interrupt came where nobody but this thread knows of the handle: nobody will wait for it any more."""
+        if not handle.given_up:
+            self._interrupted(handle)
+
     def _interrupted(self, handle: Handle) -> None:
         text = f"rank {self._rank} was interrupted"
         self.withdraw(handle, CauseKind.INTERRUPTED, text)
@@ -64,8 +72,9 @@ class Waiter:
         """Give the handle's epoch up on all ranks, unless it has ended by now."""
 
         def withdraw(state: RankState) -> None:
-            if handle.phase != ENDED:
-                state.withdraw(handle.request.process_set, kind, text, handle.site)
+            group = state.sets.get(handle.request.process_set)
+            if group is not None and handle in group.pending:
+                state.withdraw(group.id, kind, text, handle.site)
 
         self._guarded.tell(withdraw)
 

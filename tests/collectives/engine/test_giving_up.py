@@ -1,0 +1,195 @@
+"""What a rank has given up on is over for it: its name is free at once, and others learn of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.engine.effects import Fail
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
+from hvdlab.collectives.protocol import messages as m
+from joint_simulation import SimEntry, allreduce
+from ranks import Ranks
+
+MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))
+
+
+def configured(epoch: int) -> m.Configure:
+    return m.Configure(0, epoch, MEMBERS, "local", {})
+
+
+def state_of_one_that_waits() -> tuple[RankState, SimEntry]:
+    state = RankState(0)
+    state.handle(configured(1), 0)
+    return state, submit(state)
+
+
+def submit(state: RankState) -> SimEntry:
+    entry = SimEntry(allreduce("x"), "a.py:1")
+    state.submit(entry)
+    return entry
+
+
+def give_up(state: RankState) -> None:
+    state.withdraw(0, CauseKind.INTERRUPTED, "interrupted")
+
+
+def failed(effects: list[object]) -> list[object]:
+    return [effect.entry for effect in effects if isinstance(effect, Fail)]
+
+
+def aborted(epoch: int) -> m.Abort:
+    return m.Abort(0, epoch, "interrupted", (0,), "interrupted", "")
+
+
+def kinds(state: RankState) -> list[type]:
+    return [type(message) for message in state.take_messages()]
+
+
+# -- one rank's state -------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_free_as_often_as_it_is_given_up() -> None:
+    state, first = state_of_one_that_waits()
+    entries = [first]
+    for _ in range(4):
+        give_up(state)
+        entries.append(submit(state))
+        with pytest.raises(DuplicateNameError):
+            submit(state)
+    assert kinds(state) == [m.Announce, m.Withdraw]
+    assert failed(state.handle(aborted(1), 0)) == [first]
+    # The others were given up as well, before they could be announced; others may wait for them.
+    state.handle(configured(2), 0)
+    assert kinds(state) == [m.Withdraw]
+    assert failed(state.handle(aborted(2), 0)) == entries[1:-1]
+    state.handle(configured(3), 0)
+    (announced,) = state.take_messages()
+    assert isinstance(announced, m.Announce)
+    assert announced.epoch == 3
+    assert len(announced.locals) == 1
+    state.validate()
+
+
+def test_giving_up_is_told_again_if_the_epoch_ended_in_order_before() -> None:
+    state, first = state_of_one_that_waits()
+    kinds(state)
+    give_up(state)
+    second = submit(state)
+    assert kinds(state) == [m.Withdraw]
+    state.handle(configured(2), 0)  # somebody joined the world; the coordinator drops what comes of epoch 1
+    assert kinds(state) == [m.Withdraw]
+    assert failed(state.handle(aborted(2), 0)) == [first]
+    state.handle(configured(3), 0)
+    assert kinds(state) == [m.Announce]
+    assert second in state.sets[0].pending
+    state.validate()
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def reduce_until_interrupted(count: int) -> float:
+    try:
+        context.engine().post("going", b"")
+        while True:
+            api.allreduce(np.ones(count), "x", op=api.Sum)
+    except KeyboardInterrupt:
+        return float(api.allreduce(np.full(count, 5.0), "x", op=api.Sum)[0])  # at once, under the same name
+
+
+def reduce_until_five(count: int) -> list[CauseKind]:
+    """Goes on after every interrupt of the other rank; what it was told."""
+    told = []
+    while True:
+        try:
+            if api.allreduce(np.ones(count), "x", op=api.Sum)[0] == 6.0:
+                return told
+        except AbortedError as error:
+            told.append(error.cause.kind)
+
+
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_after_an_interrupt_the_same_name_can_be_submitted_at_once(two: Ranks, count: int) -> None:
+    going: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(two.coordinator.address, two.coordinator.token)
+    client.on_mail("going", lambda sender, body: going.put(sender))
+    try:
+        for _ in range(15):
+            other = two.start(reduce_until_five, count, ranks=[1])
+            one = two.start(reduce_until_interrupted, count, ranks=[0])
+            going.get(timeout=20)
+            two.kill(0, signal.SIGINT)
+            assert one.results(20) == [6.0]
+            assert other.results(20) in ([[]], [[CauseKind.INTERRUPTED]])
+    finally:
+        client.close()
+
+
+def time_out_in_an_operation() -> tuple[float, float]:
+    """The other rank does not move: how long a wait for a quarter of a second takes, and what comes in the end."""
+    api.allreduce(np.ones(4), "first")
+    operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
+    context.engine().flush()
+    context.engine().post("going", b"")
+    while not any(pending.executing for pending in context.engine().pending()):
+        time.sleep(0.001)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        api.synchronize(operation, timeout=0.25)
+    took = time.monotonic() - begun
+    context.engine().post("going", b"")
+    return took, float(api.synchronize(operation)[0])
+
+
+def stop_in_an_operation() -> float:
+    """Announces its part, and stops before it can execute it."""
+    api.allreduce(np.ones(4), "first")
+    engine = context.engine()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        release.wait(20)
+
+    engine._executor.put(hold)
+    engine._executor.ring()
+    assert held.wait(10)
+    engine.on_mail("go on", lambda sender, body: release.set())
+    operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
+    engine.flush()
+    release.wait(20)
+    return float(api.synchronize(operation)[0])
+
+
+def test_a_wait_times_out_also_in_the_middle_of_an_operation(two: Ranks) -> None:
+    going: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(two.coordinator.address, two.coordinator.token)
+    client.on_mail("going", lambda sender, body: going.put(sender))
+    try:
+        other = two.start(stop_in_an_operation, ranks=[1])
+        one = two.start(time_out_in_an_operation, ranks=[0])
+        going.get(timeout=20)
+        going.get(timeout=20)
+        client.post("go on", b"", [1])
+        ((took, value),) = one.results(20)
+        assert took < 2.0
+        assert value == 2.0
+        assert other.results(20) == [2.0]
+    finally:
+        client.close()

@@ -310,7 +310,9 @@ class Client:
                 self._invoke(on_stall, stall)
 
     def _take_world(self, message: m.World) -> None:
-        membership = Membership(message.expected, message.members, message.deaths, message.epoch)
+        membership = Membership(
+            message.expected, message.members, message.deaths, message.epoch, message.waiting
+        )
         with self._changed:
             self._membership = membership
             self._world_seen = True

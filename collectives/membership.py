@@ -16,12 +16,14 @@ class Membership:
         members: Living ranks, in order.
         deaths: Ranks that died and were not replaced, with process id, time and reason.
         epoch: Epoch of the world; 0 before it was formed for the first time.
+        waiting: Members that elastic training has to let in.
     """
 
     expected: tuple[int, ...] = ()
     members: tuple[m.Member, ...] = ()
     deaths: tuple[m.Death, ...] = ()
     epoch: int = 0
+    waiting: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -4,6 +4,9 @@ A rank in training keeps newcomers out, since its collectives would wait for the
 may change, after a failure or because somebody waits to enter, it says so (*regroups*) and submits nothing more. Others
 that wait for it are told at once, so that they come, too. Once no rank of the world is in training any more, the world
 gets a new epoch, with the newcomers.
+
+Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves: they would begin to
+train from the start, with nobody to go on from. (A pool's ranks only do what they are told.)
 """
 
 from __future__ import annotations
@@ -35,16 +38,19 @@ class Elastic:
     Attributes:
         training: Ranks in the middle of it.
         ready: Ranks that have regrouped, and what they said.
+        finished: Ranks of scripts whose training has ended.
     """
 
     def __init__(self) -> None:
         self.training: set[int] = set()
         self.ready: dict[int, m.Regroup] = {}
+        self.finished: set[int] = set()
 
     def drop(self, rank: int) -> None:
-        """A rank is gone, or has ended its training."""
+        """A rank is gone."""
         self.training.discard(rank)
         self.ready.pop(rank, None)
+        self.finished.discard(rank)
 
     def consider(self, stay: Sequence[int], new: Sequence[int]) -> Change:
         """Whether the world of ``stay`` may change, with ``new`` ranks that are there."""
@@ -52,7 +58,7 @@ class Elastic:
             return Change.LATER
         wanted = [self.ready[rank].at_least for rank in stay if rank in self.ready]
         if not wanted:
-            return Change.FREE
+            return Change.FREE if self.finished.isdisjoint(stay) else Change.LATER
         return Change.NOW if len(stay) + len(new) >= max(wanted) else Change.LATER
 
     def resume(self) -> list[tuple[int, int]]:
@@ -88,6 +94,8 @@ def on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now:
     state.elastic.drop(rank.rank)
     if message.on:
         state.elastic.training.add(rank.rank)
+    elif not rank.tracked:
+        state.elastic.finished.add(rank.rank)
 
 
 def on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now: float) -> None:

@@ -211,6 +211,22 @@ def test_elastic_goes_on_with_fewer() -> None:
     assert script.of(e.Finish) == [e.Finish(0)]
 
 
+def test_elastic_ends_what_came_back_too_late() -> None:
+    script = Script(2, min_ranks=2)
+    script.tell(e.Connected(0), e.Connected(1), e.Exited(1, KILLED), e.Spawned(1, 300))
+    assert e.Signal((1,), signal.SIGTERM) in script.tell(e.Exited(0, OK))
+    script.tell(e.Exited(1, KILLED))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
+def test_elastic_lets_what_takes_part_again_come_to_its_end() -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1), e.Exited(1, KILLED), e.Spawned(1, 300), e.Connected(1))
+    assert not any(isinstance(effect, e.Signal) for effect in script.tell(e.Exited(0, OK)))
+    script.tell(e.Exited(1, OK))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
 def test_elastic_does_not_replace_what_never_joined() -> None:
     script = Script(2, min_ranks=2)
     script.tell(e.Exited(1, BAD))

@@ -155,7 +155,10 @@ class JobRun:
         client.on_lost(lambda reason: self._post(e.CoordinatorLost(reason)))
 
     def _on_membership(self, membership: Membership) -> None:
-        now = {member.rank: member.pid for member in membership.members}
+        members = {member.rank: member.pid for member in membership.members}
+        self._last_pid.update(members)
+        # Who waits until elastic training lets it in is not there yet.
+        now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
                 self._post(e.Disconnected(rank))

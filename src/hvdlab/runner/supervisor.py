@@ -63,6 +63,8 @@ class RankState:
     report: e.Reported | None = None
     connected: bool = False
     joined: bool = False
+    anew: bool = False
+    """Whether it stands for one that was lost."""
     deadline: float | None = None
     """When it must have ended after its report."""
 
@@ -168,6 +170,7 @@ class Supervisor:
             self._start_by = None
         self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
         if outcome.ok or self.phase is not Phase.RUNNING:
+            self._end_late()
             return
         if self.policy.min_ranks is not None and self._replace(rank, outcome):
             return
@@ -181,16 +184,29 @@ class Supervisor:
         done = any(state.outcome is not None and state.outcome.ok for state in self.ranks)
         if self.ranks[rank].joined and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
-            self.ranks[rank] = RankState()
+            self.ranks[rank] = RankState(anew=True)
             every = tuple(range(len(self.ranks)))
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
             return True
         well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
-        if len(well) < self.policy.min_ranks:
+        if len(well) < self.policy.min_ranks and not (done and self._is_late(rank)):
             return False
         self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.living)]
         return True
+
+    def _is_late(self, rank: int) -> bool:
+        """Whether a rank was started anew and has not taken part yet."""
+        return self.ranks[rank].anew and not self.ranks[rank].joined
+
+    def _end_late(self) -> None:
+        """The program has ended on a rank: those that would begin it now have nobody to do it with."""
+        late = tuple(rank for rank in self.living if self._is_late(rank))
+        if late and self.phase is Phase.RUNNING:
+            self._effects += [
+                e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
+                e.Signal(late, signal.SIGTERM),
+            ]
 
     def _stop(self, number: int, now: float) -> None:
         name = signal.Signals(number).name

@@ -20,6 +20,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     membership, outbox = state.membership, state.outbox
     if hello.role == "client":
         membership.clients[peer] = None
+        state.history.limit = state.options.history_bytes
         outbox.send((peer,), m.Welcome(-1, int(now * 1e9)))
         outbox.send((peer,), membership.world(state.sets.world.epoch))
         if hello.events:

@@ -8,6 +8,8 @@ from hvdlab.collectives.coordinator.events import Outbox
 from hvdlab.collectives.protocol.messages import RankEvents
 
 HISTORY_BYTES = 64 * 1024 * 1024
+UNREAD_BYTES = 4 * 1024 * 1024
+"""Size of the history as long as there never was a client, who alone asks for the past."""
 
 
 class History:

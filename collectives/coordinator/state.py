@@ -23,7 +23,7 @@ from hvdlab.collectives.coordinator.events import (
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.history import History
+from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -65,7 +65,7 @@ class CoordinatorState:
         self.signatures = SignatureTable()
         self.cells = Cells()
         self.elastic = Elastic()
-        self.history = History(self.options.history_bytes)
+        self.history = History(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
         self.touched: dict[ProcessSet, None] = {}
         # Sent last: they say that all before has been handled.

@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from hvdlab.collectives.planes.base import Phases
 
 DEFAULT_CAPACITY = 65536
-MAX_NAMES = 65536
+MAX_NAMES = 8192
 BATCH_RECORDS = 4096
 
 _SPAN_TYPE = int(RecordType.SPAN)
 _U32 = 0xFFFFFFFF
-_TABLE_FULL = b"(more names than the recorder keeps)"
-_TABLE_FULL_ID = 1
 _UNKNOWN = b"(unknown name id)"
 
 
@@ -49,7 +47,7 @@ class Recorder:
     Args:
         rank: Rank that the batches are marked with; may be changed when the rank learns its number.
         capacity: Records to keep until drained, rounded up to a power of two; 64 bytes each.
-        max_names: Different names to keep; later ones are all shown under one placeholder.
+        max_names: Different names to keep, and as many of those before: what uses more between two drains loses some.
         enabled: Whether anything is recorded; may be set at any time.
     """
 
@@ -75,14 +73,18 @@ class Recorder:
         self._head = 0
         self._tail = 0
         self._lock = threading.Lock()
+        # Numbers are never used again, so that a record can't get another's name. Once there are ``max_names``, a new
+        # table is begun; the one before is kept for the records that wait to be drained.
         self._ids: dict[str, int] = {"": 0}
-        self._texts: list[bytes] = [b"", _TABLE_FULL]
+        self._texts: dict[int, bytes] = {}
+        self._texts_before: dict[int, bytes] = {}
+        self._next_id = 1
         self._max_names = max_names
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     def name_id(self, name: str) -> int:
-        """The number that stands for ``name`` in records of this recorder; keep it, the look-up is the dear part."""
+        """The number that stands for ``name`` in records of this recorder, to be used at once."""
         ident = self._ids.get(name)
         return self._define(name) if ident is None else ident
 
@@ -90,10 +92,10 @@ class Recorder:
         with self._lock:
             if name in self._ids:
                 return self._ids[name]
-            if len(self._ids) > self._max_names:
-                return _TABLE_FULL_ID
-            self._texts.append(records.clean_text(name))
-            ident = len(self._texts) - 1
+            if len(self._texts) >= self._max_names:
+                self._ids, self._texts, self._texts_before = {"": 0}, {}, self._texts
+            ident, self._next_id = self._next_id, self._next_id % _U32 + 1
+            self._texts[ident] = records.clean_text(name)
             self._ids[name] = ident
             return ident
 
@@ -363,6 +365,6 @@ class Recorder:
         # The name is the second 32-bit word of every record.
         used = set(memoryview(chunk).cast("I")[1 :: RECORD_BYTES // 4])
         used.discard(0)
-        texts = self._texts
-        names = [(ident, texts[ident] if ident < len(texts) else _UNKNOWN) for ident in sorted(used)]
+        texts, before = self._texts, self._texts_before
+        names = [(ident, texts.get(ident) or before.get(ident, _UNKNOWN)) for ident in sorted(used)]
         return records.frame(self.rank, clock_domain(), self.dropped, self.refused, names, chunk)

@@ -239,15 +239,24 @@ def test_a_recorder_that_is_off_records_nothing() -> None:
     assert sequences(drained(recorder)) == [2]
 
 
-def test_names_are_bounded() -> None:
+def test_names_are_bounded_and_right_if_drained_in_time() -> None:
     recorder = Recorder(max_names=3)
-    for number in range(6):
+    for number in range(100):
+        put(recorder, 3 * number, name=f"name {number}")
+        put(recorder, 3 * number + 1, name=f"name {number - 1}")
+        put(recorder, 3 * number + 2, name="loss")
+        names = [event.name for event in drained(recorder) if isinstance(event, Span)]
+        assert names == [f"name {number}", f"name {number - 1}", "loss"]
+    assert len(recorder._ids) <= 4
+    assert len(recorder._texts) + len(recorder._texts_before) <= 6
+
+
+def test_more_names_than_fit_between_two_drains_are_lost_but_never_mixed_up() -> None:
+    recorder = Recorder(max_names=3)
+    for number in range(9):
         put(recorder, number, name=f"name {number}")
-    put(recorder, 6, name="name 1")
     names = [event.name for event in drained(recorder) if isinstance(event, Span)]
-    assert names[:3] == ["name 0", "name 1", "name 2"]
-    assert set(names[3:6]) == {"(more names than the recorder keeps)"}
-    assert names[6] == "name 1"
+    assert names == ["(unknown name id)"] * 3 + [f"name {number}" for number in range(3, 9)]
 
 
 def test_an_unknown_name_id_does_not_spoil_the_batch() -> None:

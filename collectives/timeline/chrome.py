@@ -179,7 +179,7 @@ class ChromeTrace:
         span = placed.span
         end = span.finished_ns if span.ready_ns is None else span.ready_ns
         args: dict[str, Any] = {"tensor": span.name, "bytes": span.nbytes, "dtype": span.dtype.label}
-        args |= {"process_set": span.process_set}
+        args |= {"process_set": span.process_set, "horovod": _horovod_name(span)}
         if span.ready_ns is None:
             args["status"] = "failed"
         if came is not None:
@@ -248,6 +248,12 @@ class ChromeTrace:
         self._cycles[rank] = cycle
         args = {"process_set": span.process_set, "sequence": span.sequence}
         return self._tracks.instant(rank, "cycles", "CYCLE_START", span.ready_ns + offset, args)
+
+
+def _horovod_name(span: Span) -> str:
+    """What Horovod's timeline calls a tensor; without a name it is called so here, too."""
+    prefix = f"{span.kind.label}."
+    return span.name if span.name.startswith(f"{prefix}noname") else prefix + span.name
 
 
 def _who_was_last(came: Arrivals) -> dict[str, Any]:

@@ -84,6 +84,9 @@ class HierarchicalPlane(Plane):
         elif self._flat_kinds:
             self._flat = parts.outer(range(me.size), me.index, "flat/", deadline)
 
+    def tune(self, slice_bytes: int) -> None:
+        self._inner.tune(slice_bytes)
+
     # -- reductions -----------------------------------------------------------------------------------------------
 
     def allreduce(

@@ -41,6 +41,8 @@ SMALL_BYTES = 16 * 1024
 """Up to this size everybody reduces everything, in one step with one synchronisation."""
 PAIR_CHUNK_BYTES = 256 * 1024
 """Largest chunk for two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
+TWO_CHUNKS_BYTES = 1024 * 1024
+"""Up to this size two members make do with two chunks: waiting for each other costs more than the cache gains."""
 LEAST_CHUNK_BYTES = 64 * 1024
 """Chunks are not made smaller than this to have more of them."""
 _BYTE = np.dtype(np.uint8)
@@ -142,7 +144,8 @@ class ShmPlane(Plane):
     def _chunk(self, total: int, itemsize: int) -> int:
         """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
         half = -(-total * itemsize // 2 // PAGE) * PAGE
-        most = self._slice or (PAIR_CHUNK_BYTES if self._size == 2 else self._layout.chunk_bytes)
+        few = self._size > 2 or total * itemsize <= TWO_CHUNKS_BYTES
+        most = self._slice or (self._layout.chunk_bytes if few else PAIR_CHUNK_BYTES)
         return min(max(half, LEAST_CHUNK_BYTES), most, self._layout.chunk_bytes) // itemsize
 
     def tune(self, slice_bytes: int) -> None:

@@ -65,6 +65,8 @@ class RankState:
     joined: bool = False
     anew: bool = False
     """Whether it stands for one that was lost."""
+    dismissed: bool = False
+    """Whether it was told to end, since it came too late."""
     deadline: float | None = None
     """When it must have ended after its report."""
 
@@ -201,8 +203,10 @@ class Supervisor:
 
     def _end_late(self) -> None:
         """The program has ended on a rank: those that would begin it now have nobody to do it with."""
-        late = tuple(rank for rank in self.living if self._is_late(rank))
+        late = tuple(rank for rank in self.living if self._is_late(rank) and not self.ranks[rank].dismissed)
         if late and self.phase is Phase.RUNNING:
+            for rank in late:
+                self.ranks[rank].dismissed = True
             self._effects += [
                 e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
                 e.Signal(late, signal.SIGTERM),

@@ -3,6 +3,11 @@
     python benchmarks/planes.py -n 2                      # shm, torch Gloo, one memcpy
     mpiexec -n 2 python benchmarks/planes.py              # the same with MPI
     python benchmarks/planes.py -n 4 --sizes 4,64M --op allgather --contenders shm
+    mpiexec -n 4 python benchmarks/planes.py --hosts aabb --sizes 4K,1M,16M,64M --json benchmarks/results/hierarchical.json
+
+``--hosts`` gives each rank a simulated host: the planes ``hierarchical`` (with Gloo between hosts), ``hierarchical-mpi`` and
+``flat`` (Gloo between all ranks) run beside MPI's own allreduce. All bytes then move within one machine, "between hosts"
+through its loopback device and as fast as its cores copy, so this tells what the steps cost, not what a network gains.
 
 The contenders take turns within one run, so that a noisy neighbour hits all of them. A figure is the median over the
 rounds of the slowest rank's time, from a barrier on; in brackets, relative to the memcpy of the same bytes that all
@@ -12,6 +17,7 @@ ranks do at the same time. ``--sizes`` are bytes per rank.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -28,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.base import KeyValue, Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import layout_from
 
@@ -55,13 +62,47 @@ class Buffers:
     gathered: Array
 
 
-def shm(group: Group, options: dict[str, str]) -> tuple[Plane, Callable[[str, Buffers], None]]:
-    """Our plane, connected, and how to run one operation on it."""
+class FileStore(KeyValue):
+    """Rendezvous through a file that torch keeps."""
+
+    def __init__(self, path: str, scope: str) -> None:
+        import torch.distributed as dist
+
+        self._store = dist.FileStore(path)
+        self._scope = scope
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._scope + key, value.decode("latin-1"))
+
+    def get(self, key: str, timeout: float) -> bytes:
+        self._store.wait([self._scope + key], timedelta(seconds=timeout))
+        return bytes(self._store.get(self._scope + key)).decode().encode("latin-1")
+
+
+def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) -> Plane:
+    """One of the planes for several hosts, connected."""
+    plane, _, outer = name.partition("-")
+    cls = plane_class("gloo" if plane == "flat" else plane)
+    made = cls(PlaneContext(
+        0, 1, group.rank, group.size, tuple(range(group.size)), tuple(hosts),
+        store=FileStore(group.rendezvous + "-planes", f"{name}/"), options=options | {"outer": outer or "gloo"},
+    ))  # fmt: skip
+    made.connect(60)
+    return made
+
+
+def shm(group: Group, options: dict[str, str]) -> Plane:
+    """The plane of one host, connected."""
     plane = ShmPlane(PlaneContext(
         0, 1, group.rank, group.size, tuple(range(group.size)), ("here",) * group.size,
         memory_fd=group.memory_fd, options=options,
     ))  # fmt: skip
     plane.connect(30)
+    return plane
+
+
+def ours(group: Group, plane: Plane) -> Callable[[str, Buffers], None]:
+    """How to run one operation on a plane."""
 
     def run(op: str, b: Buffers) -> None:
         n, share = group.size, [len(b.source) // group.size] * group.size
@@ -87,7 +128,7 @@ def shm(group: Group, options: dict[str, str]) -> tuple[Plane, Callable[[str, Bu
         else:
             plane.alltoall(b.source[: sum(share)], share, share, b.target[: sum(share)], Phases())
 
-    return plane, run
+    return run
 
 
 def mpi(group: Group) -> Callable[[str, Buffers], None]:
@@ -162,16 +203,31 @@ def measure(plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, s
     return medians
 
 
-def work(group: Group, arguments: argparse.Namespace) -> None:
-    options = dict(pair.split("=", 1) for pair in arguments.option)
-    plane, ours = shm(group, options)
-    runners = {"shm": ours, "memcpy": memcpy}
+def contenders(
+    group: Group, plane: Plane, arguments: argparse.Namespace, options: dict[str, str]
+) -> tuple[dict[str, Callable[[str, Buffers], None]], list[Plane]]:
+    """What is measured, by name, and the planes to be closed in the end."""
+    runners: dict[str, Callable[[str, Buffers], None]] = {"shm": ours(group, plane), "memcpy": memcpy}
+    opened = [plane]
+    if arguments.hosts:
+        names = ["hierarchical", "flat"] + ["hierarchical-mpi"] * (group.world is not None)
+        for name in names:
+            opened.append(between_hosts(group, name, arguments.hosts, options))
+            runners[name] = ours(group, opened[-1])
     if group.world is not None and "mpi" in arguments.contenders:
         runners["mpi"] = mpi(group)
     if "gloo" in arguments.contenders and arguments.op in ("allreduce", "inplace", "allgather", "broadcast"):
         runners["gloo"] = gloo(group)
+    return runners, opened
+
+
+def work(group: Group, arguments: argparse.Namespace) -> None:
+    options = dict(pair.split("=", 1) for pair in arguments.option)
+    plane = shm(group, options)
+    runners, opened = contenders(group, plane, arguments, options)
     if group.rank == 0:
-        print(f"{arguments.op} float32, {group.size} ranks {options or ''}", flush=True)
+        print(f"{arguments.op} float32, {group.size} ranks {arguments.hosts} {options or ''}", flush=True)
+    results: dict[str, dict[str, float]] = {}
     for nbytes in arguments.sizes:
         count = max(1, nbytes // 4)
         buffers = Buffers(
@@ -179,12 +235,31 @@ def work(group: Group, arguments: argparse.Namespace) -> None:
         )
         rounds = arguments.rounds or max(11, min(400, (256 << 20) // max(nbytes, 1)))
         calls = {name: partial(run, arguments.op, buffers) for name, run in runners.items()}
-        medians = measure(plane, calls, rounds, group.size)
+        medians = results[str(nbytes)] = measure(plane, calls, rounds, group.size)
         if group.rank == 0:
             print(f"{nbytes:>11}  " + "  ".join(
                 f"{name} {us:9.1f} us ({us / medians['memcpy']:5.2f})" for name, us in medians.items()
             ), flush=True)  # fmt: skip
-    plane.close()
+    if group.rank == 0 and arguments.json:
+        report(results, group, arguments)
+    for each in opened:
+        each.close()
+
+
+def report(results: dict[str, dict[str, float]], group: Group, arguments: argparse.Namespace) -> None:
+    """Write the medians, in microseconds by bytes and contender."""
+    told = {
+        "operation": arguments.op,
+        "ranks": group.size,
+        "hosts": arguments.hosts,
+        "simulated": bool(arguments.hosts),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "microseconds": {
+            size: {n: round(us, 1) for n, us in medians.items()} for size, medians in results.items()
+        },
+    }
+    Path(arguments.json).write_text(json.dumps(told, indent=2) + "\n")
 
 
 def parse_size(text: str) -> int:
@@ -205,6 +280,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--option", action="append", default=[], help="plane option, such as chunk_bytes=262144"
     )
+    parser.add_argument(
+        "--hosts", default="", help="a letter for each rank: those with the same one are on one host"
+    )
+    parser.add_argument("--json", default="", help="file for the medians")
     arguments = parser.parse_args(argv)
     options = dict(pair.split("=", 1) for pair in arguments.option)
     if {"PMI_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):

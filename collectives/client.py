@@ -305,7 +305,9 @@ class Client:
             self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
         elif isinstance(message, m.Stalled):
             c = message.collective
-            stall = Stall(message.process_set, message.seconds, c.kind, c.name, c.waited, c.missing, c.sites)
+            stall = Stall(
+                message.process_set, message.seconds, c.kind, c.name, c.waited, c.missing, c.sites, c.joined
+            )
             for on_stall in self._on_stall:
                 self._invoke(on_stall, stall)
 

@@ -51,7 +51,8 @@ class Stall:
         seconds: How long.
         kind, name: Which collective.
         waited: Ranks that submitted it. sites: where, for each of them.
-        missing: Ranks that did not.
+        missing: Ranks that did not, and are waited for.
+        joined: Ranks that have joined: they take part without submitting it.
     """
 
     process_set: int
@@ -61,3 +62,4 @@ class Stall:
     waited: tuple[int, ...]
     missing: tuple[int, ...]
     sites: tuple[str, ...]
+    joined: tuple[int, ...] = ()

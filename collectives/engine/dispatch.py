@@ -85,6 +85,8 @@ class Dispatcher:
             self._spans.members(message.process_set, message.epoch, len(message.members))
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members])
+        elif isinstance(message, m.Dissolve):
+            self._spans.dissolved(message.process_set)
         elif isinstance(message, m.Regrouped):
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):

@@ -1,0 +1,144 @@
+"""Process sets on real ranks: each negotiates, fails and joins by itself; many come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def add(ranks: list[int]) -> int:
+    return context.engine().add_process_set(ranks)
+
+
+def remove(set_id: int) -> None:
+    context.engine().remove_process_set(set_id)
+
+
+def reduce(set_id: int, count: int = 4, name: str | None = None) -> float:
+    x = api.allreduce(np.ones(count), name, op=api.Sum, process_set=set_id)
+    return float(x[0])
+
+
+def join(set_id: int) -> int:
+    return api.join(set_id)
+
+
+def add_impossible() -> str:
+    with pytest.raises(InvalidRequestError, match="rank 9 not in the world") as error:
+        context.engine().add_process_set([0, 9])
+    assert isinstance(error.value, ValueError)
+    return str(error.value)
+
+
+def mismatch_in_one(first: int, second: int) -> int:
+    """Ranks 0 and 1 disagree a hundred times, ranks 2 and 3 go on meanwhile."""
+    rank = context.engine().rank
+    for number in range(100):
+        if rank < 2:
+            with pytest.raises(MismatchError):
+                api.allreduce(np.ones(4 + rank), f"m{number}", process_set=first)
+        else:
+            assert reduce(second) == 2.0
+    return rank
+
+
+def many_sets(times: int) -> int:
+    engine = context.engine()
+    for number in range(times):
+        ranks = [rank for rank in range(4) if (number % 15 + 1) >> rank & 1]
+        set_id = engine.add_process_set(ranks)
+        if engine.rank in ranks and number % 10 == 0:
+            assert reduce(set_id, 4 if number % 20 else 50_000) == len(ranks)
+        engine.remove_process_set(set_id)
+    return len(engine.process_sets())
+
+
+def resident() -> tuple[int, int, int]:
+    """KiB, open files and threads of this process."""
+    return _resident("self")
+
+
+def _resident(pid: str) -> tuple[int, int, int]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return int(status["VmRSS"].split()[0]), files, int(status["Threads"])
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_of_ranks_that_are_not_there_is_refused_on_all_ranks(four: Ranks) -> None:
+    assert len({*four.run(add_impossible)}) == 1
+    assert four.run(reduce, 0) == [4.0] * 4
+
+
+def test_a_mismatch_in_one_set_does_not_disturb_another(four: Ranks) -> None:
+    first, second = four.run(add, [0, 1])[0], four.run(add, [2, 3])[0]
+    assert four.run(mismatch_in_one, first, second) == [0, 1, 2, 3]
+    for set_id in (first, second):
+        four.run(remove, set_id)
+
+
+def test_an_interrupted_set_does_not_disturb_another_with_the_same_ranks(four: Ranks) -> None:
+    pair, trio = four.run(add, [0, 1])[0], four.run(add, [0, 1, 2])[0]
+    stuck = four.start(reduce, pair, 4, "waits", ranks=[0])
+    busy = four.start(reduce, trio, 1 << 20, "goes on", ranks=[1, 2])
+    four.kill(0, 2)
+    assert isinstance(stuck.outcomes(20)[0], KeyboardInterrupt)
+    assert four.run(reduce, trio, 1 << 20, "goes on", ranks=[0]) == [3.0]
+    assert busy.results(20) == [3.0, 3.0]
+    assert four.run(reduce, pair, ranks=[0, 1]) == [2.0, 2.0]
+    for set_id in (pair, trio):
+        four.run(remove, set_id)
+
+
+def test_a_deadlock_over_a_set_that_is_joined_is_found(four: Ranks) -> None:
+    pair = four.run(add, [0, 1])[0]
+    joined = four.start(join, pair, ranks=[0])
+    assert four.run(reduce, pair, 70_000, ranks=[1]) == [1.0]
+    world = four.start(reduce, 0, ranks=[1, 2, 3])
+    # The world waits for rank 0, which waits for rank 1: neither can go on.
+    assert all(isinstance(error, AbortedError) for error in world.outcomes(20))
+    assert isinstance(joined.outcomes(20)[0], AbortedError)
+    assert four.run(reduce, 0) == [4.0] * 4
+    four.run(remove, pair)
+
+
+def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
+    with Ranks(4) as ranks:
+        left, right = ranks.run(add, [0, 1])[0], ranks.run(add, [2, 3])[0]
+        waiting = ranks.start(reduce, left, ranks=[0])
+        ranks.kill(1)
+        (error,) = waiting.outcomes(20)
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.RANK_DIED
+        assert ranks.run(reduce, right, ranks=[2, 3]) == [2.0, 2.0]
+        assert ranks.run(reduce, left, ranks=[0]) == [1.0]
+
+
+@pytest.mark.timeout(120)
+def test_a_thousand_sets_come_and_go_without_a_trace(four: Ranks) -> None:
+    four.run(many_sets, 150, timeout=60)  # what is allocated once
+    coordinator = str(four.coordinator.pid)
+    before = [_resident(coordinator), *four.run(resident)]
+    assert four.run(many_sets, 1000, timeout=100) == [1] * 4
+    after = [_resident(coordinator), *four.run(resident)]
+    for (memory, files, threads), (memory_now, files_now, threads_now) in zip(before, after, strict=True):
+        assert (files_now, threads_now) == (files, threads)
+        assert memory_now < memory + 4096, (before, after)

@@ -1,0 +1,48 @@
+"""The elastic example, with a rank that is lost on the way, alone and started anew by the launcher."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples/elastic_training.py"
+
+
+def run(cwd: Path, *launcher: str, arguments: tuple[str, ...]) -> str:
+    done = subprocess.run(
+        [*launcher, sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"rank \d: accuracy ([\d.]+)%", output)]
+
+
+@pytest.mark.timeout(220)
+def test_alone(tmp_path: Path) -> None:
+    (accuracy,) = accuracies(run(tmp_path, arguments=("--epochs", "4")))
+    assert accuracy > 90
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_is_started_anew_and_takes_part_again(tmp_path: Path, lost: int) -> None:
+    launcher = (sys.executable, "-m", "hvdlab", "run", "-np", "2", "--min-np", "2")
+    output = run(tmp_path, *launcher, arguments=("--epochs", "5", "--lose", str(lost)))
+    assert f"rank {1 - lost}: going on with 2 ranks in epoch 1" in output
+    assert (tmp_path / "lost").exists()
+    found = accuracies(output)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert found[0] > 90

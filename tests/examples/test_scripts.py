@@ -85,7 +85,7 @@ def test_uneven_data(tmp_path: Path) -> None:
     output = run(3, "torch_uneven_data.py", cwd=tmp_path)
     assert "rank 2 came last" in output
     assert "[19, 38, 57]" in output
-    assert last_percentage(output) > 95
+    assert last_percentage(output) > 85
 
 
 @pytest.mark.timeout(180)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from effort import examples
 from hvdlab.runner import events as e
 from hvdlab.runner.outcomes import Outcome
-from hvdlab.runner.supervisor import Phase, Policy, Supervisor
+from hvdlab.runner.policy import Phase, Policy
+from hvdlab.runner.supervisor import Supervisor
 
 OK = Outcome()
 BAD = Outcome(1)

@@ -121,9 +121,10 @@ def _reads_stdin() -> bool:
 def _close_output() -> None:
     """A reader that is gone (``| head``) is no error worth a traceback at exit."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except BrokenPipeError:
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

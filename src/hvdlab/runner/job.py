@@ -5,55 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
-import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
 
-import msgspec
-
-from hvdlab.collectives.client import Client, Membership
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.runner import events as e
 from hvdlab.runner import wire
 from hvdlab.runner.child import STDERR
+from hvdlab.runner.done import Done
 from hvdlab.runner.lines import Tail
 from hvdlab.runner.links import Link
+from hvdlab.runner.news import News
 from hvdlab.runner.outcomes import Outcome
 from hvdlab.runner.plan import Job, default_python, own_address, rank_spec, start_message
-from hvdlab.runner.report import failure_lines, stall_line
+from hvdlab.runner.report import failure_lines
 from hvdlab.runner.sinks import Sink
 from hvdlab.runner.supervisor import Supervisor
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CLOSING = 5.0
 """Seconds that agents and coordinator are given to end."""
-
-
-@dataclass(slots=True)
-class Done:
-    """How a job ended.
-
-    Attributes:
-        code: Its exit code.
-        failed: The rank that failed first, or ``None``.
-        failure: What is said about it, or why the job ended otherwise; empty for a good end.
-        outcomes: End of each rank.
-        results: What the function returned, pickled, by rank.
-        stopped: The signal that ended it, or 0.
-    """
-
-    code: int = 0
-    failed: int | None = None
-    failure: list[str] = field(default_factory=list)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    results: dict[int, bytes] = field(default_factory=dict)
-    stopped: int = 0
 
 
 class JobRun:
@@ -76,12 +50,7 @@ class JobRun:
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._links: list[Link] = []
         self._link_of: dict[int, Link] = {}
-        self._queue: deque[e.Event | str] = deque()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        os.set_blocking(self._wake_reader, False)
-        self._members: dict[int, int] = {}
-        self._last_pid: dict[int, int] = {}
+        self._news = News()
         self._world: World | None = None
         self._client: Client | None = None
 
@@ -91,8 +60,8 @@ class JobRun:
         Raises:
             StartError, InvalidRequestError: It could not be begun.
         """
-        with self._signals(), contextlib.ExitStack() as cleanup:
-            cleanup.callback(self._close_pipe)
+        with self._news.signals(), contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._news.close)
             cleanup.callback(self._close_links)
             address = own_address(self._job)
             self._start_agents()
@@ -101,9 +70,10 @@ class JobRun:
             cleanup.callback(coordinator.close, _CLOSING)
             self._world = self._make_world(coordinator, address)
             self._client = cleanup.enter_context(Client.connect(coordinator.address, coordinator.token))
-            self._watch(self._client)
+            self._news.watch(self._client)
             self._start_ranks(self._world)
             self._loop()
+            self._done.stopped = self._news.stopped
             return self._done
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -140,61 +110,11 @@ class JobRun:
             if self._verbose:
                 self._say(f"{link.host}: ranks {', '.join(map(str, link.ranks))}")
 
-    # -- other threads and signals --------------------------------------------------------------------------------------
-
-    def _post(self, event: e.Event | str) -> None:
-        """An event from another thread or a signal; a text is said."""
-        self._queue.append(event)
-        with contextlib.suppress(BlockingIOError):  # full: it wakes as well
-            os.write(self._wake_writer, b"\0")
-
-    def _watch(self, client: Client) -> None:
-        client.on_membership(self._on_membership)
-        client.on_mail(TOPIC, self._on_uncaught)
-        client.on_stall(lambda stall: self._post(stall_line(stall)))
-        client.on_lost(lambda reason: self._post(e.CoordinatorLost(reason)))
-
-    def _on_membership(self, membership: Membership) -> None:
-        members = {member.rank: member.pid for member in membership.members}
-        self._last_pid.update(members)
-        # Who waits until elastic training lets it in is not there yet.
-        now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
-        for rank, pid in self._members.items():
-            if now.get(rank) != pid:
-                self._post(e.Disconnected(rank))
-        for rank, pid in now.items():
-            if self._members.get(rank) != pid:
-                self._last_pid[rank] = pid
-                self._post(e.Connected(rank))
-        self._members = now
-
-    def _on_uncaught(self, rank: int, body: bytes) -> None:
-        said = msgspec.json.decode(body, type=Uncaught)
-        self._post(e.Reported(rank, said.error, said.culprits))
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn signals into events for as long as the job runs. Only the main thread gets any."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def take(number: int, frame: object) -> None:
-            self._done.stopped = self._done.stopped or number
-            self._post(e.Stopped(number))
-
-        previous = {number: signal.signal(number, take) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
     # -- the loop -------------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_reader, selectors.EVENT_READ)
+            selector.register(self._news.descriptor, selectors.EVENT_READ)
             for link in self._links:
                 selector.register(link.inbox, selectors.EVENT_READ, link)
             while not self._finished:
@@ -222,10 +142,7 @@ class JobRun:
                 selector.unregister(link.outbox)
 
     def _take_posted(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_reader, 4096)
-        while self._queue:
-            posted = self._queue.popleft()
+        for posted in self._news.take():
             if isinstance(posted, str):
                 self._say(posted)
             else:
@@ -254,7 +171,7 @@ class JobRun:
             case wire.ResultPiece(rank, data):
                 self._results[rank] += data
             case wire.RankStarted(rank, pid):
-                self._last_pid[rank] = pid
+                self._news.last_pid[rank] = pid
                 self._handle(e.Spawned(rank, pid))
             case wire.RankNotStarted(rank, code, text):
                 self._exited(rank, Outcome(code, text=text))
@@ -311,7 +228,7 @@ class JobRun:
             if isinstance(effect, e.Expect):
                 self._client.expect(effect.ranks)
             else:
-                self._client.rank_lost(effect.rank, self._last_pid.get(effect.rank, 0), effect.reason)
+                self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
@@ -319,7 +236,3 @@ class JobRun:
         for link in self._links:
             link.close(_CLOSING)
         self._sink.close()
-
-    def _close_pipe(self) -> None:
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)

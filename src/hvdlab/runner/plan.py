@@ -12,7 +12,7 @@ from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner import wire
 from hvdlab.runner.hosts import Host, Slot, assign, is_local
-from hvdlab.runner.supervisor import Policy
+from hvdlab.runner.policy import Policy
 
 FOREIGN: tuple[str, ...] = (
     "MPI_LOCALNRANKS",
@@ -62,7 +62,7 @@ class Job:
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
         stdin: Whether rank 0 reads the launcher's standard input.
-        min_ranks: As in :class:`~hvdlab.runner.supervisor.Policy`, as are the following.
+        min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the following.
     """
 
     command: tuple[str, ...]

@@ -1,0 +1,28 @@
+"""How a job ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdlab.runner.outcomes import Outcome
+
+
+@dataclass(slots=True)
+class Done:
+    """How a job ended.
+
+    Attributes:
+        code: Its exit code.
+        failed: The rank that failed first, or ``None``.
+        failure: What is said about it, or why the job ended otherwise; empty for a good end.
+        outcomes: End of each rank.
+        results: What the function returned, pickled, by rank.
+        stopped: The signal that ended it, or 0.
+    """
+
+    code: int = 0
+    failed: int | None = None
+    failure: list[str] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+    stopped: int = 0

@@ -1,0 +1,60 @@
+"""What the operator wants of a job, and what is known of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hvdlab.runner import events as e
+from hvdlab.runner.outcomes import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator wants. Times are in seconds.
+
+    Attributes:
+        hosts: Host of each rank; its length is the number of ranks.
+        start_timeout: Time for all processes to be started.
+        join_timeout: Time from the first rank's ``hvd.init()`` to the last one's; ``None`` leaves that to the ranks.
+        settle: How long the culprit's end is waited for.
+        hang: How long a rank may take to end after an exception ended its program.
+        grace: Time between SIGTERM and SIGKILL.
+        interrupt_grace: Time between SIGINT and SIGKILL.
+        min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
+        reset_limit: How many ranks are started anew in all.
+    """
+
+    hosts: tuple[str, ...]
+    start_timeout: float = 30.0
+    join_timeout: float | None = None
+    settle: float = 1.0
+    hang: float = 10.0
+    grace: float = 5.0
+    interrupt_grace: float = 30.0
+    min_ranks: int | None = None
+    reset_limit: int = 10
+
+
+class Phase(Enum):
+    RUNNING = "running"
+    SETTLING = "settling"
+    ENDING = "ending"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class RankState:
+    """What is known of a rank."""
+
+    pid: int = 0
+    outcome: Outcome | None = None
+    report: e.Reported | None = None
+    connected: bool = False
+    joined: bool = False
+    anew: bool = False
+    """Whether it stands for one that was lost."""
+    dismissed: bool = False
+    """Whether it was told to end, since it came too late."""
+    deadline: float | None = None
+    """When it must have ended after its report."""

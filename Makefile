@@ -44,7 +44,7 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
-	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives $(PYTEST_ARGS)
+	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/torch/test_habits.py $(PYTEST_ARGS)
 
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
 	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json

@@ -68,21 +68,33 @@ class Matcher:
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
-    def submit(self, rank: int, defined: Defined, extra: Extra, now: float, payload: bytes = b"") -> None:
-        """Take in a submission of a member. The payload of one that waits behind another is dropped."""
-        info = defined.info
-        if self.debts and (verdict := self.debts.pay(rank, info)) is not None:
-            self._reject(rank, defined, verdict)
-            return
-        current = self._place(rank, defined, extra, now, payload)
-        if current is not None and (len(current.heads) == self.size or info.kind == _JOIN or self.joining):
-            self._check(current, now)
-
-    def _place(
-        self, rank: int, defined: Defined, extra: Extra, now: float, payload: bytes = b""
+    def submit(
+        self,
+        rank: int,
+        defined: Defined,
+        extra: Extra,
+        now: float,
+        payload: bytes = b"",
+        *,
+        look: bool = True,
     ) -> Round | None:
-        """Put a submission into its round; ``None`` if it waits behind another one of the rank."""
+        """Take in a submission of a member.
+
+        Args:
+            rank: Whose it is.
+            defined: What it is.
+            extra: Its numbers.
+            now: The time.
+            payload: The tensor, if it came along. That of one that waits behind another is dropped.
+            look: Whether to look if its round is complete now; the caller does if not.
+
+        Returns:
+            Its round, or ``None`` if it got a verdict or waits behind another one.
+        """
         info = defined.info
+        if self.debts and (verdict := self.debts.settle(rank, info)) is not None:
+            self._reject(rank, defined, verdict)
+            return None
         current = self.rounds.get(info.name)
         if current is None:
             current = self.rounds[info.name] = Round(info, defined.local, now)
@@ -91,7 +103,8 @@ class Matcher:
                 current.behind = {}
             current.behind.setdefault(rank, deque()).append((defined, extra))
             return None
-        current.heads[rank] = defined
+        heads = current.heads
+        heads[rank] = defined
         if extra:
             if current.extras is None:
                 current.extras = {}
@@ -106,6 +119,11 @@ class Matcher:
                 self.disputes[info.name] = current
         elif defined.local != current.local:
             current.agree = False
+        if look:
+            if self.joining is not None or info.kind == _JOIN:
+                self._look(current, now)
+            elif len(heads) == self.size:
+                self._complete(current, now)
         return current
 
     def _submit_all(self, items: Iterable[tuple[int, Item]], now: float) -> None:
@@ -115,16 +133,14 @@ class Matcher:
         """
         placed: dict[Round, None] = {}
         for rank, (defined, extra) in items:
-            verdict = self.debts.pay(rank, defined.info) if self.debts else None
-            if verdict is not None:
-                self._reject(rank, defined, verdict)
-            elif (current := self._place(rank, defined, extra, now)) is not None:
+            current = self.submit(rank, defined, extra, now, look=False)
+            if current is not None:
                 placed[current] = None
         for current in placed:
             if self.rounds.get(current.info.name) is current:
-                self._check(current, now)
+                self._look(current, now)
 
-    def _check(self, current: Round, now: float) -> None:
+    def _look(self, current: Round, now: float) -> None:
         if current.info.kind == _JOIN:
             self._join(current, now)
         if self._is_complete(current):
@@ -255,7 +271,7 @@ class Matcher:
             return
         for rank in self._not_joined():
             if rank not in current.heads:
-                self.debts.owe(rank, info.name, verdict)
+                self.debts.owe(rank, info, 1, verdict)
         if current.behind:
             self._advance(info.name, current.behind, now)
 
@@ -287,7 +303,7 @@ class Matcher:
                 again.append((rank, item))
         for rank in self._not_joined():
             if taken.get(rank, 0) < size:
-                self.debts.owe_group(rank, group, size - taken.get(rank, 0), verdict)
+                self.debts.owe(rank, info, size - taken.get(rank, 0), verdict)
         self._submit_all(again, now)
 
     def _reject(self, rank: int, defined: Defined, verdict: Verdict) -> None:

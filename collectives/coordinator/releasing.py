@@ -48,9 +48,12 @@ def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> Non
         batches: Sequence[Sequence[Round]] = (rounds,)
         if len(rounds) > 1:
             batches = fuse(rounds, state.fusion_threshold, separate_groups=state.options.separate_groups)
-        state.tuning.before(state, ps)
+        tuned = state.options.tuning is not None
+        if tuned:
+            state.tuning.before(state, ps)
         execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox)
-        state.tuning.executed(ps, rounds)
+        if tuned:
+            state.tuning.executed(ps, rounds)
 
 
 def free_from_idle(state: CoordinatorState) -> None:

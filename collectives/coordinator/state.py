@@ -109,7 +109,7 @@ class CoordinatorState:
         if not (plain and self._release_plain(now)):
             self._settle(now)
             self._due = self._find_due()
-        if self.tuning.active:
+        if self.options.tuning is not None:
             self.tuning.advance(self, now)
         return self.outbox.take()
 

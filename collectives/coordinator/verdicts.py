@@ -76,56 +76,38 @@ class Rejection(NamedTuple):
     verdict: Verdict
 
 
-class Debts:
-    """Verdicts that ranks *owe* a submission for: they get them when they submit what the verdicts are about."""
+class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
+    """Verdicts that ranks *owe* submissions for: they get them when they submit what the verdicts are about.
 
-    __slots__ = ("_groups", "_names")
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[int, str], deque[Verdict]] = {}
-        self._groups: dict[tuple[int, str], deque[tuple[int, Verdict]]] = {}
-
-    def __len__(self) -> int:
-        """How many (rank, name) and (rank, group) there are."""
-        return len(self._names) + len(self._groups)
+    For each rank, and name or group, how many of the next submissions get which verdict.
+    """
 
     @property
     def ranks(self) -> set[int]:
-        return {rank for rank, _ in (*self._names, *self._groups)}
+        return {rank for rank, _, _ in self}
 
-    def owe(self, rank: int, name: str, verdict: Verdict) -> None:
-        self._names.setdefault((rank, name), deque()).append(verdict)
+    def owe(self, rank: int, info: Interned, count: int, verdict: Verdict) -> None:
+        """The next ``count`` submissions of this name, or of its group if it has one, get the verdict."""
+        self.setdefault(_key(rank, info), deque()).append((count, verdict))
 
-    def owe_group(self, rank: int, group: str, count: int, verdict: Verdict) -> None:
-        """The next ``count`` submissions of this group get the verdict."""
-        self._groups.setdefault((rank, group), deque()).append((count, verdict))
-
-    def pay(self, rank: int, info: Interned) -> Verdict | None:
+    def settle(self, rank: int, info: Interned) -> Verdict | None:
         """The verdict that a submission gets, if it owes one."""
-        if info.group:
-            return self._pay_group((rank, info.group))
-        owed = self._names.get((rank, info.name))
-        if owed is None:
-            return None
-        verdict = owed.popleft()
-        if not owed:
-            del self._names[rank, info.name]
-        return verdict
-
-    def _pay_group(self, key: tuple[int, str]) -> Verdict | None:
-        owed = self._groups.get(key)
+        key = _key(rank, info)
+        owed = self.get(key)
         if owed is None:
             return None
         count, verdict = owed.popleft()
         if count > 1:
             owed.appendleft((count - 1, verdict))
         elif not owed:
-            del self._groups[key]
+            del self[key]
         return verdict
 
     def forgive(self, rank: int) -> None:
         """``rank`` will not submit what the verdicts are about."""
-        for key in [key for key in self._names if key[0] == rank]:
-            del self._names[key]
-        for key in [key for key in self._groups if key[0] == rank]:
-            del self._groups[key]
+        for key in [key for key in self if key[0] == rank]:
+            del self[key]
+
+
+def _key(rank: int, info: Interned) -> tuple[int, str, str]:
+    return (rank, "", info.group) if info.group else (rank, info.name, "")

@@ -30,10 +30,12 @@ class Board(Protocol):
     @property
     def place(self) -> str:
         """Where it is, for error texts."""
+        ...
 
     @property
     def advice(self) -> str:
         """What to do if rank 0's card does not appear though rank 0 is there."""
+        ...
 
 
 _LOOK_SECONDS = 1.0

@@ -47,8 +47,13 @@ class Store:
                 self._host, self._port, None, serve, limit, wait_for_workers=False, multi_tenant=True
             )
         except (RuntimeError, ValueError, OSError) as error:
-            what = "Rank 0 can't serve" if serve else "This rank does not reach"
-            raise StartError(f"{what} {self.place}: {_first_line(error)}. {self.advice}") from error
+            what = f"Rank 0 can't serve {self.place}"
+            if not serve:
+                what = (
+                    f"This rank has not reached {self.place} within {deadline.seconds:g} s: rank 0 has not come to "
+                    "hvd.init(), has ended, or is not to be reached there"
+                )
+            raise StartError(f"{what} ({_first_line(error)}). {self.advice}") from error
 
     def publish(self, data: bytes) -> None:
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from hosts import Network
 from hvdlab.collectives import api, context
@@ -51,7 +53,7 @@ def movements() -> None:
         assert (api.broadcast(np.full((3, 50_000), rank), root) == root).all()
     rows = api.allgather(np.full((rank, 2), rank, np.int32))
     assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
-    splits = np.arange(size, dtype=np.int32)
+    splits = list(range(size))
     received, sizes = api.alltoall(np.repeat(np.arange(size), splits) * 10 + rank, splits)
     assert received.tolist() == [rank * 10 + sender for sender in range(size) for _ in range(rank)]
     assert sizes == (rank,) * size
@@ -129,3 +131,35 @@ def test_sockets_are_open_to_one_network_only(ranks: RanksOnHosts) -> None:
 
 def test_shutting_down_and_initializing_again(ranks: RanksOnHosts) -> None:
     assert [p[:2] for p in ranks.run(again, timeout=90)] == [(r, 4) for r in range(4)]
+
+
+# -- with torch.distributed beside ----------------------------------------------------------------------------------
+
+
+def torch_after() -> list[float]:
+    context.init()
+    return beside()
+
+
+def torch_before() -> list[float]:
+    dist.init_process_group("gloo")
+    context.init()
+    return beside()
+
+
+def beside() -> list[float]:
+    """Both at work; torch's rendezvous uses MASTER_PORT, too."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    try:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        return [float(tensor[0]), float(api.allreduce(np.ones(3), op=api.Sum)[0])]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", [torch_after, torch_before])
+def test_torch_distributed_uses_the_same_port(network: Network, function: Callable[[], list[float]]) -> None:
+    with RanksOnHosts(network, 1, init=False, env={"GLOO_SOCKET_IFNAME": "eth0"}) as ranks:
+        assert ranks.run(function, timeout=90) == [[2.0, 2.0]] * 2

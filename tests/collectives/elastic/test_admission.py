@@ -1,0 +1,233 @@
+"""The coordinator's part: who waits at the door, and when the world begins again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator_simulation import SimulatedRank, Simulation, signature
+from effort import examples
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.protocol import messages as m
+
+M = TypeVar("M", bound=m.Message)
+
+
+def training(size: int = 3, *, tracked: bool = False) -> Simulation:
+    """Ranks in the middle of elastic training; in a pool all run a cell."""
+    sim = Simulation(CoordinatorOptions(size=size))
+    sim.connect_client()
+    sim.world(*range(size), tracked=tracked)
+    if tracked:
+        sim.client_says(m.CellStarted("cell", tuple(range(size))))
+    say(sim, m.Elastic(True), *range(size))
+    sim.to_client.clear()
+    return sim
+
+
+def say(sim: Simulation, message: m.Message, *ranks: int) -> None:
+    for rank in ranks:
+        sim.ranks[rank].say(message)
+    sim.drain()
+
+
+def regroup(sim: Simulation, *ranks: int, at_least: int = 1, ticket: int = 1) -> None:
+    say(sim, m.Regroup(ticket, at_least, "it failed"), *ranks)
+
+
+def all_of(rank: SimulatedRank, kind: type[M]) -> list[M]:
+    return [message for message in rank.received if isinstance(message, kind)]
+
+
+def world_of(sim: Simulation, rank: int) -> tuple[int, ...]:
+    return sim.ranks[rank].sets[0].ranks
+
+
+def test_a_newcomer_waits_until_all_have_regrouped() -> None:
+    sim = training()
+    sim.kill(1)
+    regroup(sim, 0, 2)
+    assert world_of(sim, 0) == world_of(sim, 2) == (0, 2)
+    back = sim.connect(1)
+    sim.drain()
+    assert back.sets == {}
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == (1,)
+    assert all_of(back, m.World)[-1].waiting == (1,)
+    regroup(sim, 0, ticket=2)
+    assert back.sets == {}
+    regroup(sim, 2, ticket=2)
+    assert world_of(sim, 0) == world_of(sim, 1) == world_of(sim, 2) == (0, 1, 2)
+    for rank in (0, 2):
+        kinds = [type(x) for x in sim.ranks[rank].received]
+        assert kinds[-1] is m.Regrouped
+        assert all_of(sim.ranks[rank], m.World)[-1].waiting == ()
+        assert [answer.ticket for answer in all_of(sim.ranks[rank], m.Regrouped)] == [1, 2]
+    assert all_of(back, m.Regrouped) == []
+
+
+def test_without_newcomers_the_world_begins_anew_all_the_same() -> None:
+    sim = training()
+    epoch = sim.ranks[0].sets[0].epoch
+    regroup(sim, 0, 1, 2)
+    assert sim.ranks[0].sets[0].epoch == epoch + 1
+    submitted = [sim.ranks[rank].submit(signature("x")) for rank in range(3)]
+    sim.drain()
+    assert all(isinstance(s.outcome, m.Execute) for s in submitted)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_who_waits_for_a_rank_that_has_regrouped_is_told(before: bool) -> None:
+    sim = training()
+    if not before:
+        regroup(sim, 1)
+    submitted = [sim.ranks[rank].submit(signature("x")) for rank in (0, 2)]
+    sim.drain()
+    if before:
+        assert [s.outcome for s in submitted] == [None, None]
+        regroup(sim, 1)
+    for s in submitted:
+        assert isinstance(s.outcome, m.Abort)
+        assert s.outcome.text == "rank 1 went back to its last commit (it failed)"
+        assert (s.outcome.kind, s.outcome.ranks) == ("withdrawn", (1,))
+
+
+def test_a_collective_of_others_goes_on_while_a_rank_has_regrouped() -> None:
+    sim = training()
+    for rank in range(3):
+        sim.ranks[rank].submit(signature("new", OpKind.ADD_PROCESS_SET, ranks=(0, 2)))
+    sim.drain()
+    (pair,) = [id for id in sim.ranks[0].sets if id]
+    regroup(sim, 1)
+    submitted = [sim.ranks[rank].submit(signature("x"), pair) for rank in (0, 2)]
+    sim.drain()
+    assert all(isinstance(s.outcome, m.Execute) for s in submitted)
+
+
+def test_too_few_wait_for_more() -> None:
+    sim = training()
+    sim.kill(1)
+    regroup(sim, 0, 2, at_least=3)
+    assert all_of(sim.ranks[0], m.Regrouped) == []
+    sim.connect(1)
+    sim.drain()
+    assert world_of(sim, 1) == (0, 1, 2)
+    assert all_of(sim.ranks[2], m.Regrouped)
+
+
+def test_a_rank_that_ends_its_training_is_not_waited_for() -> None:
+    sim = training()
+    regroup(sim, 0, 1)
+    assert all_of(sim.ranks[0], m.Regrouped) == []
+    say(sim, m.Elastic(False), 2)
+    assert all_of(sim.ranks[0], m.Regrouped)
+    assert world_of(sim, 2) == (0, 1, 2)
+
+
+def test_a_rank_that_dies_is_not_waited_for() -> None:
+    sim = training()
+    regroup(sim, 0, 1)
+    sim.kill(2)
+    sim.drain()
+    assert world_of(sim, 0) == (0, 1)
+    assert all_of(sim.ranks[0], m.Regrouped)
+
+
+def test_a_newcomer_that_dies_at_the_door_is_forgotten() -> None:
+    sim = training()
+    sim.kill(1)
+    sim.connect(1)
+    sim.drain()
+    sim.kill(1)
+    sim.drain()
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == ()
+    regroup(sim, 0, 2)
+    assert world_of(sim, 0) == (0, 2)
+
+
+def test_after_the_training_of_a_script_newcomers_wait_until_its_ranks_leave() -> None:
+    sim = training()
+    sim.kill(1)
+    regroup(sim, 0, 2)
+    back = sim.connect(1)
+    say(sim, m.Elastic(False), 0, 2)
+    assert back.sets == {}
+    for rank in (0, 2):
+        sim.leave(rank)
+    sim.drain()
+    assert 0 not in back.sets or back.sets[0].ranks == (1,)
+
+
+def test_in_a_pool_newcomers_with_a_cell_come_in_after_the_training() -> None:
+    sim = training(tracked=True)
+    sim.kill(1)
+    regroup(sim, 0, 2)
+    back = sim.connect(1, tracked=True)
+    sim.drain()
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == ()  # it does nothing that would need the others
+    sim.client_says(m.CellStarted("again", (1,)))
+    sim.drain()
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == (1,)
+    say(sim, m.Elastic(False), 0, 2)
+    assert back.sets[0].ranks == (0, 1, 2)
+
+
+# -- any order --------------------------------------------------------------------------------------------------------
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["kill", "back", "fail", "submit", "deliver", "hear", "end"]), st.integers(0, 3)
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(ACTIONS)
+def test_in_any_order_all_that_live_come_together(actions: list[tuple[str, int]]) -> None:
+    sim = Simulation(CoordinatorOptions(size=4))
+    sim.connect_client()
+    sim.world(*range(4))
+    tickets: dict[SimulatedRank, int] = {}
+    trains: dict[SimulatedRank, bool] = {}
+    for rank in sim.ranks.values():
+        rank.say(m.Elastic(True))
+        trains[rank] = True
+    for action, number in actions:
+        rank = sim.ranks.get(number)
+        if rank is None:
+            if action == "back":
+                sim.connect(number)
+            continue
+        answered = len(all_of(rank, m.Regrouped)) == tickets.get(rank, 0)
+        if action == "kill" and len(sim.ranks) > 1:
+            sim.kill(number)
+        elif action == "fail" and trains.get(rank) and answered:
+            tickets[rank] = tickets.get(rank, 0) + 1
+            rank.say(m.Regroup(tickets[rank], 1, ""))
+        elif action == "submit" and answered and 0 in rank.sets and not rank.in_flight("x"):
+            rank.submit(signature("x"))
+        elif action == "deliver" and rank.outgoing and rank.peer in sim._by_peer:
+            sim.deliver_from(rank)
+        elif action == "hear" and rank.incoming:
+            sim.deliver_to(rank)
+        elif action == "end" and trains.get(rank) and answered and len(trains) > 1:
+            rank.say(m.Elastic(False))
+            trains[rank] = False
+    sim.drain()
+    # Now every rank that trains stops; none may be left waiting for an answer.
+    for rank in sim.ranks.values():
+        if trains.get(rank) and len(all_of(rank, m.Regrouped)) == tickets.get(rank, 0):
+            tickets[rank] = tickets.get(rank, 0) + 1
+            rank.say(m.Regroup(tickets[rank], 1, ""))
+    sim.drain()
+    for rank in sim.ranks.values():
+        assert [answer.ticket for answer in all_of(rank, m.Regrouped)] == list(
+            range(1, tickets.get(rank, 0) + 1)
+        )
+    inside = [rank for rank in sim.ranks.values() if 0 in rank.sets]
+    assert len({(rank.sets[0].epoch, rank.sets[0].ranks) for rank in inside}) <= 1
+    sim.check_order()

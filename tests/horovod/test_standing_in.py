@@ -124,6 +124,33 @@ def test_an_installed_horovod_is_hidden_if_asked(python: Run, real_horovod: str,
     assert python("-m", "hvdlab.horovod", "script.py", **variables).stdout == "hvdlab.torch\n"
 
 
+SPAWNED = """
+import multiprocessing, horovod
+
+def name():
+    import horovod.torch as hvd
+
+    hvd.init()
+    return hvd.__name__, hvd.size()
+
+if __name__ == "__main__":
+    print(horovod.run(name, np=2))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(name))
+"""
+
+
+def test_processes_started_from_here_do_the_same(python: Run, real_horovod: str, tmp_path: Path) -> None:
+    first = "import hvdlab\nhvdlab.install_as_horovod({})\n"
+    for force, variables in (("", {}), ("force=True", {"PYTHONPATH": real_horovod})):
+        (tmp_path / "script.py").write_text(first.format(force) + SPAWNED)
+        ran = python("script.py", **variables)
+        assert ran.stdout.splitlines()[-2:] == [
+            "[('hvdlab.torch', 2), ('hvdlab.torch', 2)]",
+            "('hvdlab.torch', 1)",
+        ]
+
+
 def test_horovod_itself_imported_before(python: Run, real_horovod: str) -> None:
     code = IS_REAL + "import hvdlab\nassert hvdlab.install_as_horovod() is False\n" + IS_REAL
     assert "was imported from" in python("-c", code, PYTHONPATH=real_horovod).stderr
@@ -158,6 +185,7 @@ def test_uninstall(python: Run, real_horovod: str) -> None:
         "import sys, hvdlab, hvdlab.horovod as h\npath, finders = sys.path[:], sys.meta_path[:]\n"
         "hvdlab.install_as_horovod(force=True)\nimport horovod.torch as before\nimport horovod.common.util\n"
         "h.uninstall()\nassert (path, finders) == (sys.path, sys.meta_path)\n"
+        "import os\nassert 'HVDLAB_AS_HOROVOD' not in os.environ and os.environ['PYTHONPATH'] in path\n"
         "assert not [name for name in sys.modules if name.startswith('horovod')]\n"
     )
     python(

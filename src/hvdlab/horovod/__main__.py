@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from hvdlab.horovod.installing import environment, install_as_horovod
+from hvdlab.horovod.installing import install_as_horovod
 
 
 def main(arguments: list[str]) -> None:
@@ -20,7 +20,6 @@ def main(arguments: list[str]) -> None:
     if not given or given[0] in ("-h", "--help"):
         sys.exit(__doc__)
     install_as_horovod(force=True)
-    os.environ.update(environment(os.environ, force=True))
     sys.argv[:] = given
     if by_name:
         runpy.run_module(given[0], run_name="__main__", alter_sys=True)

@@ -32,6 +32,8 @@ _RANK_VARIABLES = (
 
 _log = logging.getLogger("hvdlab")
 _said: set[str] = set()
+_environ_before: dict[str, str | None] = {}
+"""What the environment held before it was changed for the processes that are started from here."""
 
 
 class Mode(Enum):
@@ -82,6 +84,8 @@ def install_as_horovod(force: bool = False) -> bool:
             _say(f"`import horovod` stays the Horovod at {there.origin}; force=True makes it hvdlab")
             return False
     _activate()
+    if force:
+        _forced()
     _announce()
     return True
 
@@ -91,6 +95,12 @@ def uninstall() -> None:
     for finder in _finders():
         sys.meta_path.remove(finder)
     sys.path[:] = [entry for entry in sys.path if entry != SHIM]
+    for name, value in _environ_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _environ_before.clear()
     for name, module in list(sys.modules.items()):
         if _of_horovod(name) and is_ours(module) and module.__name__ != name:
             del sys.modules[name]
@@ -108,6 +118,7 @@ def offer(environ: Mapping[str, str] | None = None) -> None:
         return
     if chosen is Mode.ALWAYS and _imported() is None and not _finders():
         _activate()
+        _forced()
     elif SHIM not in sys.path:
         sys.path.append(SHIM)
 
@@ -166,6 +177,15 @@ def _activate() -> None:
     sys.meta_path.insert(0, HorovodFinder(_announce))
     if SHIM not in sys.path:  # for processes that multiprocessing spawns, which get this path
         sys.path.append(SHIM)
+
+
+def _forced() -> None:
+    """Let processes that are started from here, with this path or this environment, do as this one does."""
+    sys.path.remove(SHIM)
+    sys.path.insert(1, SHIM)  # what is first is looked at, and replaced, by others
+    for name, value in environment(os.environ, force=True).items():
+        _environ_before[name] = os.environ.get(name)
+        os.environ[name] = value
 
 
 def _finders() -> list[HorovodFinder]:

@@ -223,3 +223,16 @@ def test_the_environment_keeps_what_was_there() -> None:
     assert environment({"PYTHONPATH": "/a:/b"}) == {"PYTHONPATH": f"/a:/b:{SHIM}"}
     forced = {"PYTHONPATH": f"{SHIM}:/a:/b", "HVDLAB_AS_HOROVOD": "1"}
     assert environment({"PYTHONPATH": f"/a::/b:{SHIM}"}, force=True) == forced
+
+
+def test_horovodrun_as_a_module(python: Run) -> None:
+    assert (
+        "Available Controllers"
+        in python("-m", "horovod.runner.launch", "--check-build", **environment({})).stdout
+    )
+    code = (
+        "import sys\nfrom horovod.runner import launch\n"
+        "assert launch.parse_args().num_proc == 3 and launch.parse_args().command == ['python', 'x.py']\n"
+        "launch.check_build(False)\nassert launch.is_gloo_used() and not launch.is_gloo_used(use_mpi=True)\n"
+    )
+    assert "hvdlab v" in python("-c", code, "-np", "3", "python", "x.py", **environment({})).stdout

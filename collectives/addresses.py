@@ -28,6 +28,11 @@ def chosen(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def of_interfaces(names: Iterable[str]) -> str:
+    """The address of the first of these interfaces that this host has. Raises ``InvalidRequestError``."""
+    return _resolve("--network-interface", ",".join(names))
+
+
 def _resolve(variable: str, text: str) -> str:
     if _is_address(text):
         return text
@@ -39,8 +44,8 @@ def _resolve(variable: str, text: str) -> str:
                 return address
     have = ", ".join(f"{interface} {address}" for interface, address in own)
     raise InvalidRequestError(
-        f"{variable}={text!r} is no address, network or interface of this host ({socket.gethostname()}), which has: "
-        f"{have or 'none'}."
+        f"{variable}={text!r} names no address, network or interface of this host ({socket.gethostname()}), which "
+        f"has: {have or 'none'}."
     )
 
 
@@ -110,7 +115,7 @@ def outward(hints: Iterable[str] = ()) -> str:
             return address
     raise StartError(
         f"This host ({socket.gethostname()}) has no address that other hosts could reach; set HVDLAB_ADDRESS to an "
-        "address, a network such as 10.1.0.0/16, or an interface."
+        "address, a network such as 10.1.0.0/16, or an interface (`hvdlab run` has --network-interface)."
     )
 
 

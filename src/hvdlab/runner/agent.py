@@ -221,14 +221,11 @@ class Agent:
 
 def _address(order: wire.Start) -> str:
     """The address of this host that its ranks are reached by."""
-    from hvdlab.collectives.protocol.address import TlsAddress, parse_address
-    from hvdlab.runner import addresses
+    from hvdlab.collectives import addresses
 
     if order.interfaces:
-        return addresses.of_interface(order.interfaces)
-    coordinator = parse_address(order.coordinator)
-    assert isinstance(coordinator, TlsAddress)
-    return addresses.towards(coordinator.host, coordinator.port) or addresses.outward() or "127.0.0.1"
+        return addresses.of_interfaces(order.interfaces)
+    return addresses.own(os.environ, order.coordinator)
 
 
 def _ended_child() -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdlab.collectives.environment import World, own_environment
-from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner import wire
 from hvdlab.runner.hosts import Host, Slot, assign, is_local
 from hvdlab.runner.policy import Policy
@@ -119,16 +119,11 @@ def own_address(job: Job) -> str | None:
     remote = job.remote
     if not remote:
         return None
-    from hvdlab.runner import addresses
+    from hvdlab.collectives import addresses
 
     if job.interfaces:
-        return addresses.of_interface(job.interfaces)
-    address = addresses.towards(remote[0]) or addresses.outward()
-    if address is None or address.startswith("127."):
-        raise StartError(
-            f"this host has no address that {remote[0]} could reach; name one by --network-interface."
-        )
-    return address
+        return addresses.of_interfaces(job.interfaces)
+    return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(remote[:1])
 
 
 def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 
@@ -31,6 +32,8 @@ class TimelineTap:
                     f"a timeline is being written to {self._file.path}; stop_timeline() it first."
                 )
             self._file = TimelineFile.start(path, mark_cycles=mark_cycles)
+            # At exit this comes before the file closes by itself, without what has not arrived yet.
+            atexit.register(self.stop)
             self._dispatcher.mailbox.event_sinks.append(self._file.feed)
         self._dispatcher.send(m.Subscribe(True, history=False))
 
@@ -44,6 +47,7 @@ class TimelineTap:
             file, self._file = self._file, None
         if file is None:
             return
+        atexit.unregister(self.stop)
         control = self._dispatcher.control
         if settle and control is not None and control.thread.is_alive():
             arrived = threading.Event()

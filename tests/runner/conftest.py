@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -109,6 +110,15 @@ class Launcher:
                     found.append(int(place.name))
             except OSError:
                 continue
+        return found
+
+    def running(self, text: str) -> list[int]:
+        """Those among them that have this in their command line."""
+        found = []
+        for pid in self.descendants():
+            with contextlib.suppress(OSError):
+                if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
         return found
 
     def wait_for_none(self) -> None:

@@ -234,9 +234,8 @@ def test_nothing_outlives_an_agent_that_is_killed(launcher, wait_for) -> None:
 def test_a_lost_coordinator_ends_the_job(launcher, wait_for) -> None:
     process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER))
     wait_for(lambda: len(_pids(launcher.directory)) == 2)
-    for pid in launcher.descendants():
-        if b"hvdlab.collectives.coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
+    [coordinator] = launcher.running("hvdlab.collectives.coordinator")
+    os.kill(coordinator, signal.SIGKILL)
     ran = launcher.finish(process)
     assert ran.code == 1
     assert "coordinator" in ran.launcher[0]

@@ -124,6 +124,9 @@ def test_a_timeline(launcher) -> None:
     ran = launcher.python(2, ALLREDUCE, flags=("--timeline-filename", "t.json"))
     assert ran.code == 0, ran.err
     assert main(["trace", "check", str(launcher.directory / "t.json")]) == 0
+    events = json.loads((launcher.directory / "t.json").read_text())
+    spans = [event for event in events if event.get("ph") == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}, events  # though nobody called shutdown()
 
 
 def test_a_configuration_file(launcher) -> None:

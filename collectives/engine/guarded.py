@@ -16,8 +16,9 @@ from typing import Any
 from hvdlab.collectives.engine.effects import Effect, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.locals import LOCAL_LIMIT
 from hvdlab.collectives.engine.request import PendingCollective, Result
-from hvdlab.collectives.engine.state import LOCAL_LIMIT, RankState
+from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint

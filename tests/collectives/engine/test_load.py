@@ -72,7 +72,7 @@ def steps_with_new_names(first: int, count: int) -> tuple[int, int]:
             assert np.asarray(api.synchronize(handle))[0] == 2
     gc.collect()
     engine = context.engine()
-    return resident(), len(engine._guarded.state._locals)
+    return resident(), len(engine._guarded.state.locals)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def many_names() -> int:
         for i in range(40):
             result = np.asarray(api.allreduce(np.full(5, step), f"name.{i}", op=api.Sum))
             assert (result == 2 * step).all()
-    return len(context.engine()._guarded.state._locals)
+    return len(context.engine()._guarded.state.locals)
 
 
 @with_variables(HOROVOD_CACHE_CAPACITY="7")

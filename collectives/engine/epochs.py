@@ -1,0 +1,119 @@
+"""How a rank's state takes the ends and beginnings of epochs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.effects import AbortPlane, ClosePlanes, Effect, Fail, NewEpoch
+from hvdlab.collectives.engine.entry import EXECUTING, HELD, SetState
+from hvdlab.collectives.engine.fitting import fit
+from hvdlab.collectives.engine.orders import Reaction
+from hvdlab.collectives.errors import Cause, CauseKind, InvalidRequestError, Pending
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.engine.state import RankState
+
+
+def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None or message.epoch < group.epoch:
+        return []
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    if state.elastic and group.id == 0:
+        # Others know that this attempt has failed; what this rank would still submit is of the past.
+        state.failure = cause
+    known = {
+        (c.kind, c.name): Pending(
+            OpKind(c.kind).label, c.name, c.waited, c.missing, dict(zip(c.waited, c.sites, strict=False))
+        )
+        for c in message.pending
+    }
+    state.drop_announcements(group.id)
+    effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
+    effects += state.fail_all(
+        group,
+        lambda entry: state.aborted(entry, cause, known.get((int(entry.request.kind), entry.name))),
+        message.epoch,
+    )
+    group.epoch = message.epoch
+    group.configured, group.withdrawn = False, -1
+    return effects
+
+
+def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None:
+        group = state.sets[message.process_set] = SetState(message.process_set)
+    elif message.epoch < group.epoch:
+        return []
+    ranks = tuple(member.rank for member in message.members)
+    group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
+    group.index = ranks.index(state.rank) if state.rank in ranks else -1
+    group.plane, group.options = message.plane, message.options
+    group.configured, group.withdrawn = True, -1
+    effects: list[Effect] = [
+        ClosePlanes(group.id, group.epoch),
+        NewEpoch(
+            group.id,
+            group.epoch,
+            group.index,
+            group.members,
+            group.plane,
+            group.options,
+            message.has_memory,
+        ),
+    ]
+    waiting = [entry for entry in group.pending if entry.phase != EXECUTING]
+    if group.given_up is not None and any(entry.given_up for entry in waiting):
+        # Others wait for these: the epoch ends at once, and what came later is for the one after it.
+        for entry in waiting:
+            entry.epoch = group.epoch + (not entry.given_up)
+        state.end_epoch(group, group.given_up)
+    else:
+        group.given_up = None
+        effects += _announce_again(state, group)
+    return effects
+
+
+def _announce_again(state: RankState, group: SetState) -> list[Effect]:
+    """What is pending and not executing belongs to the new epoch; it may no longer fit its members."""
+    effects: list[Effect] = []
+    state.drop_announcements(group.id)
+    for entry in list(group.pending):
+        if entry.phase == EXECUTING:
+            continue
+        state.locals.unqueue(entry)
+        entry.phase = HELD
+        try:
+            if group.index < 0:
+                raise InvalidRequestError(f"Rank {state.rank} is no longer in process set {group.id}.")
+            fit(group, entry)
+        except InvalidRequestError as error:
+            state.end(entry)
+            effects.append(Fail(entry, error))
+        else:
+            entry.epoch = group.epoch
+            state.announce(entry)
+    return effects
+
+
+def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
+    group = state.sets.pop(message.process_set, None)
+    if group is None:
+        return []
+    cause = Cause(CauseKind.MEMBERSHIP, (), f"process set {group.id} was removed")
+    state.drop_announcements(group.id)
+    effects = state.fail_all(group, lambda entry: state.aborted(entry, cause))
+    if effects:
+        effects.insert(0, AbortPlane(group.id, group.epoch))
+    effects.append(ClosePlanes(group.id, group.epoch + 1))
+    return effects
+
+
+ON_EPOCHS: dict[type, Reaction] = {
+    m.Abort: _on_abort,
+    m.Configure: _on_configure,
+    m.Dissolve: _on_dissolve,
+}

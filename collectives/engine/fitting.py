@@ -1,0 +1,44 @@
+"""Whether a request fits the process set that it is for, as far as this rank can tell."""
+
+from __future__ import annotations
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.entry import Entry, SetState
+from hvdlab.collectives.errors import InvalidRequestError
+
+
+def fit(group: SetState, entry: Entry) -> None:
+    """Check a request against the members as they are now, and find the numbers that go along with it.
+
+    Raises:
+        InvalidRequestError: It does not fit.
+    """
+    request = entry.request
+    kind = request.kind
+    if kind is OpKind.BROADCAST and group.configured and request.root not in group.ranks:
+        raise InvalidRequestError(
+            f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+        )
+    if kind is OpKind.ALLGATHER or kind is OpKind.ALLTOALL:
+        assert request.input is not None
+        rows = request.input.shape[0] if request.input.shape else 1
+        if kind is OpKind.ALLGATHER:
+            entry.extra = (rows,)
+        else:
+            entry.extra = _splits(request.splits, rows, len(group.ranks))
+
+
+def _splits(splits: tuple[int, ...] | None, rows: int, members: int) -> tuple[int, ...]:
+    if splits is None:
+        if members and rows % members:
+            raise InvalidRequestError(
+                f"alltoall without splits needs a first dimension that {members} members divide, not {rows}; give splits."
+            )
+        return (rows // members,) * members if members else ()
+    if members and len(splits) != members:
+        raise InvalidRequestError(f"alltoall needs one split per member ({members}), not {len(splits)}.")
+    if any(rows_to < 0 for rows_to in splits) or sum(splits) != rows:
+        raise InvalidRequestError(
+            f"alltoall's splits {list(splits)} must be positive and add up to {rows} rows."
+        )
+    return splits

@@ -1,0 +1,98 @@
+"""Local ids: a tensor's signature and call site as an integer that this rank has told the coordinator once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hvdlab.collectives.engine.entry import (
+    ANNOUNCED,
+    NO_LOCAL,
+    Entry,
+    Key,
+    Local,
+    matched_shape,
+    signature_of,
+)
+
+LOCAL_LIMIT = 4096
+
+
+class Locals:
+    """What this rank's local ids stand for, and what was announced as them.
+
+    Args:
+        limit: How many there are before those that were not used for longest are given to others.
+    """
+
+    def __init__(self, limit: int = LOCAL_LIMIT) -> None:
+        self.by_id: dict[int, Local] = {}
+        self._limit = limit
+        self._by_key: OrderedDict[Key, Local] = OrderedDict()
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def queue(self, entry: Entry) -> None:
+        """Give an entry its local id, behind those that have it already."""
+        request = entry.request
+        shape = matched_shape(request)
+        key: Key = (
+            entry.name, request.kind, shape, request.dtype, request.op, entry.site, request.process_set, request.root,
+            request.prescale, request.postscale, request.group, request.device, request.ranks,
+        )  # fmt: skip
+        local = self._by_key.get(key)
+        if local is None:
+            local = self._define(key, entry, shape)
+        elif len(self._by_key) * 2 > self._limit:
+            self._by_key.move_to_end(key)  # order only matters once ids become scarce
+        entry.local = local
+        entry.phase = ANNOUNCED
+        local.queue.append(entry)
+
+    def unqueue(self, entry: Entry) -> None:
+        """Forget an announcement. One that was not sent yet may have carried the definition: send it next time."""
+        local = entry.local
+        if entry.phase == ANNOUNCED and local is not NO_LOCAL:
+            if local.queue and local.queue[0] is entry:
+                local.queue.popleft()
+            elif entry in local.queue:
+                local.queue.remove(entry)
+
+    def take(self, id: int) -> Entry | None:
+        """The oldest entry that was announced as ``id``, or ``None`` if none is left."""
+        local = self.by_id.get(id)
+        return local.queue.popleft() if local is not None and local.queue else None
+
+    def clear(self) -> None:
+        """Forget all ids: they are defined anew."""
+        self._by_key.clear()
+        self.by_id.clear()
+        self._next = 0
+
+    def _define(self, key: Key, entry: Entry, shape: tuple[int, ...]) -> Local:
+        id = self._free_id()
+        local = Local(id, key, signature_of(entry.request, entry.name, shape), entry.site)
+        self._by_key[key] = local
+        self.by_id[id] = local
+        return local
+
+    def _free_id(self) -> int:
+        """A new id while there are few; then the one that was not used for longest and has nothing in flight."""
+        if self._next >= self._limit:
+            for key, local in self._by_key.items():
+                if not local.queue:
+                    del self._by_key[key]
+                    return local.id
+        self._next += 1
+        return self._next - 1
+
+    def validate(self) -> None:
+        """Assert what must hold between calls."""
+        ids = [local.id for local in self._by_key.values()]
+        assert len(ids) == len(set(ids)), "an id stands for two things"
+        for local in self._by_key.values():
+            assert self.by_id[local.id] is local
+            for entry in local.queue:
+                assert entry.phase == ANNOUNCED, entry.phase
+        assert len(self._by_key) <= max(self._limit, self._next)

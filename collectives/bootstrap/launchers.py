@@ -97,14 +97,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         "MPICH",
-        ("PMI_RANK", "PMI_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         ("PMI_RANK",),
         ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-        job=("PMI_JOBID", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        ("MPI_LOCALRANKID",),
+        ("MPI_LOCALNRANKS",),
         meeting=Meeting.MPI,
     ),
+    # Its PMI variables, which it sets for all programs, say nothing of whether this one's MPI understands them.
     # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
     Launcher(
         "srun",
@@ -117,6 +117,16 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
         job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         by_parent=False,
+    ),
+    Launcher(
+        "MPI by PMI",
+        ("PMI_RANK", "PMI_SIZE"),
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("PMI_LOCAL_SIZE",),
+        job=("PMI_JOBID", "PALS_APID"),
+        meeting=Meeting.MPI,
     ),
     Launcher(
         "MASTER_ADDR and RANK",
@@ -161,6 +171,12 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
         if all(environ.get(mark) for mark in launcher.marks):
             return _read(launcher, environ)
     return None
+
+
+def by_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether an MPI launcher has started this process as one of several, so that they reach each other by MPI."""
+    launched = detect(environ)
+    return launched is not None and launched.size > 1 and launched.launcher.meeting is Meeting.MPI
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Launched | None:

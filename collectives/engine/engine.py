@@ -93,7 +93,7 @@ class Engine:
             host_key(),
             os.getpid(),
             settings.address,
-            registry.offered(),
+            registry.offered(settings.plane),
             settings.plane,
             settings.cells_tracked,
         )

@@ -61,6 +61,11 @@ class MpiPlane(Plane):
         me, store = self.context, self.context.store
         if store is None:
             raise PlaneBroken("the mpi plane needs a rendezvous store")
+        if MPI.COMM_WORLD.size < me.size:
+            raise PlaneBroken(
+                f"mpi4py's MPI sees {MPI.COMM_WORLD.size} of {me.size} ranks: it is another MPI than the launcher's. "
+                "Install the mpi4py that goes with it, or choose another plane by HVDLAB_PLANE"
+            )
         # Create_group blocks without end, so every member shows first that it is about to enter.
         store.set(f"mpi/{me.index}", str(MPI.COMM_WORLD.rank).encode())
         world_ranks = [int(store.get(f"mpi/{index}", timeout)) for index in range(me.size)]

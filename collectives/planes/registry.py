@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 
+from hvdlab.collectives.bootstrap.launchers import by_mpi
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
 
@@ -72,14 +73,18 @@ def why_unavailable(name: str) -> str | None:
     return None
 
 
-def offered() -> tuple[str, ...]:
+def offered(wish: str = "auto") -> tuple[str, ...]:
     """Planes that this process tells the coordinator it has. Only light ones are imported to find out.
 
     Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
+    Not ``mpi`` if there is only the possibility that the launcher's MPI is that of mpi4py, as under Slurm, unless it is
+    the ``wish``.
     """
     found = []
     for name in _CLASSES:
         if name in ("local", "hierarchical") or missing(name) is not None:
+            continue
+        if name == "mpi" and wish != "mpi" and not by_mpi(os.environ):
             continue
         if name == "shm" and why_unavailable(name) is not None:
             continue

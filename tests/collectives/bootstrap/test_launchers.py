@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.bootstrap.find import find
-from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, detect
+from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, by_mpi, detect
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import Settings
 
@@ -65,8 +65,17 @@ TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": 
             ("torchrun", 1, 4, None, 4, True),
         ),
         (
-            SRUN | {"SLURM_PROCID": "0", "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "8"},
-            ("MPICH", 5, 8, None, 8, True),
+            SRUN | {"SLURM_PROCID": "0", "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "5",
+                    "MPI_LOCALNRANKS": "8"},
+            ("MPICH", 5, 8, 5, 8, True),
+        ),
+        (
+            SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "1", "PMI_RANK": "1", "PMI_SIZE": "3"},
+            ("srun", 1, 3, None, None, True),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"},
+            ("MPI by PMI", 1, 2, 0, None, False),
         ),
     ],
 )  # fmt: skip
@@ -102,13 +111,32 @@ def test_one_rank_needs_nobody() -> None:
     assert find({"PMI_RANK": "0", "PMI_SIZE": "1"}, Settings()) is None
 
 
+@pytest.mark.parametrize(
+    ("environ", "yes"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}, False),
+        # A notebook in an interactive job of a cluster, and what srun starts: no sign that mpi4py can talk to it.
+        (SRUN | {"SLURM_PROCID": "0", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        (SRUN | {"SLURM_PROCID": "0", "PMIX_RANK": "0"}, False),
+        # torchrun's ranks under mpiexec are all the same one to MPI.
+        (TORCH | {"TORCHELASTIC_RUN_ID": "x", "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, False),
+    ],
+)  # fmt: skip
+def test_mpi_is_offered_only_to_ranks_of_mpis_launchers(environ: dict[str, str], yes: bool) -> None:
+    assert by_mpi(environ) is yes
+
+
 def test_ranks_of_a_launcher_take_part_in_a_world_of_ours() -> None:
     ours = {"HVDLAB_COORDINATOR": "unix:/x", "HVDLAB_TOKEN": "t"}
     mpi = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
     settings = Settings.from_env(ours | mpi)
     assert (settings.rank, settings.local_rank) == (2, 0)
     assert Settings.from_env(ours | mpi | {"HVDLAB_RANK": "1"}).rank == 1
-    assert Settings.from_env(ours | {"PMI_RANK": "0", "PMI_SIZE": "1"}).rank == -1  # e.g. an allocation of one task
+    assert (
+        Settings.from_env(ours | {"PMI_RANK": "0", "PMI_SIZE": "1"}).rank == -1
+    )  # e.g. an allocation of one task
 
 
 def test_nonsense_is_named() -> None:

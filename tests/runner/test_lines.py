@@ -7,10 +7,12 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.lines import LONGEST, LineAssembler, Tail
 from hvdlab.runner.sinks import ConsoleSink, FileSink, Writer
 
@@ -138,3 +140,9 @@ def test_files_are_padded_to_one_width(tmp_path: Path) -> None:
     assert (tmp_path / "out/rank.03/stdout").read_bytes() == b"\xffpartial"
     assert (tmp_path / "out/rank.10/stderr").read_bytes() == b"error\n"
     assert (tmp_path / "out/rank.00/stdout").read_bytes() == b""
+
+
+def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequestError, match="the output can't go to"):
+        FileSink(tmp_path / "file", 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlab.runner import mpi
 from hvdlab.runner.command import main
 
 ENVIRONMENT = """
@@ -140,6 +141,27 @@ def test_a_configuration_file(launcher) -> None:
 def test_flags_without_effect_are_told_once(launcher) -> None:
     ran = launcher.run("-np", "2", "--num-nccl-streams", "2", "true")
     assert ran.launcher == ["--num-nccl-streams has no effect here: there is no NCCL plane"]
+
+
+TORCH = """
+    import {module} as hvd, torch
+    hvd.init()
+    print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.mpi_enabled())
+"""
+
+
+def test_scripts_written_for_horovod(launcher) -> None:
+    ran = launcher.python(2, TORCH.format(module="horovod.torch"), flags=("--as-horovod",))
+    assert [ran.of(rank) for rank in range(2)] == [["0 2 2.0 False"], ["1 2 2.0 False"]], ran.err
+
+
+def test_mpiexec_starts_the_ranks(launcher) -> None:
+    if reason := mpi.why_unavailable():
+        pytest.skip(reason)
+    ran = launcher.python(2, TORCH.format(module="hvdlab.torch"), flags=("--mpi",))
+    assert ran.code == 0, ran.err
+    lines = sorted(line.partition(" ")[2] for line in ran.out.splitlines())
+    assert lines == ["0 2 2.0 True", "1 2 2.0 True"]
 
 
 def test_stalls_are_told(launcher) -> None:

@@ -60,8 +60,9 @@ class JobRun:
         Raises:
             StartError, InvalidRequestError: It could not be begun.
         """
-        with self._news.signals(), contextlib.ExitStack() as cleanup:
+        with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._news.close)
+            cleanup.enter_context(self._news.signals())
             cleanup.callback(self._close_links)
             address = own_address(self._job)
             self._start_agents()

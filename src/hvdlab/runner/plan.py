@@ -8,23 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdlab.collectives.bootstrap.launchers import LAUNCHERS
 from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner import wire
 from hvdlab.runner.hosts import Host, Slot, assign, is_local
 from hvdlab.runner.policy import Policy
 
-FOREIGN: tuple[str, ...] = (
-    "MPI_LOCALNRANKS",
-    "MPI_LOCALRANKID",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMIX_RANK",
-    "PMI_FD",
-    "PMI_ID",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "SLURM_PROCID",
+FOREIGN = tuple(
+    sorted(
+        {name for launcher in LAUNCHERS for name in (*launcher.rank, *launcher.local_rank)}
+        | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
+    )
 )
 """What another launcher told this one about itself; its ranks must not take that for theirs."""
 
@@ -50,7 +45,7 @@ _AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job.
+    """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots.
 
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter.
@@ -62,6 +57,7 @@ class Job:
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
         stdin: Whether rank 0 reads the launcher's standard input.
+        slots: Where each rank runs.
         min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the following.
     """
 
@@ -78,15 +74,12 @@ class Job:
     join_timeout: float | None = None
     min_ranks: int | None = None
     reset_limit: int = 10
+    slots: tuple[Slot, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise InvalidRequestError(f"-np {self.size}: a job has at least one rank.")
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Where each rank runs. Raises ``InvalidRequestError`` if there are too few slots."""
-        return assign(self.hosts, self.size)
+        object.__setattr__(self, "slots", tuple(assign(self.hosts, self.size)))
 
     @property
     def used_hosts(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.child import STDERR, STDOUT
 from hvdlab.runner.lines import REDRAW_PLAIN, REDRAW_TERMINAL, LineAssembler, prefix
 
@@ -120,12 +121,19 @@ class FileSink:
     """``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank.
 
     Raises:
-        OSError: The directory can't be made.
+        InvalidRequestError: The files can't be made.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
-        digits = len(str(max(0, size - 1)))
         self._files: dict[tuple[int, int], IO[bytes]] = {}
+        try:
+            self._open(directory, size)
+        except OSError as error:
+            self.close()
+            raise InvalidRequestError(f"the output can't go to {directory}: {error}") from error
+
+    def _open(self, directory: Path, size: int) -> None:
+        digits = len(str(max(0, size - 1)))
         for rank in range(size):
             place = directory / f"rank.{rank:0{digits}d}"
             place.mkdir(parents=True, exist_ok=True)

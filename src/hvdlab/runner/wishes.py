@@ -93,7 +93,7 @@ class Wishes:
         if minimum is not None and not 1 <= minimum <= size:
             raise InvalidRequestError(f"--min-np {minimum} must be from 1 to -np {size}.")
         start, limit = self.get("start_timeout"), self.get("reset_limit")
-        job = Job(
+        return Job(
             tuple(command),
             size,
             hosts or (Host(LOCALHOST, size),),
@@ -108,8 +108,6 @@ class Wishes:
             min_ranks=minimum,
             reset_limit=10 if limit is None else limit,
         )
-        _ = job.slots  # too few are told before anything is started
-        return job
 
     def _environment(self) -> dict[str, str]:
         found = self.variables()

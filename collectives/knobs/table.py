@@ -83,7 +83,7 @@ KNOBS: tuple[Knob, ...] = (
     # -- elastic training -----------------------------------------------------------------------------------------
     Knob("HOROVOD_ELASTIC_TIMEOUT", SECONDS, _R, "600", "[elastic training](../how-to/elastic.md): how long ranks wait for each other, and for enough of them, after one was lost; and how long a rank that comes back waits to be let in", "elastic_timeout"),
     Knob("HVDLAB_MIN_NP", POSITIVE, _R, "1", "ranks that elastic training needs to go on; `hvdlab run --min-np` sets it", "min_np"),
-    Knob("HVDLAB_RESET_LIMIT", COUNT, _R, "0", "how often elastic training may begin again before it gives up; 0 as often as it takes; `hvdlab run --reset-limit` sets it", "reset_limit"),
+    Knob("HVDLAB_RESET_LIMIT", COUNT, _R, "0", "how often elastic training may begin again before it gives up; 0 as often as it takes", "reset_limit"),
     Knob("HVDLAB_RENDEZVOUS_DIR", FILE, _R, "-", "directory that all ranks see, for those that find each other under another's launcher ([where they look otherwise](../how-to/several-hosts.md))"),
     Knob("HOROVOD_GLOO_IFACE", TEXT, _R, "-", "interfaces of which the first that a host has carries its data, if `HVDLAB_ADDRESS` is unset ([how an address is chosen](../how-to/several-hosts.md))"),
     Knob("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),

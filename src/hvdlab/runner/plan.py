@@ -18,7 +18,7 @@ from hvdlab.runner.policy import Policy
 FOREIGN = tuple(
     sorted(
         {name for launcher in LAUNCHERS for name in (*launcher.rank, *launcher.local_rank)}
-        | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
+        | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
     )
 )
 """What another launcher told this one about itself; its ranks must not take that for theirs."""

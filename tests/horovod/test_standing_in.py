@@ -36,6 +36,12 @@ assert ProcessSet is hvd.ProcessSet
 from horovod.common.exceptions import HorovodInternalError
 assert HorovodInternalError is hvd.HorovodInternalError
 from horovod.common.util import split_list
+assert horovod.common.util.split_list and horovod.common.process_sets.ProcessSet and hvd.mpi_ops.rank
+from horovod.common.elastic import State, ObjectState, run_fn
+from horovod.runner.elastic.worker import HostUpdateResult
+assert HostUpdateResult.mixed == HostUpdateResult.added | HostUpdateResult.removed
+for there in (horovod, horovod.common):
+    assert not hasattr(there, "nonsense")
 from horovod.torch.functions import broadcast_optimizer_state, broadcast_object
 assert broadcast_optimizer_state is hvd.broadcast_optimizer_state
 from horovod import run

@@ -6,10 +6,12 @@ the others. Nothing here is imported before it is used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import hvdlab
 from hvdlab.horovod.installing import environment, install_as_horovod, offer, uninstall
+from hvdlab.horovod.modules import target
 
 if TYPE_CHECKING:
     from hvdlab.horovod.runner import run as run
@@ -21,8 +23,10 @@ __all__ = ["__version__", "environment", "install_as_horovod", "offer", "run", "
 
 
 def __getattr__(name: str) -> Any:
-    if name != "run":
-        raise AttributeError(f"module 'horovod' (that is, hvdlab) has no attribute {name!r}")
-    from hvdlab.horovod.runner import run
+    if name == "run":
+        from hvdlab.horovod.runner import run
 
-    return run
+        return run
+    if name in ("common", "data", "runner", "torch"):  # there in Horovod as soon as one of them was imported
+        return import_module(target(f"horovod.{name}"))
+    raise AttributeError(f"module 'horovod' (that is, hvdlab) has no attribute {name!r}")

@@ -17,6 +17,7 @@ STANDS_FOR = {
 
 _INSTEAD = "Use horovod.torch (which is hvdlab.torch), or Horovod itself with HVDLAB_AS_HOROVOD=0."
 _NOT_YET = "is not part of hvdlab yet"
+_FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to."
 
 ABSENT = {
     "horovod.tensorflow": f"{_NOT_YET}. {_INSTEAD}",
@@ -24,7 +25,11 @@ ABSENT = {
     "horovod.mxnet": f"{_NOT_YET}. {_INSTEAD}",
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
-    "horovod.runner.elastic": f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to.",
+    "horovod.runner.elastic.discovery": _FIXED,
+    "horovod.runner.elastic.driver": _FIXED,
+    "horovod.runner.elastic.registration": _FIXED,
+    "horovod.runner.elastic.rendezvous": _FIXED,
+    "horovod.runner.elastic.settings": _FIXED,
     "horovod.runner.common": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.driver": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.http": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.horovod.common.util import check_extension
-from hvdlab.torch import elastic
+from hvdlab.torch import elastic, mpi_ops
 from hvdlab.torch.allreducing import (
     allreduce,
     allreduce_,
@@ -121,6 +121,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "poll",

@@ -1,1 +1,14 @@
 """``horovod.common``: what Horovod has for all frameworks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from hvdlab.horovod.modules import target
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("basics", "elastic", "exceptions", "process_sets", "util"):
+        return import_module(target(f"horovod.common.{name}"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""``horovod.runner.elastic``: the part of it that elastic training itself uses."""

@@ -1,0 +1,8 @@
+"""``horovod.runner.elastic.worker``: what ranks are told of hosts that come and go."""
+
+from __future__ import annotations
+
+from hvdlab.collectives.elastic import HostUpdateResult
+from hvdlab.collectives.elastic import NotificationManager as WorkerNotificationManager
+
+__all__ = ["HostUpdateResult", "WorkerNotificationManager"]

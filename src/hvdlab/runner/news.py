@@ -63,13 +63,15 @@ class News:
         client.on_lost(lambda reason: self.post(e.CoordinatorLost(reason)))
 
     def _on_membership(self, membership: Membership) -> None:
-        now = {member.rank: member.pid for member in membership.members}
+        members = {member.rank: member.pid for member in membership.members}
+        self.last_pid.update(members)
+        # Who waits until elastic training lets it in is not there yet.
+        now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
                 self.post(e.Disconnected(rank))
         for rank, pid in now.items():
             if self._members.get(rank) != pid:
-                self.last_pid[rank] = pid
                 self.post(e.Connected(rank))
         self._members = now
 

@@ -359,3 +359,28 @@ def test_a_second_step_without_a_backward_pass_is_warned_of(two_ranks: Ranks) ->
     for texts in two_ranks.run(_stepping_twice):
         assert [bool(text) for text in texts] == [False, True, False, False]
         assert "without a backward pass" in texts[1]
+
+
+def _collectives_in_compiled_code() -> tuple[list[float], list[float], bool]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        handles = [hvd.allreduce_async(x.detach() * number, op=hvd.Sum) for number in range(3)]
+        total = torch.stack([hvd.synchronize(handle) for handle in handles]).sum(0)
+        return hvd.allreduce(x * 2, op=hvd.Sum).sin() + total * hvd.size()
+
+    x = torch.ones(3, requires_grad=True)
+    output = torch.compile(function, backend="aot_eager")(x)
+    output.sum().backward()
+    assert x.grad is not None
+    net = nn.Sequential(nn.Linear(4, 3), hvd.SyncBatchNorm(3), nn.ReLU()).double()
+    rows = batch(0, [hvd.rank()])
+    as_is = net(rows)
+    return output.tolist(), x.grad.tolist(), torch.equal(torch.compile(net, backend="aot_eager")(rows), as_is)
+
+
+def test_collectives_in_compiled_code(two_ranks: Ranks) -> None:
+    expected = torch.tensor(4.0).sin().item() + 2 * 6
+    slope = 2 * 2 * torch.tensor(4.0).cos().item()
+    for output, gradient, batch_norm in two_ranks.run(_collectives_in_compiled_code, timeout=100):
+        assert output == pytest.approx([expected] * 3)
+        assert gradient == pytest.approx([slope] * 3)
+        assert batch_norm

@@ -25,6 +25,7 @@ import torch
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.torch.arguments import reduction, tensor_list
 from hvdlab.torch.autograd import collective, collectives
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.handles import Handle, synchronize
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
@@ -34,6 +35,7 @@ from hvdlab.torch.submission import run, submit, submit_group
 _KIND = OpKind.ALLREDUCE
 
 
+@untraced
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -59,6 +61,7 @@ def allreduce(
     return compression.decompress(collective(operation, sent, name), context)
 
 
+@untraced
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -73,6 +76,7 @@ def allreduce_async(
     return submit(operation, tensor, name)
 
 
+@untraced
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -87,6 +91,7 @@ def allreduce_(
     return run(operation, tensor, name, in_place=True)[0]
 
 
+@untraced
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -101,6 +106,7 @@ def allreduce_async_(
     return submit(operation, tensor, name, in_place=True)
 
 
+@untraced
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -121,6 +127,7 @@ def grouped_allreduce(
     ]
 
 
+@untraced
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -135,6 +142,7 @@ def grouped_allreduce_async(
     return submit_group(operation, tensor_list(tensors), name)
 
 
+@untraced
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -150,6 +158,7 @@ def grouped_allreduce_(
     return outputs
 
 
+@untraced
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

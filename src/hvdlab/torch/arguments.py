@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,9 +32,10 @@ def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp
     if op is None:
         if average is None:
             return Average
-        # From here to the line of the user: chosen_operator, reduction, the collective.
         warnings.warn(
-            "average= is deprecated; give op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4
+            "average= is deprecated; give op=hvd.Average or op=hvd.Sum.",
+            DeprecationWarning,
+            stacklevel=_levels_to_the_user(),
         )
         return Average if average else Sum
     if average is not None:
@@ -93,3 +95,11 @@ def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
     tolist = getattr(splits, "tolist", None)  # of tensors and arrays
     listed: Any = splits if tolist is None else tolist()
     return listed if isinstance(listed, Sequence) else [listed]
+
+
+def _levels_to_the_user() -> int:
+    """``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("hvdlab.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level

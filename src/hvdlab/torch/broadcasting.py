@@ -13,11 +13,13 @@ import torch
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.autograd import collective
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.handles import Handle
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.submission import Operation, run, submit
 
 
+@untraced
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -31,6 +33,7 @@ def broadcast(
     return collective(_operation(root_rank, process_set), tensor, name)
 
 
+@untraced
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -41,6 +44,7 @@ def broadcast_async(
     return submit(_operation(root_rank, process_set), tensor, name)
 
 
+@untraced
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -51,6 +55,7 @@ def broadcast_(
     return run(_operation(root_rank, process_set), tensor, name, in_place=True)[0]
 
 
+@untraced
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,

@@ -14,11 +14,13 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.arguments import row_counts
 from hvdlab.torch.autograd import exchange
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.handles import Handle
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.submission import Operation, submit
 
 
+@untraced
 def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
@@ -42,6 +44,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@untraced
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,

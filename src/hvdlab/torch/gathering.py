@@ -13,11 +13,13 @@ import torch
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.torch.arguments import tensor_list
 from hvdlab.torch.autograd import collective, collectives
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.handles import Handle
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.submission import Operation, submit, submit_group
 
 
+@untraced
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -28,6 +30,7 @@ def allgather(
     return collective(_operation(process_set), tensor, name)
 
 
+@untraced
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
@@ -35,6 +38,7 @@ def allgather_async(
     return submit(_operation(process_set), tensor, name)
 
 
+@untraced
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
@@ -42,6 +46,7 @@ def grouped_allgather(
     return collectives(_operation(process_set), tensor_list(tensors), name)
 
 
+@untraced
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:

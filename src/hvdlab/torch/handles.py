@@ -9,6 +9,7 @@ import torch
 
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.conversion import OutputAllocator
 
 FAILURES = (CollectiveError, DuplicateNameError)
@@ -140,11 +141,13 @@ def received_splits(result: Result) -> torch.Tensor:
     return torch.tensor(result.received_splits or (), dtype=torch.int32)
 
 
+@untraced
 def poll(handle: Handle) -> bool:
     """Whether ``synchronize(handle)`` would return, or raise, without waiting."""
     return _checked(handle).done()
 
 
+@untraced
 def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous collective and return its result.
 

@@ -14,12 +14,14 @@ from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.arguments import Average, reduction, tensor_list
 from hvdlab.torch.autograd import collective, collectives
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.handles import Handle
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
 from hvdlab.torch.submission import Operation, submit, submit_group
 
 
+@untraced
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -40,6 +42,7 @@ def reducescatter(
     return compression.decompress(collective(operation, sent, name), context)
 
 
+@untraced
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -52,6 +55,7 @@ def reducescatter_async(
     return submit(_operation(op, prescale_factor, postscale_factor, process_set, [tensor]), tensor, name)
 
 
+@untraced
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -72,6 +76,7 @@ def grouped_reducescatter(
     ]
 
 
+@untraced
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

@@ -9,11 +9,13 @@ import torch
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.torch.arguments import Average, Sum, checked_operator
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.handles import Handle, Part
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.submission import Operation, submit_group
 
 
+@untraced
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None,

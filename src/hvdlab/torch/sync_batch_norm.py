@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.torch.autograd import collective
+from hvdlab.torch.compiling import untraced
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.submission import Operation
 
@@ -67,6 +68,10 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or not self.process_set.included() or self.process_set.size() == 1:
             return super().forward(input)
+        return self._forward_together(input)
+
+    @untraced
+    def _forward_together(self, input: torch.Tensor) -> torch.Tensor:
         output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch's
             input, self.weight, self.bias, self.eps, set_id(self.process_set)
         )

@@ -560,7 +560,12 @@ def test_a_cell_that_failed_after_backward_can_be_run_again(two_ranks: Ranks) ->
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, InvalidRequestError, "Average"),
         ({"backward_passes_per_step": 0}, InvalidRequestError, "at least 1"),
         ({"named_parameters": [("a", torch.ones(1))]}, InvalidRequestError, "missing"),
+        ({"named_parameters": [("a", torch.ones(1)), ("a", torch.ones(2))]}, InvalidRequestError, "unique"),
+        ({"named_parameters": model().parameters()}, InvalidRequestError, "pairs"),
         ({"groups": -2}, InvalidRequestError, "groups"),
+        ({"groups": 1.5}, InvalidRequestError, "groups"),
+        ({"groups": "two"}, InvalidRequestError, "groups"),
+        ({"groups": list(model().parameters())}, InvalidRequestError, "list of lists"),
     ],
 )
 def test_wrong_arguments(

@@ -80,10 +80,7 @@ def bucketed(
     Raises:
         InvalidRequestError: A parameter is in two lists, or a list has something else in it.
     """
-    if isinstance(groups, int):
-        together = _even(parameters, groups)
-    else:
-        together = [list(group) for group in groups if len(group)]
+    together = _even(parameters, groups) if isinstance(groups, int) else _listed(groups)
     _check_disjoint(together)
     chosen = set(parameters)
     together = [kept for group in together if (kept := [p for p in group if p in chosen])]
@@ -104,9 +101,15 @@ def _even(parameters: Sequence[torch.Tensor], count: int) -> list[list[torch.Ten
     return [list(parameters[a:b]) for a, b in pairwise(bounds)]
 
 
+def _listed(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise InvalidRequestError("groups= takes a number, or a list of lists of parameters.")
+    return [list(group) for group in groups if group]
+
+
 def _check_disjoint(groups: list[list[torch.Tensor]]) -> None:
     members = [parameter for group in groups for parameter in group]
     if not all(isinstance(parameter, torch.Tensor) for parameter in members):
-        raise InvalidRequestError("groups= takes a number, or lists of parameters.")
+        raise InvalidRequestError("groups= takes a number, or a list of lists of parameters.")
     if len(set(members)) != len(members):
         raise InvalidRequestError("A parameter is in groups= more than once.")

@@ -122,6 +122,15 @@ class Engine:
         self._dispatcher.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
         if settings.thread_affinity:
             bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
+        self._begin_mpi()
+
+    def _begin_mpi(self) -> None:
+        """Load MPI if the world uses it: that waits for all its processes, and later only some might come to it."""
+        world = self._guarded.state.sets.get(0)
+        if world is None or world.plane not in ("mpi", "hierarchical"):
+            return
+        if all("mpi" in member.planes for member in world.members):
+            registry.why_unavailable("mpi")  # what it says is told by the first collective
 
     @property
     def size(self) -> int:

@@ -24,11 +24,11 @@ def shm_memory(size: int, options: Mapping[str, str]) -> int:
 
 def mpiexec(size: int, path: str, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
     """Start the workers with the environment's MPI (the ``mpich`` wheel, or the system's)."""
-    command = [_mpiexec_path() or "mpiexec", "-n", str(size), sys.executable, str(WORKER)]
+    command = [mpiexec_path() or "mpiexec", "-n", str(size), sys.executable, str(WORKER)]
     return [subprocess.Popen([*command, "--socket", path, "--size", str(size)], env=dict(environment))]
 
 
-def _mpiexec_path() -> str | None:
+def mpiexec_path() -> str | None:
     beside_python = Path(sys.executable).with_name("mpiexec")
     return str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
 
@@ -36,7 +36,7 @@ def _mpiexec_path() -> str | None:
 def mpi_missing() -> str | None:
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
-    return None if _mpiexec_path() else "there is no mpiexec"
+    return None if mpiexec_path() else "there is no mpiexec"
 
 
 def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), **how: Any) -> PlaneUnderTest:

@@ -384,3 +384,31 @@ def test_collectives_in_compiled_code(two_ranks: Ranks) -> None:
         assert output == pytest.approx([expected] * 3)
         assert gradient == pytest.approx([slope] * 3)
         assert batch_norm
+
+
+FROZEN_ON = {1: [0], 2: [0, 1], 3: [1]}
+"""In which steps which ranks have frozen the first layer."""
+
+
+def _frozen_here_and_there() -> list[torch.Tensor]:
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = distributed(sgd, net)
+    for step in range(5):
+        net[0].requires_grad_(hvd.rank() not in FROZEN_ON.get(step, []))
+        optimizer.zero_grad()
+        loss_of(net, batch(step, [hvd.rank()])).backward()
+        optimizer.step()
+    return values(net)
+
+
+def test_a_layer_may_be_frozen_on_some_ranks_only(two_ranks: Ranks) -> None:
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(5):
+        sgd.zero_grad()
+        for rank in range(2):
+            net[0].requires_grad_(rank not in FROZEN_ON.get(step, []))
+            (loss_of(net, batch(step, [rank])) / 2).backward()
+        sgd.step()
+    check(two_ranks.run(_frozen_here_and_there), values(net), 1e-9)

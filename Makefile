@@ -51,6 +51,10 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
 	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
 	$(BIN)/python benchmarks/tracing.py > benchmarks/results/tracing.json
+	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
+	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
+	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json
+	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
 	$(BIN)/python docs/reference/horovod/table.py

@@ -18,7 +18,7 @@ from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.torch.announcing import Announcer
 from hvdlab.torch.arguments import Average
-from hvdlab.torch.compression import Compressor
+from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.handles import FAILURES, Handle, synchronize
 from hvdlab.torch.hooks import Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
@@ -86,6 +86,9 @@ class GradientReducer(Watcher):
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._announcer = Announcer()
+        self._operation: Operation | None = (
+            None  # of this step: a process set's number may be another in the next
+        )
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters that have had sparse gradients
 
     def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -133,6 +136,7 @@ class GradientReducer(Watcher):
     def reset(self) -> None:
         super().reset()
         self._announcer.forget()
+        self._operation = None
         for bucket in self._buckets:
             bucket.ready, bucket.work = 0, None
 
@@ -149,16 +153,21 @@ class GradientReducer(Watcher):
         bucket.work = work
 
     def _start_dense(self, name: str, gradients: dict[torch.Tensor, torch.Tensor]) -> _InFlight:
-        operation = self._settings.operation()
-        with torch.no_grad():
-            compressed = [self._settings.compression.compress(gradient) for gradient in gradients.values()]
-        sent = [tensor for tensor, _ in compressed]
+        operation = self._operation
+        if operation is None:
+            operation = self._operation = self._settings.operation()
+        if self._settings.compression is Compression.none:
+            sent, contexts = list(gradients.values()), [None] * len(gradients)
+        else:
+            with torch.no_grad():
+                pairs = [self._settings.compression.compress(gradient) for gradient in gradients.values()]
+            sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
         if len(sent) == 1:
             handle = submit(operation, sent[0], name, in_place=True, announce=False)
         else:
             handle = submit_group(operation, sent, name, in_place=True, announce=False)
         self._announcer.hold(sum([tensor.nbytes for tensor in sent]))
-        return _InFlight(handle, list(gradients), [context for _, context in compressed])
+        return _InFlight(handle, list(gradients), contexts)
 
     def _start_sparse(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> _InFlight:
         self._sparse_dims[parameter] = gradient.sparse_dim()

@@ -307,6 +307,21 @@ def test_one_after_the_other_may_be_lost(world: Ranks) -> None:
     assert outcomes[2]["sizes"] == [2, 1]
 
 
+def lost_while_beginning_again() -> dict[str, Any]:
+    """Rank 1 is lost in training, and rank 2 when it is to go on without."""
+    training = Training()
+    if hvd.rank() == 2:
+        training.state.register_reset_callbacks([lambda: die(training.state)])
+    return training.run({4: "die"} if hvd.rank() == 1 else {})
+
+
+def test_a_rank_may_be_lost_while_the_others_begin_again(world: Ranks) -> None:
+    outcomes = world.outcomes(lost_while_beginning_again, timeout=60)
+    check_alike(outcomes[:1])
+    assert outcomes[0]["sizes"] == [2, 1]
+    assert [type(outcome) for outcome in outcomes[1:]] == [RankGone] * 2
+
+
 # -- ranks that come back -------------------------------------------------------------------------------------------------
 
 

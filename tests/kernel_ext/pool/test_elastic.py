@@ -86,3 +86,49 @@ def test_a_repaired_rank_joins_the_training_of_the_others(
     assert pulled[0][2] == ["2", "3", "3 again"]
     assert [pulled[rank] for rank in range(3)] == [pulled[0]] * 3
     assert {s.pid for s in pool.status() if s.rank in survivors} == {pids[rank] for rank in survivors}
+
+
+ENDLESS = """
+import torch
+import hvdlab.torch as hvd
+
+hvd.init()
+state = hvd.elastic.TorchState(step=0)
+
+@hvd.elastic.run
+def train(state):
+    while True:
+        state.step += 1
+        if state.step == 20:
+            print("ready", flush=True)
+        if state.step == 30 and hvd.rank() == FAILS:
+            raise ZeroDivisionError("of the user")
+        hvd.allreduce(torch.ones(2), name="x")
+        if state.step % 10 == 0:
+            state.commit()
+
+train(state)
+"""
+AFTERWARDS = "[hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.size()]"
+
+
+@pytest.mark.timeout(240)
+def test_interrupts_and_errors_end_elastic_training_and_the_pool_goes_on(
+    start_pool: StartPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    pool = start_pool(2)
+    for interrupted in (None, [1]):
+        pool.push(FAILS=-1)
+        watching = Watching(lambda interrupted=interrupted: pool.interrupt(interrupted))  # type: ignore[misc]
+        results = pool.start_run(ENDLESS, out=watching).wait()
+        assert results.errors[1].ename == "KeyboardInterrupt"
+        assert results.errors[0].ename in ("KeyboardInterrupt", "AbortedError")
+        assert list(pool.run(AFTERWARDS)) == [[2.0, 2]] * 2
+    pool.push(FAILS=1)
+    results = pool.run(ENDLESS, timeout=60)
+    assert {rank: error.ename for rank, error in results.errors.items()} == {
+        0: "AbortedError",
+        1: "ZeroDivisionError",
+    }
+    assert list(pool.run(AFTERWARDS)) == [[2.0, 2]] * 2

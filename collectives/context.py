@@ -70,7 +70,7 @@ def _join(settings: Settings) -> Engine:
     if settings.coordinator is None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
-        coordinator = CoordinatorProcess.start(size=1)
+        coordinator = CoordinatorProcess.start(size=1, timeout=settings.start_timeout)
         settings = dataclasses.replace(
             settings, coordinator=coordinator.address, token=coordinator.token, rank=0, size=1
         )

@@ -92,7 +92,7 @@ def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
     board = _board(launched, environ, deadline)
     try:
         if launched.rank == 0:
-            return _found(launched, environ, board)
+            return _found(launched, environ, board, deadline)
         card = await_card(board, launched.size, deadline)
         return Found(launched, card, _address(environ, card), board, None)
     except BaseException:
@@ -135,14 +135,16 @@ def _shared_directory(environ: Mapping[str, str]) -> Path:
     return Path(cache) if cache else Path.home() / ".cache"
 
 
-def _found(launched: Launched, environ: Mapping[str, str], board: Board) -> Found:
+def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadline: Deadline) -> Found:
     """Be rank 0: start the coordinator and announce it, or the failure."""
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
     coordinator = None
     try:
         listen = None if launched.one_host else _own_address(environ)
-        coordinator = CoordinatorProcess.start(size=launched.size, tcp_host=listen, linger=True)
+        coordinator = CoordinatorProcess.start(
+            size=launched.size, tcp_host=listen, linger=True, timeout=deadline.remaining() or 0.0
+        )
         card = Card(
             launched.size,
             host_key(),

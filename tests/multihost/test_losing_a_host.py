@@ -37,6 +37,16 @@ def total(value: float, count: int = 5000) -> float:
     return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
 
 
+def total_of_survivors() -> float:
+    """The ranks of a host need not be declared dead in the same moment."""
+    while True:
+        try:
+            return total(1.0)
+        except AbortedError as error:
+            if error.cause.kind is not CauseKind.RANK_DIED:
+                raise
+
+
 def reduce_until_it_fails(seconds: float) -> str:
     """What ends a rank that reduces all the time, and how long after that its engine is closed."""
     end = time.monotonic() + seconds
@@ -48,6 +58,12 @@ def reduce_until_it_fails(seconds: float) -> str:
 def rejoin() -> None:
     context.shutdown()
     context.init()
+
+
+def place() -> tuple[int, int]:
+    e = context.engine()
+    assert e.plane() == "hierarchical"
+    return e.cross_rank, e.cross_size
 
 
 def leave() -> float:
@@ -76,7 +92,7 @@ def test_the_others_go_on_and_the_lost_ranks_are_told(ranks: RanksOnHosts) -> No
         assert isinstance(error, AbortedError)
         assert error.cause.kind is CauseKind.COORDINATOR_LOST
         assert "coordinator is gone" in str(error)
-    assert ranks.run(total, 1.0, ranks=[0, 1]) == [2.0] * 2
+    assert ranks.run(total_of_survivors, ranks=[0, 1]) == [2.0] * 2
     assert all(seconds < 5.0 for seconds in ranks.run(leave, ranks=[2, 3]))
 
 
@@ -99,7 +115,7 @@ def test_a_host_that_comes_back(ranks: RanksOnHosts) -> None:
     outcomes = running.outcomes(DEAD_AFTER + SLACK + 10)
     assert all(isinstance(outcome, AbortedError) for outcome in outcomes)
     ranks.network.hosts[1].mend()
-    assert ranks.run(total, 1.0, ranks=[0, 1]) == [2.0] * 2
+    assert ranks.run(total_of_survivors, ranks=[0, 1]) == [2.0] * 2
     with pytest.raises(RankFailed, match="the coordinator is gone"):
         ranks.run(total, 1.0, ranks=[2, 3])
     ranks.run(rejoin, ranks=[2, 3], timeout=60)
@@ -113,3 +129,17 @@ def test_a_short_cut_is_survived(ranks: RanksOnHosts) -> None:
     time.sleep(DEAD_AFTER / 4)
     ranks.network.hosts[1].mend()
     assert running.results(30) == [4.0] * 4
+
+
+def test_two_hosts_of_three_are_left() -> None:
+    with Network(3) as three, RanksOnHosts(three, env=HEARTBEAT) as ranks:
+        assert ranks.run(total, 1.0, 100_000, timeout=90) == [6.0] * 6
+        waiting = ranks.start(total, 1.0, 100_000, ranks=[0, 1, 2, 3])
+        three.hosts[2].cut()
+        for error in waiting.outcomes(DEAD_AFTER + SLACK):
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind is CauseKind.RANK_DIED
+            assert set(error.cause.ranks) <= {4, 5}
+        assert ranks.run(total_of_survivors, ranks=[0, 1, 2, 3]) == [4.0] * 4
+        assert ranks.run(place, ranks=[0, 1, 2, 3]) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+        three.hosts[2].mend()

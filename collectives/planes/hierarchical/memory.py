@@ -45,7 +45,7 @@ def accept(store: KeyValue, timeout: float) -> int:
     except OSError as error:
         raise PlaneBroken(
             f"shared memory: process {pid} has the segment of this host, but {path} can't be opened ({error}); ranks that "
-            "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently"
+            "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently, or HVDLAB_PLANE=gloo"
         ) from error
     status = os.fstat(descriptor)
     if (status.st_dev, status.st_ino) != (device, inode):

@@ -58,9 +58,10 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
         if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
             return Stuck(ps, current, defined.site, ps.matcher.missing(current))
     for held in ps.matcher.held.get(defined.info.group, ()):
-        if held.heads[peer.rank] is defined:
-            # Complete by itself; what its group lacks may have to come from any member.
-            return Stuck(ps, held, defined.site, ps.members)
+        if held.heads.get(peer.rank) is defined:
+            # Complete by itself; what its group lacks may have to come from any member that has not joined.
+            joined = ps.matcher.joined
+            return Stuck(ps, held, defined.site, tuple(rank for rank in ps.members if rank not in joined))
     return None
 
 

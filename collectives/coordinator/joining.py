@@ -28,6 +28,13 @@ def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossi
     return Impossible(signature.name, reason, joined)
 
 
+def refuse_incomplete(signature: Signature, joined: tuple[int, ...]) -> Impossible:
+    """The verdict on a group of which some tensors have not been submitted when all ranks have joined."""
+    what = call_name(kind_label(signature.kind), signature.name)
+    reason = f"{what} is one of a group of {signature.group_size} tensors, which was not complete when all ranks joined"
+    return Impossible(signature.name, reason, joined)
+
+
 def _operator(op: int) -> str:
     try:
         return ReduceOp(op).name.capitalize()

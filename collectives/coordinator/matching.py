@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from hvdlab.collectives.coordinator.joining import refuse_with_joined
+from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
 from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
 from hvdlab.collectives.coordinator.verdicts import Debts, DuplicateName, Mismatch, Rejection, Verdict
@@ -195,6 +195,9 @@ class Matcher:
         """Something goes on while ranks have joined; when all have, each is told who was the last."""
         assert self.joining is not None
         if complete is self.joining:
+            for held in list(self.held.values()):  # nobody is left who might complete these groups
+                info = held[0].info
+                self._decide_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
             complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.heads)),))
             self.joining = None
         else:

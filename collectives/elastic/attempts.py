@@ -11,7 +11,13 @@ from hvdlab.collectives.elastic.notification import notification_manager
 from hvdlab.collectives.elastic.state import State
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
+from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
+    CollectiveError,
+    JoinedRanksError,
+    MismatchError,
+)
 
 logger = logging.getLogger("hvdlab.elastic")
 
@@ -67,7 +73,7 @@ class Attempts:
         """A collective has failed: tell the others that this rank goes back. Raises ``error`` if that makes no sense."""
         if isinstance(error, AbortedError) and error.cause.kind in FINAL:
             raise error
-        if isinstance(error, MismatchError) or (
+        if isinstance(error, MismatchError | JoinedRanksError) or (
             isinstance(error, AbortedError) and error.cause.kind in DISAGREEMENTS
         ):
             disagreement = (str(error), getattr(self._state, "_commits", None))

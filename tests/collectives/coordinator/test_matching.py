@@ -312,7 +312,9 @@ def test_what_is_in_flight_when_the_last_rank_joins_comes_before_the_end_of_join
     bench.join(1)
     bench.submit(0, "x", group="g", size=2)
     bench.join(0)
+    assert bench.rejected() == [(0, "x")]  # its group will never be complete
     assert bench.ready() == ["join.noname"]
+    assert not bench.matcher.debts
     bench = Bench(2)
     bench.submit(0, "a")
     bench.submit(0, "a")

@@ -114,8 +114,10 @@ def test_a_program_that_there_is_not(launcher) -> None:
 
 
 def test_a_program_that_may_not_be_run(launcher) -> None:
-    (launcher.directory / "file").write_text("")
-    assert launcher.run("-np", "1", "./file").code == 126
+    (launcher.directory / "train.py").write_text("")
+    ran = launcher.run("-np", "1", "./train.py")
+    assert ran.code == 126
+    assert ran.launcher[0].endswith("Permission denied; `python ./train.py`?")
 
 
 def test_the_others_are_ended_with_all_that_they_started(launcher, wait_for) -> None:

@@ -94,7 +94,8 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
         if memory >= 0:
             os.close(memory)
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        raise SpawnError(code, f"`{command[0]}` can't be run: {error.strerror or error}") from error
+        hint = f"; `python {command[0]}`?" if command[0].endswith(".py") else ""
+        raise SpawnError(code, f"`{command[0]}` can't be run: {error.strerror or error}{hint}") from error
     finally:
         if kept:
             os.close(kept[0])

@@ -56,6 +56,9 @@ def main() -> None:
     """Run the call; exits with 1 if it raises."""
     call, result = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(result, False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # it is a pipe, but somebody watches
     with open(f"/proc/self/fd/{call}", "rb") as file:
         # The launcher made it, on a pipe or in memory that nobody else can reach.
         path, pickled = pickle.load(file)  # noqa: S301

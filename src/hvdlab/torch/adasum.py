@@ -89,7 +89,7 @@ class ChangeReducer(Watcher):
 class AdasumMixin(DistributedBase):
     """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
-    _watcher: ChangeReducer
+    _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to reduce before :meth:`step`."""

@@ -88,7 +88,7 @@ class DistributedBase(torch.optim.Optimizer):
 class DistributedMixin(DistributedBase):
     """Reduces gradients, then takes the given optimizer's step with them."""
 
-    _watcher: GradientReducer
+    _watcher: GradientReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
     _before_scaling = False
 
@@ -169,7 +169,9 @@ class DistributedMixin(DistributedBase):
         return groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute of torch's
+        self, groups: list[dict[str, Any]]
+    ) -> None:
         self.__dict__["param_groups"] = groups
 
 

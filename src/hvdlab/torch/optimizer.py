@@ -71,9 +71,9 @@ def DistributedOptimizer(
     watcher: Watcher = GradientReducer(settings, passes)
     if settings.op is Adasum:
         mixin, watcher = AdasumMixin, ChangeReducer(compression, process_set, passes)
-    distributed: DistributedMixin | AdasumMixin = object.__new__(
-        type(given.__name__, (mixin, given), {"_given": given})
-    )
+    kind: type[DistributedMixin | AdasumMixin]
+    kind = type(given.__name__, (mixin, given), {"_given": given})  # pyright: ignore[reportAssignmentType]
+    distributed = object.__new__(kind)
     # A scheduler made for the given optimizer has put a wrapper of its step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     distributed.__dict__["_watcher"] = watcher

@@ -117,7 +117,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         return output, mean, variance, counted
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        gradient = gradients[0]
         input, weight, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # it is to be differentiated itself
             return *_differentiable_gradients(ctx, gradient, input, weight, bias), None, None

@@ -68,6 +68,8 @@ class ProcessSets:
         self._outbox = outbox
         self._hierarchy = hierarchy
         self._next_id = 1
+        self._anew = False  # whether the world was made anew since the last set was added
+        self._first_epoch, self._last_epoch = 1, 0  # of sets in this world, and in those before it
 
     def __iter__(self) -> Iterator[ProcessSet]:
         return iter(self.by_id.values())
@@ -107,19 +109,26 @@ class ProcessSets:
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add(self, ranks: tuple[int, ...]) -> ProcessSet:
-        """A new process set, configured at once."""
+        """A new process set, configured at once. Ids begin anew with the world; with its epoch each is still unique."""
+        if self._anew and len(self.by_id) == 1:
+            self._next_id, self._first_epoch = 1, self._last_epoch + 1
+        self._anew = False
         ps = ProcessSet(self._next_id)
         self._next_id += 1
         self.by_id[ps.id] = ps
-        ps.epoch = 1
+        ps.epoch = self._first_epoch
         ps.next_members = ranks
         self.configure(ps)
         return ps
 
     def remove(self, ps: ProcessSet, told: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
-        del self.by_id[ps.id]
+        self._forget(ps)
         self._outbox.send(told, Dissolve(ps.id))
+
+    def _forget(self, ps: ProcessSet) -> None:
+        del self.by_id[ps.id]
+        self._last_epoch = max(self._last_epoch, ps.epoch)
 
     def configure(self, ps: ProcessSet) -> None:
         """Open the epoch that is due, with those of its members that live."""
@@ -128,13 +137,15 @@ class ProcessSets:
         ps.members = members
         ps.next_members = None
         ps.gone.clear()
+        old = {*ps.peers}
         ps.peers = tuple(ranks[r].peer for r in members)
         ps.clear()
         if not members:
             if ps is not self.world:
-                del self.by_id[ps.id]
+                self._forget(ps)
             return
         if ps is self.world:
+            self._anew = self._anew or old.isdisjoint(ps.peers)
             for rank in members:
                 ranks[rank].admitted = True
         ps.epoch = ps.epoch or 1

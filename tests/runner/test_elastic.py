@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import hvdlab
+
 SCRIPT = """
     import os, signal, sys, time
     import torch
@@ -55,3 +59,16 @@ def test_too_few_are_left(launcher) -> None:
     ran = launcher.python(2, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "1"))
     assert ran.code == 137
     assert "rank 1 failed first: killed by SIGKILL" in ran.launcher[1]
+
+
+def test_a_function_returns_what_the_ranks_that_are_left_did() -> None:
+    def work() -> int:
+        from hvdlab.collectives import api, context
+
+        rank = context.init().rank
+        api.barrier()
+        if rank == 1:
+            os._exit(3)
+        return rank
+
+    assert hvdlab.run(work, np=3, min_np=2, reset_limit=0) == [0, 2]

@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -73,7 +73,8 @@ def run(
     """Call ``func(*args, **kwargs)`` on ``np`` new ranks and return what it returned, by rank.
 
     The function may come from a notebook, ``__main__`` or a closure, and no ``if __name__ == "__main__"`` is needed.
-    What ranks print is shown as it comes, with their numbers in front.
+    What ranks print is shown as it comes, with their numbers in front. An elastic job returns nothing for ranks that it
+    lost for good.
 
     Args:
         func: Called on each rank. It joins the others by ``hvd.init()``.
@@ -166,10 +167,13 @@ def _results(done: Done, size: int) -> list[Any]:
     # What our own ranks sent over pipes of ours.
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
     failed = done.failed
+    ranks: Sequence[int] = range(size)
+    if done.code == 0:  # whoever has failed is a rank that an elastic job went on without
+        ranks = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
     if failed is None:
-        failed = next((rank for rank in range(size) if not isinstance(found.get(rank), Returned)), None)
+        failed = next((rank for rank in ranks if not isinstance(found.get(rank), Returned)), None)
     if failed is None and done.code == 0:
-        return [found[rank].value for rank in range(size)]
+        return [found[rank].value for rank in ranks]
     if failed is None:
         raise RankFailedError("; ".join(done.failure) or f"the job ended with exit code {done.code}")
     raise _error(done, failed, found.get(failed))

@@ -80,16 +80,16 @@ def test_a_script_runs_unchanged(python: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, helper, multiprocessing\n"
         "if __name__ == '__main__':\n"
-        "    print(sys.argv[1:], helper.hvd.__name__)\n"
+        "    print(sys.argv[1:], helper.process_sets.__name__)\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.apply(helper.name))\n"
     )
     (tmp_path / "helper.py").write_text(
-        "import horovod.torch as hvd\nimport horovod\ndef name():\n    return horovod.__name__\n"
+        "from horovod.common import process_sets\nimport horovod\ndef name():\n    return horovod.__name__\n"
     )
     for arguments in (("train.py",), ("-m", "train")):
         ran = python("-m", "hvdlab.horovod", *arguments, "--lr", "0.1")
-        assert ran.stdout == "['--lr', '0.1'] hvdlab.torch\nhvdlab.horovod\n"
+        assert ran.stdout == "['--lr', '0.1'] hvdlab.collectives.process_sets\nhvdlab.horovod\n"
     assert "script.py" in python("-m", "hvdlab.horovod", fails=True).stderr
 
 
@@ -126,18 +126,19 @@ def test_an_installed_horovod_is_hidden_if_asked(python: Run, real_horovod: str,
     python(
         "-c", "import hvdlab.horovod as h\nh.offer()\n" + NAMES, MODULES, HVDLAB_AS_HOROVOD="1", **variables
     )
-    (tmp_path / "script.py").write_text("import horovod.torch\nprint(horovod.torch.__name__)")
-    assert python("-m", "hvdlab.horovod", "script.py", **variables).stdout == "hvdlab.torch\n"
+    (tmp_path / "script.py").write_text("import horovod.common.util\nprint(horovod.common.util.__name__)")
+    assert python("-m", "hvdlab.horovod", "script.py", **variables).stdout == "hvdlab.horovod.common.util\n"
 
 
 SPAWNED = """
 import multiprocessing, horovod
 
 def name():
-    import horovod.torch as hvd
+    from horovod.common.basics import HorovodBasics
 
-    hvd.init()
-    return hvd.__name__, hvd.size()
+    world = HorovodBasics(__file__)
+    world.init()
+    return HorovodBasics.__module__, world.size()
 
 if __name__ == "__main__":
     print(horovod.run(name, np=2))
@@ -152,8 +153,8 @@ def test_processes_started_from_here_do_the_same(python: Run, real_horovod: str,
         (tmp_path / "script.py").write_text(first.format(force) + SPAWNED)
         ran = python("script.py", **variables)
         assert ran.stdout.splitlines()[-2:] == [
-            "[('hvdlab.torch', 2), ('hvdlab.torch', 2)]",
-            "('hvdlab.torch', 1)",
+            "[('hvdlab.horovod.common.basics', 2), ('hvdlab.horovod.common.basics', 2)]",
+            "('hvdlab.horovod.common.basics', 1)",
         ]
 
 

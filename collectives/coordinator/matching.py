@@ -16,55 +16,17 @@ from collections import deque
 from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
-from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
+from hvdlab.collectives.coordinator.pending import PendingRounds
+from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
-from hvdlab.collectives.coordinator.verdicts import Debts, DuplicateName, Mismatch, Rejection, Verdict
+from hvdlab.collectives.coordinator.verdicts import DuplicateName, Mismatch, Rejection, Verdict
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.protocol.messages import AbortedCollective
 
 _JOIN = int(OpKind.JOIN)
 
-SITES_LIMIT = 4096
-"""Call sites that one report of pending collectives carries at most."""
 
-
-class Matcher:
-    """The rounds of one epoch of a process set.
-
-    Attributes:
-        ranks: Members, by position.
-        rounds: Rounds that are not complete, by name, oldest first.
-        held: Complete rounds whose group is not.
-        ready: Complete rounds to be released, in order.
-        rejections: Submissions that got a verdict, in order.
-        conflict: Text of a disagreement that can't be limited to one name, or empty.
-        disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
-        joining: The round of those that have joined, or ``None`` if nobody has.
-        debts: Verdicts on what is still to be submitted.
-    """
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.members = frozenset(ranks)
-        self.size = len(ranks)
-        self.rounds: dict[str, Round] = {}
-        self.held: dict[str, list[Round]] = {}
-        self.ready: list[Round] = []
-        self.rejections: list[Rejection] = []
-        self.conflict = ""
-        self.disputes: dict[str, Round] = {}
-        self.joining: Round | None = None
-        self.debts = Debts()
-
-    @property
-    def pending(self) -> bool:
-        """Whether some rank waits for a decision."""
-        return bool(self.rounds or self.held or self.ready)
-
-    @property
-    def joined(self) -> tuple[int, ...]:
-        """Ranks that have joined, lowest first."""
-        return () if self.joining is None else tuple(sorted(self.joining.heads))
+class Matcher(PendingRounds):
+    """Takes in submissions, and finds out which of them belong together."""
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -143,7 +105,7 @@ class Matcher:
     def _look(self, current: Round, now: float) -> None:
         if current.info.kind == _JOIN:
             self._join(current, now)
-        if self._is_complete(current):
+        if self.is_complete(current):
             self._complete(current, now)
 
     def _join(self, joining: Round, now: float) -> None:
@@ -155,15 +117,8 @@ class Matcher:
         for current in list(self.rounds.values()):
             # Completing one may complete others of its name, or of its group, as well.
             there = current is not joining and self.rounds.get(current.info.name) is current
-            if there and self._is_complete(current):
+            if there and self.is_complete(current):
                 self._complete(current, now)
-
-    def _is_complete(self, current: Round) -> bool:
-        """Whether all have submitted it that have not joined."""
-        joining, heads = self.joining, current.heads
-        if joining is None or joining is current:
-            return len(heads) == self.size
-        return all(rank in heads or rank in joining.heads for rank in self.ranks)
 
     def _complete(self, complete: Round, now: float) -> None:
         info = complete.info
@@ -272,7 +227,7 @@ class Matcher:
         if info.group:
             self._decide_group(info, verdict, dict.fromkeys(current.heads, 1), now, current.behind)
             return
-        for rank in self._not_joined():
+        for rank in self.not_joined():
             if rank not in current.heads:
                 self.debts.owe(rank, info, 1, verdict)
         if current.behind:
@@ -304,7 +259,7 @@ class Matcher:
                 self._reject(rank, item[0], verdict)
             else:
                 again.append((rank, item))
-        for rank in self._not_joined():
+        for rank in self.not_joined():
             if taken.get(rank, 0) < size:
                 self.debts.owe(rank, info, size - taken.get(rank, 0), verdict)
         self._submit_all(again, now)
@@ -321,52 +276,3 @@ class Matcher:
         for rank, queue in (current.behind or {}).items():
             for item in queue:
                 yield rank, item
-
-    def _not_joined(self) -> Iterable[int]:
-        joining = self.joining
-        return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
-
-    # -- reports --------------------------------------------------------------------------------------------------
-
-    def missing(self, current: Round) -> tuple[int, ...]:
-        """The ranks that a round waits for. Those that have joined are waited for by each other only."""
-        wanted = self.ranks if current is self.joining else self._not_joined()
-        return tuple(rank for rank in wanted if rank not in current.heads)
-
-    def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
-        """Undecided rounds with the ranks that are missing (none for those held back by their group)."""
-        for current in self.rounds.values():
-            yield current, self.missing(current)
-        for held in self.held.values():
-            for complete in held:
-                yield complete, ()
-        for complete in self.ready:
-            yield complete, ()
-
-    def report(self) -> tuple[AbortedCollective, ...]:
-        """What is pending, for error texts."""
-        waiting = list(self.waiting())
-        full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
-        joined = self.joined
-        return tuple(report_round(current, missing, joined, all_sites=full) for current, missing in waiting)
-
-    def validate(self) -> None:
-        """Assert what must hold between calls."""
-        members = self.members
-        assert not self.rejections
-        assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
-        for name, current in self.rounds.items():
-            assert name == current.info.name
-            assert current.heads.keys() <= members
-            assert 0 < len(current.heads) < self.size, (name, current.heads)
-            assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
-            assert not self._is_complete(current)
-            for rank, queue in (current.behind or {}).items():
-                assert queue
-                assert rank in current.heads
-        for group, held in self.held.items():
-            assert 0 < len(held) < held[0].info.group_size
-            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
-        assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
-        assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
-        assert self.debts.ranks <= members - {*self.joined}

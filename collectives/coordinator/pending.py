@@ -1,0 +1,108 @@
+"""The rounds of a process set that are not over: which they are, whom they wait for, and how that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvdlab.collectives.coordinator.rounds import Round, report_round
+from hvdlab.collectives.coordinator.verdicts import Debts, Rejection
+from hvdlab.collectives.protocol.messages import AbortedCollective
+
+SITES_LIMIT = 4096
+"""Call sites that one report of pending collectives carries at most."""
+
+
+class PendingRounds:
+    """What the members have submitted and what has become of it, in one epoch of a process set.
+
+    Attributes:
+        ranks: Members, by position.
+        rounds: Rounds that are not complete, by name, oldest first.
+        held: Complete rounds whose group is not.
+        ready: Complete rounds to be released, in order.
+        rejections: Submissions that got a verdict, in order.
+        conflict: Text of a disagreement that can't be limited to one name, or empty.
+        disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
+        joining: The round of those that have joined, or ``None`` if nobody has.
+        debts: Verdicts on what is still to be submitted.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.members = frozenset(ranks)
+        self.size = len(ranks)
+        self.rounds: dict[str, Round] = {}
+        self.held: dict[str, list[Round]] = {}
+        self.ready: list[Round] = []
+        self.rejections: list[Rejection] = []
+        self.conflict = ""
+        self.disputes: dict[str, Round] = {}
+        self.joining: Round | None = None
+        self.debts = Debts()
+
+    @property
+    def pending(self) -> bool:
+        """Whether some rank waits for a decision."""
+        return bool(self.rounds or self.held or self.ready)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that have joined, lowest first."""
+        return () if self.joining is None else tuple(sorted(self.joining.heads))
+
+    # -- who is waited for ----------------------------------------------------------------------------------------
+
+    def is_complete(self, current: Round) -> bool:
+        """Whether all have submitted it that have not joined."""
+        joining, heads = self.joining, current.heads
+        if joining is None or joining is current:
+            return len(heads) == self.size
+        return all(rank in heads or rank in joining.heads for rank in self.ranks)
+
+    def not_joined(self) -> Iterable[int]:
+        """The members that have not joined."""
+        joining = self.joining
+        return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
+
+    def missing(self, current: Round) -> tuple[int, ...]:
+        """The ranks that a round waits for. Those that have joined are waited for by each other only."""
+        wanted = self.ranks if current is self.joining else self.not_joined()
+        return tuple(rank for rank in wanted if rank not in current.heads)
+
+    def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
+        """Undecided rounds with the ranks that are missing (none for those held back by their group)."""
+        for current in self.rounds.values():
+            yield current, self.missing(current)
+        for held in self.held.values():
+            for complete in held:
+                yield complete, ()
+        for complete in self.ready:
+            yield complete, ()
+
+    def report(self) -> tuple[AbortedCollective, ...]:
+        """What is pending, for error texts."""
+        waiting = list(self.waiting())
+        full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
+        joined = self.joined
+        return tuple(report_round(current, missing, joined, all_sites=full) for current, missing in waiting)
+
+    def validate(self) -> None:
+        """Assert what must hold between calls."""
+        members = self.members
+        assert not self.rejections
+        assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
+        for name, current in self.rounds.items():
+            assert name == current.info.name
+            assert current.heads.keys() <= members
+            assert 0 < len(current.heads) < self.size, (name, current.heads)
+            assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
+            assert not self.is_complete(current)
+            for rank, queue in (current.behind or {}).items():
+                assert queue
+                assert rank in current.heads
+        for group, held in self.held.items():
+            assert 0 < len(held) < held[0].info.group_size
+            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
+        assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
+        assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
+        assert self.debts.ranks <= members - {*self.joined}

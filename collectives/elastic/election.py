@@ -1,10 +1,12 @@
-"""Whose state is the one to go on from."""
+"""What ranks agree on: whose state is the one to go on from, and whether the world is about to change."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.elastic.interrupts import HostUpdateResult
+from hvdlab.collectives.elastic.state import News
 
 _RANKS = 1 << 20
 """More than there ever are."""
@@ -30,3 +32,14 @@ def elect(saves: int) -> tuple[int, int]:
     mine = np.array([engine.rank - saves * _RANKS], dtype=np.int64)
     least = int(api.allreduce(mine, "elastic.root", api.Min)[0])
     return least % _RANKS, -(least // _RANKS)
+
+
+def united(news: News) -> News:
+    """The news of all ranks together, in one small collective."""
+    if not context.is_initialized() or context.engine().size == 1:
+        return news
+    before, latest, changes = news
+    removed, added = bool(changes & HostUpdateResult.removed), bool(changes & HostUpdateResult.added)
+    mine = np.array([before, latest, removed, added], dtype=np.float64)
+    before, latest, removed, added = api.allreduce(mine, "elastic.news", api.Max).tolist()
+    return before, latest, HostUpdateResult.removed * int(removed) | HostUpdateResult.added * int(added)

@@ -12,6 +12,9 @@ from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt, HostUpd
 BroadcastObject = Callable[[Any], Any]
 """Returns on all ranks the object of one of them, which all agree on."""
 
+News = tuple[float, float, int]
+"""When the world changed last as far as was known before, when as is known now, and how."""
+
 
 class State:
     """The base of all states; a subclass says what is saved, restored and synchronized.
@@ -71,11 +74,15 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 changes |= int(change)
-        # News reach ranks at different times.
-        before, latest, changes = self._bcast_object((before, latest, changes))
+        before, latest, changes = self._agree((before, latest, changes))
         self._last_updated_timestamp = latest
         if latest > before:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def _agree(self, news: News) -> News:
+        """The same news on all ranks, which they reach at different times."""
+        agreed: News = self._bcast_object(news)
+        return agreed
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""

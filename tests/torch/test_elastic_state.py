@@ -260,4 +260,4 @@ def interrupted_by_one() -> Any:
 
 
 def test_all_ranks_are_interrupted_or_none(four_ranks: Ranks) -> None:
-    assert four_ranks.run(interrupted_by_one) == [[(0, False)]] * 4
+    assert four_ranks.run(interrupted_by_one) == [[(0, False), (2, False)]] * 4

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hvdlab.collectives.elastic.election import elect
-from hvdlab.collectives.elastic.state import ObjectState
+from hvdlab.collectives.elastic.election import elect, united
+from hvdlab.collectives.elastic.state import News, ObjectState
 from hvdlab.torch.basics import rank
 from hvdlab.torch.elastic.place import first_rank
 from hvdlab.torch.elastic.sampler import ElasticSampler
@@ -238,6 +238,9 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.root = None
             handler.reset()
+
+    def _agree(self, news: News) -> News:
+        return united(news)
 
     def _from_root(self, obj: Any) -> Any:
         return _broadcast(obj, first_rank() if self._root is None else self._root)

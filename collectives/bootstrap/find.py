@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives import addresses
-from hvdlab.collectives.bootstrap import mpi, store
+from hvdlab.collectives.bootstrap import library, mpi, store
 from hvdlab.collectives.bootstrap.board import Board, await_card
 from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.bootstrap.directory import Directory
@@ -117,7 +117,7 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
         return Directory(Path(given), key, shared=not launched.one_host)
     if launched.one_host:
         return Directory(Path(tempfile.gettempdir()), key, shared=False)
-    if launched.launcher.meeting is Meeting.MPI and mpi.usable():
+    if launched.launcher.meeting is Meeting.MPI and library.works(environ):
         return mpi.Broadcast(launched.rank, launched.size, deadline)
     if store.usable(environ):
         return store.Store(environ, key, serve=launched.rank == 0, deadline=deadline)

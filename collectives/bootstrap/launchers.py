@@ -33,6 +33,7 @@ class Launcher:
         job: Variables that together are different for each job (and attempt).
         by_parent: Whether those are not enough: on one host the process that started the ranks makes the difference.
         meeting: How its ranks meet if they are on several hosts.
+        libraries: What MPI libraries that its ranks can use call themselves.
     """
 
     name: str
@@ -46,8 +47,11 @@ class Launcher:
     job: tuple[str, ...] = ()
     by_parent: bool = True
     meeting: Meeting = Meeting.DIRECTORY
+    libraries: tuple[str, ...] = ()
 
 
+_OPEN_MPI = ("Open MPI", "Spectrum")
+_MPICH = ("MPICH", "Intel", "MVAPICH", "MVICH", "CRAY")
 _TORCH = (
     ("RANK",),
     ("WORLD_SIZE",),
@@ -75,6 +79,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("JSM_NAMESPACE_LOCAL_SIZE",),
         job=("LSB_JOBID", "LS_JOBPID", "PMIX_NAMESPACE"),
         meeting=Meeting.MPI,
+        libraries=_OPEN_MPI,
     ),
     Launcher(
         "Open MPI",
@@ -85,6 +90,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         meeting=Meeting.MPI,
+        libraries=_OPEN_MPI,
     ),
     Launcher(
         "MVAPICH",
@@ -94,6 +100,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
         meeting=Meeting.MPI,
+        libraries=_MPICH,
     ),
     Launcher(
         "MPICH",
@@ -103,6 +110,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("MPI_LOCALRANKID",),
         ("MPI_LOCALNRANKS",),
         meeting=Meeting.MPI,
+        libraries=_MPICH,
     ),
     # Its PMI variables, which it sets for all programs, say nothing of whether this one's MPI understands them.
     # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
@@ -127,6 +135,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ("PMI_LOCAL_SIZE",),
         job=("PMI_JOBID", "PALS_APID"),
         meeting=Meeting.MPI,
+        libraries=_MPICH,
     ),
     Launcher(
         "MASTER_ADDR and RANK",
@@ -171,12 +180,6 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
         if all(environ.get(mark) for mark in launcher.marks):
             return _read(launcher, environ)
     return None
-
-
-def by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher has started this process as one of several, so that they reach each other by MPI."""
-    launched = detect(environ)
-    return launched is not None and launched.size > 1 and launched.launcher.meeting is Meeting.MPI
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Launched | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import threading
 import time
 from typing import Any
@@ -72,10 +71,6 @@ class Broadcast:
     @property
     def advice(self) -> str:
         return "If the hosts do not reach each other's addresses, choose others by HVDLAB_ADDRESS."
-
-
-def usable() -> bool:
-    return importlib.util.find_spec("mpi4py") is not None
 
 
 def _initialized(deadline: Deadline) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.staging import Staging, leave_to_library
@@ -45,6 +46,9 @@ class MpiPlane(Plane):
     def unavailable(cls) -> str | None:
         if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
             return "the mpi plane needs ranks that mpiexec started; use `--launcher mpi`"
+        wrong = library.mismatch(os.environ)
+        if wrong is not None:
+            return f"{wrong}; install the mpi4py that goes with the launcher, or choose plane shm or gloo"
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:

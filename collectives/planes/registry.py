@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 
-from hvdlab.collectives.bootstrap.launchers import by_mpi
+from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
 
@@ -77,16 +77,21 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
     """Planes that this process tells the coordinator it has. Only light ones are imported to find out.
 
     Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
-    Not ``mpi`` if there is only the possibility that the launcher's MPI is that of mpi4py, as under Slurm, unless it is
-    the ``wish``.
+    Not ``mpi`` if mpi4py has another MPI than the launcher. Where the launcher is none of MPI's, as Slurm's, that can't
+    be known, and it is offered only if it is the ``wish``.
     """
     found = []
     for name in _CLASSES:
         if name in ("local", "hierarchical") or missing(name) is not None:
             continue
-        if name == "mpi" and wish != "mpi" and not by_mpi(os.environ):
+        if name == "mpi" and not _suits(wish):
             continue
         if name == "shm" and why_unavailable(name) is not None:
             continue
         found.append(name)
     return tuple(found)
+
+
+def _suits(wish: str) -> bool:
+    """Whether MPI can be expected to work."""
+    return library.works(os.environ) if library.by_mpi(os.environ) else wish == "mpi"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.bootstrap.find import find
-from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, by_mpi, detect
+from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, detect
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import Settings
 
@@ -124,8 +125,43 @@ def test_one_rank_needs_nobody() -> None:
         (TORCH | {"TORCHELASTIC_RUN_ID": "x", "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, False),
     ],
 )  # fmt: skip
-def test_mpi_is_offered_only_to_ranks_of_mpis_launchers(environ: dict[str, str], yes: bool) -> None:
-    assert by_mpi(environ) is yes
+def test_ranks_of_mpis_launchers_are_known(environ: dict[str, str], yes: bool) -> None:
+    assert library.by_mpi(environ) is yes
+
+
+OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+OPEN_MPI = "Open MPI v5.0.11, package: …"
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: …"
+
+
+@pytest.mark.parametrize(
+    ("environ", "version", "works"),
+    [
+        (OMPI, OPEN_MPI, True),
+        (OMPI, MPICH, False),
+        (HYDRA, MPICH, True),
+        (HYDRA, "Intel(R) MPI Library 2021.13", True),
+        (HYDRA, OPEN_MPI, False),
+        (HYDRA, None, False),
+        ({}, MPICH, False),
+    ],
+)
+def test_mpi_is_used_only_if_it_is_the_launchers(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], version: str | None, works: bool
+) -> None:
+    monkeypatch.setattr(library, "version", lambda: version)
+    assert library.works(environ) is works
+
+
+def test_the_other_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "version", lambda: MPICH)
+    assert library.mismatch(OMPI) == "Open MPI started the ranks, but mpi4py uses MPICH Version:      5.0.2"
+
+
+def test_mpi4pys_library_is_known_without_starting_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    assert library.version() is None or "MPI" in library.version()
 
 
 def test_ranks_of_a_launcher_take_part_in_a_world_of_ours() -> None:

@@ -69,6 +69,17 @@ def test_a_newcomer_waits_until_all_have_regrouped() -> None:
     assert all_of(back, m.Regrouped) == []
 
 
+def test_a_rank_that_was_not_there_at_the_start_comes_in_like_one_that_comes_back() -> None:
+    sim = training()
+    sim.client_says(m.Expect((0, 1, 2, 3)))
+    new = sim.connect(3)
+    sim.drain()
+    assert new.sets == {}
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == (3,)
+    regroup(sim, 0, 1, 2)
+    assert new.sets[0].ranks == (0, 1, 2, 3)
+
+
 def test_without_newcomers_the_world_begins_anew_all_the_same() -> None:
     sim = training()
     epoch = sim.ranks[0].sets[0].epoch

@@ -118,7 +118,7 @@ def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:
     with pytest.raises(UnsupportedError):
         hvd.init(comm=[0, 1])
     assert not hvd.is_initialized()
-    for wrong in ("static", [["a"]], 3):
+    for wrong in ("static", [["a"]], 3, [[0, 5]], [[]]):
         with pytest.raises((InvalidRequestError, TypeError)):
             hvd.init(process_sets=wrong)  # type: ignore[arg-type]  # on purpose
         assert not hvd.is_initialized()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -182,6 +183,24 @@ def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
     if number == signal.SIGINT:
         assert [ran.of(rank) for rank in range(3)] == [["saved"]] * 3
     launcher.wait_for_none()
+
+
+def test_under_nohup_a_job_goes_on(launcher, wait_for) -> None:
+    ready = launcher.directory / "ready"
+    script = "import pathlib, sys, time; pathlib.Path('ready').touch(); sys.stdin.read(); print('end')"
+    process = launcher.start(
+        "-np",
+        "1",
+        sys.executable,
+        "-c",
+        script,
+        stdin=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    wait_for(ready.exists)
+    process.send_signal(signal.SIGHUP)
+    ran = launcher.finish(process)
+    assert (ran.code, ran.out) == (0, "[0]<stdout>:end\n")
 
 
 def test_the_second_interrupt_kills(launcher, wait_for) -> None:

@@ -81,7 +81,7 @@ class News:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn signals into events. Only the main thread gets any."""
+        """Turn signals into events. Only the main thread gets any; what is ignored, as under nohup, stays so."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -90,7 +90,8 @@ class News:
             self.stopped = self.stopped or number
             self.post(e.Stopped(number))
 
-        previous = {number: signal.signal(number, take) for number in _SIGNALS}
+        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, take) for number in taken}
         try:
             yield
         finally:

@@ -88,7 +88,7 @@ class Settings:
         ):  # ours, but somebody else's launcher has started the ranks
             launched = detect(env)
             if launched is not None and launched.size > 1:
-                rank, local_rank = launched.rank, launched.local_rank
+                rank, local_rank = launched.rank, launched.ordered_local_rank
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
             token=env.get("HVDLAB_TOKEN", ""),

@@ -55,7 +55,7 @@ class Found:
             certificate=self._card.certificate or None,
             rank=self._launched.rank,
             size=self._launched.size,
-            local_rank=self._launched.local_rank,
+            local_rank=self._launched.ordered_local_rank,
             address=self._address,
         )
 

@@ -34,6 +34,7 @@ class Launcher:
         by_parent: Whether those are not enough: on one host the process that started the ranks makes the difference.
         meeting: How its ranks meet if they are on several hosts.
         libraries: What MPI libraries that its ranks can use call themselves.
+        in_order: Whether local ranks follow the ranks. Open MPI's follow the cores that it binds them to.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Launcher:
     by_parent: bool = True
     meeting: Meeting = Meeting.DIRECTORY
     libraries: tuple[str, ...] = ()
+    in_order: bool = True
 
 
 _OPEN_MPI = ("Open MPI", "Spectrum")
@@ -80,6 +82,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         job=("LSB_JOBID", "LS_JOBPID", "PMIX_NAMESPACE"),
         meeting=Meeting.MPI,
         libraries=_OPEN_MPI,
+        in_order=False,
     ),
     Launcher(
         "Open MPI",
@@ -91,6 +94,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         meeting=Meeting.MPI,
         libraries=_OPEN_MPI,
+        in_order=False,
     ),
     Launcher(
         "MVAPICH",
@@ -168,6 +172,11 @@ class Launched:
     host: int | None
     hosts: int | None
     one_host: bool
+
+    @property
+    def ordered_local_rank(self) -> int | None:
+        """The local rank, if local ranks follow the ranks as Horovod's do; ``None`` to count them ourselves."""
+        return self.local_rank if self.launcher.in_order else None
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:

@@ -175,6 +175,15 @@ def test_ranks_of_a_launcher_take_part_in_a_world_of_ours() -> None:
     )  # e.g. an allocation of one task
 
 
+def test_local_ranks_follow_the_ranks() -> None:
+    open_mpi = detect(OMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    mpich = detect(HYDRA)
+    assert open_mpi is not None
+    assert mpich is not None
+    assert (open_mpi.local_rank, open_mpi.ordered_local_rank) == (1, None)
+    assert (mpich.local_rank, mpich.ordered_local_rank) == (0, 0)
+
+
 def test_nonsense_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="WORLD_SIZE='four' is no whole number"):
         detect(TORCH | {"WORLD_SIZE": "four"})

@@ -161,8 +161,8 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether the world's collectives go through the mpi plane."""
-    return context.engine("hvd.mpi_enabled()").plane() == "mpi"
+    """Whether the world's collectives go through MPI, be it only between hosts."""
+    return "mpi" in context.engine("hvd.mpi_enabled()").planes()
 
 
 def mpi_threads_supported() -> bool:
@@ -181,8 +181,8 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether the world's collectives go through the gloo plane."""
-    return context.engine("hvd.gloo_enabled()").plane() == "gloo"
+    """Whether the world's collectives go through Gloo, be it only between hosts."""
+    return "gloo" in context.engine("hvd.gloo_enabled()").planes()
 
 
 def nccl_built() -> bool:

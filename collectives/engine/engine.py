@@ -147,6 +147,15 @@ class Engine:
         group = self._guarded.state.sets.get(process_set)
         return group.plane if group is not None else ""
 
+    def planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
+        group = self._guarded.state.sets.get(process_set)
+        if group is None:
+            return ()
+        if group.plane != "hierarchical":
+            return (group.plane,)
+        return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
+
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """Ids of the process sets that this rank knows, and their ranks."""
         return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}

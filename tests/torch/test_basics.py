@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from ranks import Ranks
 
@@ -303,3 +304,27 @@ def test_timeline(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_timeline, str(path))
     assert "seen" in path.read_text()
     assert json.loads(path.read_text())
+
+
+def _through() -> tuple[bool, bool]:
+    return hvd.mpi_enabled(), hvd.gloo_enabled()
+
+
+def test_what_collectives_go_through(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_through) == [(False, False)] * 2
+    with Ranks(2, env={"HVDLAB_PLANE": "gloo"}, imports=["hvdlab.torch"]) as world:
+        assert world.run(_through) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "answers"),
+    [({}, (False, True)), ({"outer": "mpi"}, (True, False)), ({"inner": "mpi"}, (True, True))],
+)
+def test_what_collectives_go_through_on_several_hosts(
+    world_of_one: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], answers: tuple[bool, bool]
+) -> None:
+    world = context.engine()._guarded.state.sets[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "plane", "hierarchical")
+        patch.setattr(world, "options", options)
+        assert _through() == answers

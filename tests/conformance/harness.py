@@ -44,7 +44,9 @@ WORKER = TESTS / "conformance" / "worker.py"
 CALL_TIMEOUT = 20.0
 CONFIGURE_TIMEOUT = 60.0
 """Seconds for connecting; the first time every worker imports what its plane stands on."""
-START_TIMEOUT = 60.0
+START_TIMEOUT = 120.0
+END_TIMEOUT = 40.0
+"""Seconds for the interpreter of a worker to end, with torch and MPI loaded, on a busy machine."""
 PATIENCE = 3.0
 """Seconds that the others get to answer after one worker raised."""
 
@@ -342,7 +344,7 @@ class WorkerGroup:
                 connection.send(("close", None))
             outcomes = self._collect(workers, CALL_TIMEOUT, "close")
             for process in self._processes:
-                process.wait(10)
+                process.wait(END_TIMEOUT)
         finally:
             self.kill()
         reports = [f"worker {w} left behind: {o}" for w, o in zip(workers, outcomes, strict=True) if o]
@@ -357,7 +359,7 @@ class WorkerGroup:
         try:
             for process in self._processes:
                 process.kill()
-                process.wait(10)
+                process.wait(END_TIMEOUT)
             # Under a launcher such as mpiexec the workers are no children of ours.
             children = {p.pid for p in self._processes}
             for pid, connection in zip(self._pids, self._connections, strict=True):

@@ -14,6 +14,7 @@ class Verdict(Protocol):
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
         """What a rank is told about its submissions ``locals``."""
+        ...
 
 
 class Mismatch:

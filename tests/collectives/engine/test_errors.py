@@ -191,6 +191,29 @@ def test_a_mismatch_names_both_sites_and_the_group_goes_on(two: Ranks, what: str
         assert two.run(total, per_rank=[(1.0,), (2.0,)]) == [[3.0] * 4] * 2
 
 
+def test_all_that_disagree_are_named_with_the_same_text_on_each_rank(three: Ranks) -> None:
+    for count in (3, 5000):
+        errors = three.outcomes(sum_of, per_rank=[(count + rank, "odd") for rank in range(3)])
+        assert [type(e) for e in errors] == [MismatchError] * 3
+        assert len({str(e) for e in errors}) == 1
+        assert all(f"rank {rank} " in str(errors[0]) for rank in range(3))
+        assert all(f"float64[{count + rank}]" in str(errors[0]) for rank in range(3))
+
+
+def test_those_that_disagree_do_not_wait_long_for_a_rank_that_is_busy(three: Ranks) -> None:
+    begun = time.monotonic()
+    errors = three.outcomes(sum_of, ranks=[0, 1], per_rank=[(3, "odd"), (4, "odd")])
+    assert time.monotonic() - begun < 3.0
+    assert [type(e) for e in errors] == [MismatchError] * 2
+    (late,) = three.outcomes(sum_of, 5, "odd", ranks=[2])
+    assert str(late) == str(errors[0])
+    assert three.run(sum_of, 4, "odd") == [3.0] * 3
+
+
+def sum_of(count: int, name: str) -> float:
+    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+
+
 def test_a_duplicate_name_fails_everywhere_and_the_name_works_afterwards(two: Ranks) -> None:
     with Waiting(two) as one:
         twice = two.start(submit_twice, ranks=[0])

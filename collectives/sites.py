@@ -21,14 +21,16 @@ _REAL_HOMES = tuple(
 _CACHE_LIMIT = 8192
 
 _labels: dict[str, str] = {}
-_skip: dict[CodeType, bool] = {}
-_sites: dict[tuple[CodeType, int], str] = {}
+# By the identity of code objects, since to hash one takes longer than all else here. They are kept along, or else
+# another could get the same identity.
+_skip: dict[int, tuple[bool, CodeType]] = {}
+_sites: dict[tuple[int, int], tuple[str, CodeType]] = {}
 
 
 def register_label(filename: str, label: str) -> None:
     """Let sites in code that was compiled under ``filename`` read ``<label> line <n>``."""
     _labels[filename] = label
-    for key in [key for key in _sites if key[0].co_filename == filename]:
+    for key in [key for key, (_, code) in _sites.items() if code.co_filename == filename]:
         del _sites[key]
 
 
@@ -41,12 +43,10 @@ def call_site(depth: int = 1) -> str:
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        skip = _skip.get(code)
-        if skip is None:
-            skip = _is_ours(code)
-        if not skip:
-            key = (code, frame.f_lasti)
-            return _sites.get(key) or _describe(key, frame.f_lineno)
+        known = _skip.get(id(code))
+        if not (_is_ours(code) if known is None else known[0]):
+            found = _sites.get((id(code), frame.f_lasti))
+            return _describe(code, frame.f_lasti, frame.f_lineno) if found is None else found[0]
         frame = frame.f_back
     return "<thread>"
 
@@ -56,7 +56,7 @@ def _is_ours(code: CodeType) -> bool:
         _skip.clear()  # cells make new code objects for ever
     name = code.co_filename
     skip = name not in _labels and (name.startswith((_HOME, *_REAL_HOMES, *_torch_homes(), "<frozen ")))
-    _skip[code] = skip
+    _skip[id(code)] = skip, code
     return skip
 
 
@@ -70,11 +70,11 @@ def _torch_homes() -> tuple[str, ...]:
     return tuple(homes)
 
 
-def _describe(key: tuple[CodeType, int], line: int) -> str:
+def _describe(code: CodeType, instruction: int, line: int) -> str:
     if len(_sites) >= _CACHE_LIMIT:
         _sites.clear()
-    filename = key[0].co_filename
+    filename = code.co_filename
     label = _labels.get(filename)
     site = f"{label} line {line}" if label else f"{os.path.basename(filename)}:{line}"
-    _sites[key] = site
+    _sites[id(code), instruction] = site, code
     return site

@@ -143,31 +143,37 @@ class GradientReducer(Watcher):
     # -- a bucket -----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: _Bucket) -> None:
-        gradients = {parameter: self._gradient(parameter) for parameter in bucket.parameters}
-        dense = {p: gradient for p, gradient in gradients.items() if not gradient.is_sparse}
-        work = [self._start_dense(bucket.name, dense)] if dense else []
-        for number, parameter in enumerate(bucket.parameters):
-            if parameter not in dense:
+        parameters = bucket.parameters
+        gradients = [self._gradient(parameter) for parameter in parameters]
+        if not any(gradient.is_sparse for gradient in gradients):
+            bucket.work = [self._start_dense(bucket.name, parameters, gradients)]
+            return
+        pairs = list(zip(parameters, gradients, strict=True))
+        dense = [(parameter, gradient) for parameter, gradient in pairs if not gradient.is_sparse]
+        bucket.work = [self._start_dense(bucket.name, *zip(*dense, strict=True))] if dense else []
+        for number, (parameter, gradient) in enumerate(pairs):
+            if gradient.is_sparse:
                 name = f"{bucket.name}.sparse{number}"
-                work.append(self._start_sparse(name, parameter, gradients[parameter]))
-        bucket.work = work
+                bucket.work.append(self._start_sparse(name, parameter, gradient))
 
-    def _start_dense(self, name: str, gradients: dict[torch.Tensor, torch.Tensor]) -> _InFlight:
+    def _start_dense(
+        self, name: str, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> _InFlight:
         operation = self._operation
         if operation is None:
             operation = self._operation = self._settings.operation()
         if self._settings.compression is Compression.none:
-            sent, contexts = list(gradients.values()), [None] * len(gradients)
+            sent, contexts = list(gradients), [None] * len(gradients)
         else:
             with torch.no_grad():
-                pairs = [self._settings.compression.compress(gradient) for gradient in gradients.values()]
+                pairs = [self._settings.compression.compress(gradient) for gradient in gradients]
             sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
         if len(sent) == 1:
             handle = submit(operation, sent[0], name, in_place=True, announce=False)
         else:
             handle = submit_group(operation, sent, name, in_place=True, announce=False)
         self._announcer.hold(sum([tensor.nbytes for tensor in sent]))
-        return _InFlight(handle, list(gradients), contexts)
+        return _InFlight(handle, parameters, contexts, sent)
 
     def _start_sparse(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> _InFlight:
         self._sparse_dims[parameter] = gradient.sparse_dim()

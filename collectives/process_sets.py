@@ -28,15 +28,15 @@ class _Known:
 
 
 _worlds = itertools.count(1)
-_by_engine: weakref.WeakKeyDictionary[Engine, _Known] = weakref.WeakKeyDictionary()
+_latest: tuple[weakref.ref[Engine], _Known] | None = None
 
 
 def _known(what: str = "hvd.ProcessSet") -> _Known:
+    global _latest
     engine = context.engine(what)
-    known = _by_engine.get(engine)
-    if known is None:
-        known = _by_engine[engine] = _Known()
-    return known
+    if _latest is None or _latest[0]() is not engine:
+        _latest = weakref.ref(engine), _Known()
+    return _latest[1]
 
 
 class ProcessSet:

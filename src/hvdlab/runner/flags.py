@@ -85,7 +85,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(JOB, ("-cb", "--check-build"), "check_build", Kind.SWITCH, "print what this installation can do, and what it can't and why"),
     Flag(JOB, ("-np", "--num-proc"), "num_proc", Kind.NUMBER, "number of ranks; without it one on each slot of the hosts, if these are given", config="num-proc"),
     Flag(JOB, ("--as-horovod",), "as_horovod", Kind.SWITCH, "let `import horovod` mean hvdlab in the ranks, also if Horovod is installed", config="as-horovod"),
-    Flag(JOB, ("--plane",), "plane", Kind.TEXT, "data plane: `auto`, `shm`, `gloo`, `mpi`", variable="HVDLAB_PLANE", config="plane"),
+    Flag(JOB, ("--plane",), "plane", Kind.TEXT, "data plane: `auto`, `shm`, `gloo`, `mpi`, `hierarchical`", variable="HVDLAB_PLANE", config="plane"),
     Flag(JOB, ("--config-file",), "config_file", Kind.TEXT, "YAML file with values for these flags; the command line wins over it, and it over the environment"),
     Flag(JOB, ("--output-filename",), "output_filename", Kind.TEXT, "directory: what rank N writes goes to `DIR/rank.N/stdout` and `stderr` instead of the terminal", config="output-filename"),
     Flag(JOB, ("-prefix-timestamp", "--prefix-output-with-timestamp"), "prefix_output_with_timestamp", Kind.SWITCH, "put the time in front of each line of the ranks", config="prefix-output-with-timestamp"),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.runner import mpi
 
 LOCAL = "local"
 MPI = "mpi"
@@ -53,8 +51,7 @@ def mpiexec() -> list[str]:
     Raises:
         StartError: There is none.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    program = mpi.program()
     if program is None:
         raise StartError(
             "the launcher `mpi` needs `mpiexec`, which is neither in this Python environment nor on the PATH; "
@@ -63,19 +60,8 @@ def mpiexec() -> list[str]:
     return [program, *_options(_version(program))]
 
 
-def _version(program: str) -> str:
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StartError(f"`{program} --version` failed: {error}") from error
-    return done.stdout + done.stderr
+_version = mpi.version
 
 
 def _options(version: str) -> list[str]:
-    """Open MPI refuses root and more ranks than cores unless told that both are meant."""
-    if "Open MPI" not in version and "OpenRTE" not in version and "PRRTE" not in version:
-        return []
-    import os
-
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [*root, "--oversubscribe"]
+    return mpi.open_mpi_options() if mpi.is_open_mpi(version) else []

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.runner.plan import Job
-from hvdlab.runner.wishes import Wishes
+
+if TYPE_CHECKING:  # a pool needs the name of mpiexec only
+    from hvdlab.runner.plan import Job
+    from hvdlab.runner.wishes import Wishes
 
 
 def program() -> str | None:
@@ -31,14 +33,23 @@ def why_unavailable() -> str:
     return ""
 
 
-def is_open_mpi(mpiexec: str) -> bool:
-    """Whether this mpiexec is Open MPI's. Raises ``StartError`` if it can't be run."""
+def version(mpiexec: str) -> str:
+    """What an mpiexec says about itself. Raises ``StartError`` if it can't be run."""
     try:
         done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartError(f"`{mpiexec} --version` failed: {error}") from error
-    said = done.stdout + done.stderr
-    return any(word in said for word in ("Open MPI", "OpenRTE", "PRRTE"))
+    return done.stdout + done.stderr
+
+
+def is_open_mpi(version: str) -> bool:
+    """Whether this is Open MPI's."""
+    return any(word in version for word in ("Open MPI", "OpenRTE", "PRRTE"))
+
+
+def open_mpi_options() -> list[str]:
+    """Open MPI refuses root and more ranks than cores unless told that both are meant."""
+    return [*(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe"]
 
 
 def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
@@ -52,7 +63,7 @@ def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
         raise StartError("--mpi: " + why_unavailable() + "; `pip install mpich mpi4py` brings it.")
     ours = {**job.environment, "HVDLAB_PLANE": job.plane}
     line = [mpiexec, "-np", str(job.size)]
-    line += _open_mpi(job, wishes, ours) if is_open_mpi(mpiexec) else _hydra(job, wishes)
+    line += _open_mpi(job, wishes, ours) if is_open_mpi(version(mpiexec)) else _hydra(job, wishes)
     for dest in ("mpi_args", "binding_args"):
         line += shlex.split(wishes.get(dest) or "")
     return [*line, *job.command], {"PYTHONUNBUFFERED": "1", **os.environ, **ours}
@@ -79,9 +90,9 @@ def _hydra(job: Job, wishes: Wishes) -> list[str]:
 
 
 def _open_mpi(job: Job, wishes: Wishes, ours: dict[str, str]) -> list[str]:
-    """Open MPI refuses root and more ranks than cores unless told that both are meant, and passes no variables on."""
+    """Open MPI passes no variables on unless told."""
     found = ["--host", _hosts(job)] if wants_hosts(job) else []
-    found += ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
+    found += open_mpi_options()
     for name in sorted({*ours, "PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}):
         if name in ours or name in os.environ:
             found += ["-x", name]

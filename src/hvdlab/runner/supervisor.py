@@ -133,10 +133,11 @@ class Supervisor:
         """Start a lost rank of an elastic job anew, or go on without it. Whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = any(state.outcome is not None and state.outcome.ok for state in self.ranks)
-        if self.ranks[rank].joined and not done and self._resets < self.policy.reset_limit:
+        known = self.ranks[rank].joined or self.ranks[rank].anew
+        if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
             self.ranks[rank] = RankState(anew=True)
-            every = tuple(range(len(self.ranks)))
+            every = self.living  # without those that were given up
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
             return True

@@ -212,6 +212,22 @@ def test_elastic_goes_on_with_fewer() -> None:
     assert script.of(e.Finish) == [e.Finish(0)]
 
 
+def test_elastic_replaces_a_rank_that_is_lost_again_before_it_is_back() -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1), e.Exited(1, KILLED), e.Spawned(1, 300))
+    effects = script.tell(e.Exited(1, KILLED))
+    assert e.Respawn(1) in effects
+    assert e.Expect((0, 1)) in effects
+
+
+def test_elastic_expects_nobody_who_was_given_up() -> None:
+    script = Script(3, min_ranks=1, reset_limit=2)
+    script.tell(*(e.Connected(rank) for rank in range(3)))
+    script.tell(e.Exited(0, KILLED), e.Spawned(0, 300), e.Exited(0, KILLED), e.Spawned(0, 301))
+    assert e.Expect((1, 2)) in script.tell(e.Exited(0, KILLED))
+    assert script.of(e.Respawn) == [e.Respawn(0)] * 2
+
+
 def test_elastic_ends_what_came_back_too_late() -> None:
     script = Script(2, min_ranks=2)
     script.tell(e.Connected(0), e.Connected(1), e.Exited(1, KILLED), e.Spawned(1, 300))

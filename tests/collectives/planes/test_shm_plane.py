@@ -112,3 +112,12 @@ def test_phases_account_for_the_time_of_an_operation() -> None:
         assert spent.wait > 0
         assert spent.unpack == 0
         plane.close()
+
+
+def test_two_members_cut_little_into_two_chunks_and_much_into_small_ones() -> None:
+    plane = ShmPlane(context(0, 2, memory(segment_size(2))))
+    assert plane._chunk(1024 * 1024 // 4, 4) * 4 == 512 * 1024
+    assert plane._chunk(64 * 1024 * 1024 // 4, 4) * 4 == 256 * 1024
+    plane.tune(128 * 1024)
+    assert plane._chunk(1024 * 1024 // 4, 4) * 4 == 128 * 1024
+    plane.close()

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import KNOBS
 from hvdlab.runner.arguments import parse
-from hvdlab.runner.config import read_config
+from hvdlab.runner.config import read_config, values
 from hvdlab.runner.flags import FLAGS, Kind
 from hvdlab.runner.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.plan import exported
@@ -223,3 +224,11 @@ def test_the_table_is_consistent() -> None:
         assert flag.meaning
         assert not flag.off or flag.kind is Kind.SWITCH
         assert not flag.inverted or flag.variable
+
+
+def test_the_example_in_the_reference_can_be_read() -> None:
+    page = (DOCS / "reference/command-line.md").read_text()
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    found = values(yaml.safe_load(example), "the example")
+    assert found["num_proc"] == 4
+    assert found["stall_check_warning_time_seconds"] == 30

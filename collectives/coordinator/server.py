@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.autotune.tuner import Sample
 from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
@@ -268,11 +267,11 @@ class Server:
     def _write_tuning(self, line: str) -> None:
         if not self._tuning_log:
             return
-        lines, mode = (line, "a") if self._tuning_begun else (f"{Sample.header()}\n{line}", "w")
+        mode = "a" if self._tuning_begun else "w"
         self._tuning_begun = True
         try:
             with open(self._tuning_log, mode, encoding="utf-8") as file:
-                print(lines, file=file)
+                print(line, file=file)
         except OSError as error:
             self._log(f"the tuner's log can't be written: {error}")
             self._tuning_log = ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.autotune.parameters import Parameters
-from hvdlab.collectives.autotune.tuner import Sample, Tuner
 from hvdlab.collectives.coordinator.events import Tuned
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
@@ -14,6 +12,7 @@ from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.protocol.messages import Tune
 
 if TYPE_CHECKING:
+    from hvdlab.collectives.autotune.tuner import Sample, Tuner
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
@@ -29,6 +28,10 @@ class Tuning:
         self._slice = 0
         self._told: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
+            # Most coordinators tune nothing, and are to start quickly.
+            from hvdlab.collectives.autotune.parameters import Parameters
+            from hvdlab.collectives.autotune.tuner import Tuner
+
             start = Parameters(options.fusion_threshold, options.flush_delay)
             self._tuner = Tuner(options.tuning, start)
 
@@ -67,6 +70,8 @@ class Tuning:
         sample = tuner.advance(now)
         if sample is None:
             return
+        if sample.number == 1:
+            state.outbox.effects.append(Tuned(sample.header()))
         state.outbox.effects.append(Tuned(sample.line()))
         best = tuner.finish()
         if best is not None:

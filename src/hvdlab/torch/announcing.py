@@ -37,7 +37,7 @@ class Announcer:
         if not self._waiting:
             self._waiting, self._bytes, self._since = True, 0, now
             if torch._C._current_graph_task_id() >= 0:
-                here = weakref.ref(self)
+                here: weakref.ref[Announcer] = weakref.ref(self)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_of_backward(here))
         self._bytes += nbytes
         if self._bytes >= ENOUGH_BYTES or now - self._since >= LONGEST_SECONDS:

@@ -6,7 +6,7 @@ import torch
 
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.torch.conversion import OutputAllocator, core_dtype, is_direct, staged, storage_view
+from hvdlab.torch.conversion import OutputAllocator, as_stored, core_dtype, is_direct, staged, storage_view
 
 DTYPES = {
     torch.bool: DType.BOOL,
@@ -99,3 +99,19 @@ def test_allocator_gives_memory_of_its_tensor(dtype: torch.dtype) -> None:
     assert allocate.allocated.shape == (2, 3)
     assert allocate.allocated.dtype is dtype
     assert view.ctypes.data == allocate.allocated.data_ptr()
+
+
+def test_what_fills_its_memory_in_another_order_is_viewed_as_it_lies() -> None:
+    tensor = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    view = as_stored(tensor)
+    assert view.shape == (2, 4, 5, 3, 1)
+    assert is_direct(view)
+    assert view.data_ptr() == tensor.data_ptr()
+    assert as_stored(torch.ones(3, 2).t()).shape == (3, 2, 1)
+    for given in (
+        torch.ones(2, 3),
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(3).expand(2, 3),
+        torch.eye(2).to_sparse(),
+    ):
+        assert as_stored(given) is given

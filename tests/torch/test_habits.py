@@ -277,6 +277,34 @@ def on_gradients_of_one_s_own(ranks: list[int], wrap: Wrap) -> Any:
     return values(net)
 
 
+def channels_last(ranks: list[int], wrap: Wrap, groups: int) -> Any:
+    """Gradients whose memory is in another order are reduced where they are."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, (2, 1)), nn.Flatten(), nn.Linear(36, 2)
+    )
+    net = net.double().to(memory_format=torch.channels_last)
+    optimizer = wrap(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), net, groups=groups)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, images(step, ranks).contiguous(memory_format=torch.channels_last)).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hvdlab.torch.submission.staged", None)
+            optimizer.step()
+        assert net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
+    return values(net)
+
+
+def images(step: int, ranks: list[int]) -> torch.Tensor:
+    parts = [
+        torch.randn(
+            2, 3, 6, 5, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64
+        )
+        for rank in ranks
+    ]
+    return torch.cat(parts)
+
+
 HABITS: dict[str, Callable[[list[int], Wrap], Any]] = {
     **{
         f"{kind.__name__} {flag}": lambda r, w, kind=kind, flag=flag: plain(
@@ -311,6 +339,8 @@ HABITS: dict[str, Callable[[list[int], Wrap], Any]] = {
     "thawed groups": lambda r, w: thawed(r, w, 2),
     "alternating": alternating,
     "own gradients": on_gradients_of_one_s_own,
+    "channels last": lambda r, w: channels_last(r, w, 0),
+    "channels last in a group": lambda r, w: channels_last(r, w, 1),
 }  # fmt: skip
 TOLERANCE = {"autocast": 2e-2, **{name: 1e-5 for name in HABITS if name.startswith("scaler")}}
 

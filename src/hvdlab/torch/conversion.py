@@ -45,6 +45,20 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
+
+    The view has an extent of 1 behind the others, so its shape is not that of any tensor of the same dimensions: ranks
+    whose memory is in different orders disagree, instead of mixing up elements. What can't be viewed so, or is
+    contiguous, is returned as it is.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    view = tensor.permute(order)
+    return view.unsqueeze(-1) if view.is_contiguous() else tensor
+
+
 def staged(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
 

@@ -19,6 +19,7 @@ from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.torch.announcing import Announcer
 from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compression, Compressor
+from hvdlab.torch.conversion import as_stored
 from hvdlab.torch.handles import FAILURES, Handle, synchronize
 from hvdlab.torch.hooks import Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
@@ -50,11 +51,13 @@ class _InFlight:
         handle: Its handle.
         parameters: Whose gradients.
         contexts: What each of them needs to be decompressed.
+        outputs: Where the results are, if the handle does not yield them.
     """
 
     handle: Handle
     parameters: Sequence[torch.Tensor]
     contexts: Sequence[Any]
+    outputs: Sequence[torch.Tensor] | None = None
 
 
 class _Bucket:
@@ -168,10 +171,11 @@ class GradientReducer(Watcher):
             with torch.no_grad():
                 pairs = [self._settings.compression.compress(gradient) for gradient in gradients]
             sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        if len(sent) == 1:
-            handle = submit(operation, sent[0], name, in_place=True, announce=False)
+        views = _as_stored(parameters, sent)
+        if len(views) == 1:
+            handle = submit(operation, views[0], name, in_place=True, announce=False)
         else:
-            handle = submit_group(operation, sent, name, in_place=True, announce=False)
+            handle = submit_group(operation, views, name, in_place=True, announce=False)
         self._announcer.hold(sum([tensor.nbytes for tensor in sent]))
         return _InFlight(handle, parameters, contexts, sent)
 
@@ -207,11 +211,11 @@ class GradientReducer(Watcher):
             except FAILURES as error:
                 failure = failure or error
                 continue
-            self._install(work, result if isinstance(result, list) else [result])
+            self._install(work, [result] if work.outputs is None else work.outputs)
         if failure is not None:
             raise failure
 
-    def _install(self, work: _InFlight, outputs: list[torch.Tensor]) -> None:
+    def _install(self, work: _InFlight, outputs: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for parameter, output, context in zip(work.parameters, outputs, work.contexts, strict=True):
                 reduced = self._settings.compression.decompress(output, context)
@@ -223,6 +227,19 @@ class GradientReducer(Watcher):
                         parameter.grad = reduced
                 elif parameter.grad is not reduced:
                     parameter.grad.copy_(reduced)
+
+
+def _as_stored(parameters: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What is sent, so that it need not be copied where it lies in memory in another order, as its parameter does.
+
+    Parameters lie in memory alike on all ranks; what else a user makes a gradient of may not.
+    """
+    if all(tensor.is_contiguous() for tensor in sent):
+        return sent
+    return [
+        as_stored(tensor) if tensor.stride() == parameter.stride() else tensor
+        for parameter, tensor in zip(parameters, sent, strict=True)
+    ]
 
 
 def _nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""Gradients are announced in turns: few messages, and none left behind when the backward pass ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import hvdlab.torch as hvd
+from hvdlab.collectives import context
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.torch import announcing
+from ranks import Ranks
+
+PARAMETERS = 40
+
+
+@pytest.fixture
+def one() -> Iterator[Ranks]:
+    with Ranks(1, imports=["hvdlab.torch"]) as ranks:
+        yield ranks
+
+
+def announcements(elements: int, seconds: float, *, fails: bool = False) -> tuple[list[int], int, int]:
+    """Collectives in each announcement of a backward pass, how many are not announced after it, and the step's sum."""
+    with (
+        mock.patch.object(announcing, "LONGEST_SECONDS", seconds),
+        mock.patch.object(announcing, "ENOUGH_BYTES", 4 * 1000),
+    ):
+        parameters = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(PARAMETERS)]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0),
+            named_parameters=[(f"p{i}", parameter) for i, parameter in enumerate(parameters)],
+        )
+        engine = context.engine()
+        sent: list[m.Message] = []
+        send = engine._endpoint.send
+
+        def counted(message: m.Message) -> bool:
+            sent.append(message)
+            return send(message)
+
+        with mock.patch.object(engine._endpoint, "send", counted):
+            if fails:
+                first = torch.cat(parameters).sum()
+                first.register_hook(_fail)
+                with pytest.raises(ZeroDivisionError):
+                    first.backward()
+            sum(parameter.sum() for parameter in parameters).backward()
+            counts = [len(message.locals) for message in sent if isinstance(message, m.Announce)]
+            left = engine._guarded.state.queued
+        optimizer.step()
+        return counts, left, int(sum(parameter.sum().item() for parameter in parameters))
+
+
+def _fail(gradient: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError
+
+
+def test_small_gradients_are_announced_together_at_the_end_of_the_backward_pass(one: Ranks) -> None:
+    ((counts, left, total),) = one.run(announcements, 1, 1000.0)
+    assert (
+        len(counts) <= 2
+    )  # a message of the coordinator's may come in between, after which all is announced
+    assert (sum(counts), left, total) == (PARAMETERS, 0, -PARAMETERS)
+
+
+def test_enough_of_them_do_not_wait_for_the_end(one: Ranks) -> None:
+    ((counts, left, total),) = one.run(announcements, 100, 1000.0)
+    assert counts[0] <= 10
+    assert 4 <= len(counts) <= 10
+    assert (sum(counts), left, total) == (PARAMETERS, 0, -100 * PARAMETERS)
+
+
+def test_none_waits_for_long(one: Ranks) -> None:
+    ((counts, left, total),) = one.run(announcements, 1, 0.0)
+    assert len(counts) > PARAMETERS // 2
+    assert (sum(counts), left, total) == (PARAMETERS, 0, -PARAMETERS)
+
+
+def test_a_backward_pass_after_one_that_failed_is_announced(one: Ranks) -> None:
+    outcomes = one.run(after_a_failure, 1)
+    assert outcomes == [(0, -PARAMETERS)]
+
+
+def after_a_failure(elements: int) -> tuple[int, int]:
+    _, left, total = announcements(elements, 1000.0, fails=True)
+    return left, total

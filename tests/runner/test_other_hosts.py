@@ -137,3 +137,32 @@ def test_a_function_on_two_hosts(network: Network, shell: RemoteShell, tmp_path:
 def _running(network: Network, command: str) -> list[str]:
     found = [host.run("ps", "-ef") for host in network.hosts]
     return [line for text in found for line in text.splitlines() if command in line and "bash" not in line]
+
+
+def test_a_host_that_is_cut_off(network: Network, shell: RemoteShell, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
+        "context.init()\nprint('up')\n"
+        "while True:\n    api.allreduce(np.ones(1), name='loss')\n    time.sleep(0.05)\n"
+    )
+    process = network.hosts[0].popen(
+        [sys.executable, "-m", "hvdlab", "run", "-H", "host0:1,host1:1", sys.executable, str(script)],
+        env={"HVDLAB_SSH": shell.client, "HVDLAB_PING_AFTER": "1", "HVDLAB_DEAD_AFTER": "3"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    lines = {process.stdout.readline(), process.stdout.readline()}
+    assert lines == {b"[0]<stdout>:up\n", b"[1]<stdout>:up\n"}
+    network.hosts[1].cut()
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        network.hosts[1].mend()
+    assert process.returncode == 1
+    # Either side may be the first to give the other up.
+    said = ("failed first: exit code 1", "failed first: no sign of life for 3 s")
+    assert any(f"rank 1 on host1 {how}" in err.decode() for how in said), err.decode()
+    shell.wait()

@@ -112,6 +112,22 @@ def test_last_words_that_are_still_on_their_way_are_waited_for() -> None:
     assert script.of(e.Failure) == [e.Failure(1, KILLED)]
 
 
+def test_what_the_coordinator_knows_is_said_if_the_rank_said_nothing() -> None:
+    script = Script(2)
+    script.tell(
+        e.Connected(0), e.Connected(1), e.Disconnected(1, "no sign of life for 30 s"), e.Exited(1, BAD)
+    )
+    assert script.of(e.Failure) == [e.Failure(1, BAD, "no sign of life for 30 s")]
+
+
+def test_a_culprit_that_the_coordinator_has_given_up_is_not_waited_for() -> None:
+    script = Script(2)
+    script.tell(e.Connected(0), e.Connected(1), e.Disconnected(1, "no sign of life for 30 s"))
+    script.tell(e.Reported(0, "AbortedError: rank 1 died", (1,)), e.Disconnected(0), e.Exited(0, BAD))
+    assert script.of(e.Failure) == [e.Failure(1, None, "no sign of life for 30 s", (0,))]
+    assert e.Signal((1,), signal.SIGTERM) in script.done
+
+
 def test_who_left_early_is_named() -> None:
     script = Script(2)
     script.tell(e.Exited(1, OK))

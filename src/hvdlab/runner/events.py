@@ -42,9 +42,15 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A rank's connection to the coordinator has ended: all it had to say was heard."""
+    """A rank's connection to the coordinator has ended: all it had to say was heard.
+
+    Attributes:
+        rank: Which one.
+        reason: Why the coordinator gave it up, if it did (``no sign of life for 30 s``).
+    """
 
     rank: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,10 @@ class News:
         now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
-                self.post(e.Disconnected(rank))
+                reasons = [
+                    death.reason for death in membership.deaths if (death.rank, death.pid) == (rank, pid)
+                ]
+                self.post(e.Disconnected(rank, next(filter(_tells, reasons), "")))
         for rank, pid in now.items():
             if self._members.get(rank) != pid:
                 self.post(e.Connected(rank))
@@ -97,3 +100,8 @@ class News:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _tells(reason: str) -> bool:
+    """Whether a death's reason says more than that the process has ended, of which the agent knows more."""
+    return reason.startswith("no sign of life")

@@ -52,6 +52,8 @@ class RankState:
     report: e.Reported | None = None
     connected: bool = False
     joined: bool = False
+    lost: str = ""
+    """Why the coordinator gave it up."""
     anew: bool = False
     """Whether it stands for one that was lost."""
     dismissed: bool = False

@@ -18,6 +18,8 @@ def failure_lines(failure: Failure, tails: Mapping[int, Tail], host: str = "") -
     where = f" on {host}" if host else ""
     how = str(failure.outcome) if failure.outcome is not None else "it does not end"
     error = f" ({failure.error})" if failure.error else ""
+    if failure.outcome is None and failure.error:
+        how, error = failure.error, ""
     lines = [f"rank {failure.rank}{where} failed first: {how}{error}"]
     if failure.early:
         verb = "has" if len(failure.early) == 1 else "have"

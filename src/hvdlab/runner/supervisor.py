@@ -79,8 +79,8 @@ class Supervisor:
                     self._exited(rank, Outcome(1, text=text), now)
             case e.Connected(rank):
                 self._connected(rank, now)
-            case e.Disconnected(rank):
-                self.ranks[rank].connected = False
+            case e.Disconnected(rank, reason):
+                self.ranks[rank].connected, self.ranks[rank].lost = False, reason
             case e.Reported(rank):
                 self._reported(rank, event, now)
             case e.Stopped(number):
@@ -216,7 +216,7 @@ class Supervisor:
             self._fail(self._first, now)
 
     def _is_living(self, rank: int) -> bool:
-        return 0 <= rank < len(self.ranks) and self.ranks[rank].outcome is None
+        return 0 <= rank < len(self.ranks) and self.ranks[rank].outcome is None and not self.ranks[rank].lost
 
     def _fail(self, rank: int, now: float) -> None:
         culprit = self._origin(rank)
@@ -227,7 +227,7 @@ class Supervisor:
             if other != culprit and its.report is not None and self._origin(other) == culprit
         ]
         outcome = state.outcome
-        error = state.report.error if state.report is not None else ""
+        error = state.report.error if state.report is not None else state.lost
         self.failed = culprit
         failure = e.Failure(culprit, outcome, error, tuple(followers), self._early(culprit))
         self._effects.append(failure)
@@ -246,8 +246,10 @@ class Supervisor:
         return rank
 
     def _has_failed(self, rank: int) -> bool:
-        outcome = self.ranks[rank].outcome
-        return self.ranks[rank].report is not None if outcome is None else not outcome.ok
+        state = self.ranks[rank]
+        if state.outcome is None:
+            return state.report is not None or bool(state.lost)
+        return not state.outcome.ok
 
     def _early(self, rank: int) -> tuple[int, ...]:
         """Ranks whose good end made this one fail."""

@@ -76,7 +76,7 @@ def admit(state: CoordinatorState) -> None:
     ranks regroup; then they need not be all that are expected.
     """
     membership, world, cells = state.membership, state.sets.world, state.cells
-    if membership.expected is None or not (membership.complete or state.elastic.ready):
+    if membership.expected is None or not (membership.complete or state.elastic.active):
         return
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.members if world.next_members is None else world.next_members

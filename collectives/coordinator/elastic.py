@@ -46,6 +46,11 @@ class Elastic:
         self.ready: dict[int, m.Regroup] = {}
         self.finished: set[int] = set()
 
+    @property
+    def active(self) -> bool:
+        """Whether it decides who comes in."""
+        return bool(self.training or self.ready or self.finished)
+
     def drop(self, rank: int) -> None:
         """A rank is gone."""
         self.training.discard(rank)

@@ -16,6 +16,7 @@ class WorldView:
         self._changed = threading.Condition()
         self._members: frozenset[int] = frozenset()
         self._lost: str | None = None
+        self._let_in: set[int] = set()
         self._regrouped = 0
         self.last: m.World | None = None
         self.watchers: list[Callable[[m.World], None]] = []
@@ -31,6 +32,7 @@ class WorldView:
     def configured(self, ranks: Sequence[int]) -> None:
         """Set 0 has these members now."""
         with self._changed:
+            self._let_in.update(set(ranks) & set(self.waiting))
             self._members = frozenset(ranks)
             self._changed.notify_all()
 
@@ -88,7 +90,8 @@ class WorldView:
 
         def complete() -> bool:
             told = self.last is not None or len(self._members) >= max(size, 1)
-            return told and bool(self._members) and not self._missing()
+            # Elastic training goes on without those that are missing.
+            return told and bool(self._members) and (rank in self._let_in or not self._missing())
 
         def settled() -> bool:
             return complete() or self._lost is not None or (rank not in self.waiting and bool(self._dead()))
@@ -103,19 +106,20 @@ class WorldView:
             missing = [r for r in missing if r != rank and r not in self._others(rank)] or missing
         if self._lost is not None:
             raise StartError(self._lost)
-        if dead:
+        if came:
+            return
+        if dead and not at_door:
             told = "; ".join(
                 f"rank {death.rank} ended before the world was complete: {death.reason}" for death in dead
             )
             raise StartError(f"{told}. Look at its output, then start the group again.")
-        if not came and at_door:
+        if at_door:
             raise StartError(
                 f"rank {rank} waited {max(door, timeout):g} s for {format_ranks(sorted(self._others(rank)))} to let it "
                 "in: they train, and did not get to a commit() of their state. Raise HOROVOD_ELASTIC_TIMEOUT."
             )
-        if not came:
-            who = format_ranks(missing) if missing else "the coordinator's go-ahead"
-            raise StartError(
-                f"rank {rank} waited {timeout:g} s for the world: {who} did not come. Look at the output of the "
-                "missing ranks, or raise HVDLAB_START_TIMEOUT."
-            )
+        who = format_ranks(missing) if missing else "the coordinator's go-ahead"
+        raise StartError(
+            f"rank {rank} waited {timeout:g} s for the world: {who} did not come. Look at the output of the "
+            "missing ranks, or raise HVDLAB_START_TIMEOUT."
+        )

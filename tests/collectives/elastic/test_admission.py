@@ -69,6 +69,20 @@ def test_a_newcomer_waits_until_all_have_regrouped() -> None:
     assert all_of(back, m.Regrouped) == []
 
 
+def test_a_newcomer_does_not_wait_for_another_that_is_still_on_its_way() -> None:
+    sim = training(4)
+    for rank in (1, 2):
+        sim.kill(rank)
+    regroup(sim, 0, 3)
+    sim.client_says(m.Expect((0, 1, 2, 3)))
+    back = sim.connect(1)
+    sim.drain()
+    assert all_of(back, m.World)[-1].waiting == (1,)
+    regroup(sim, 0, 3, ticket=2)
+    assert back.sets[0].ranks == (0, 1, 3)
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == ()
+
+
 def test_a_rank_that_was_not_there_at_the_start_comes_in_like_one_that_comes_back() -> None:
     sim = training()
     sim.client_says(m.Expect((0, 1, 2, 3)))

@@ -1,0 +1,47 @@
+"""A rank at the door of elastic training: how it waits, and what it takes for complete."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol import messages as m
+
+MEMBERS = tuple(m.Member(rank, "host", rank) for rank in range(3))
+DEATH = m.Death(2, 7, 0.0, "killed by SIGKILL")
+
+
+def view(*, waiting: tuple[int, ...]) -> WorldView:
+    """Rank 1 is back, rank 2 was lost on its way back."""
+    made = WorldView()
+    made.update(m.World((0, 1, 2), MEMBERS[:2], (DEATH,), 1, waiting))
+    return made
+
+
+def test_who_is_let_in_does_not_look_for_others() -> None:
+    world = view(waiting=(1,))
+    world.configured([0, 1])
+    world.wait_complete(0, 1, 0)
+
+
+def test_at_the_door_others_may_die_and_the_time_is_another() -> None:
+    with pytest.raises(StartError, match=r"rank 1 waited 0\.01 s for rank 0 to let it in"):
+        view(waiting=(1,)).wait_complete(0, 1, 0.01)
+    with pytest.raises(StartError, match="rank 2 ended before the world was complete"):
+        view(waiting=()).wait_complete(0, 1, 0.01)
+
+
+def test_news_of_the_world_and_answers_are_told_apart() -> None:
+    world = view(waiting=())
+    seen: list[tuple[int, ...]] = []
+    world.watchers.append(lambda message: seen.append(message.waiting))
+    world.update(m.World((0, 1), MEMBERS[:2], (), 1, (1,)))
+    assert seen == [(1,)]
+    assert not world.wait_regrouped(1, 0)
+    world.regrouped(1)
+    assert world.wait_regrouped(1, 0)
+    assert not world.wait_regrouped(2, 0)
+    world.lost("the coordinator is gone")
+    with pytest.raises(StartError, match="the coordinator is gone"):
+        world.wait_regrouped(2, 10)

@@ -84,9 +84,13 @@ def test_a_process_there_takes_signals_and_tells_how_it_ended(network: Network) 
 
 def test_closing_ends_all_processes() -> None:
     with Network(1) as network:
-        process = network.hosts[0].popen(["sleep", "1000"])
+        command = ["sh", "-c", "echo up; exec sleep 1000"]
+        process = network.hosts[0].popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
         pid = network.hosts[0].pid
-    assert process.wait(5) == -signal.SIGKILL
+    with process:
+        assert process.wait(5) == -signal.SIGKILL
     assert not Path(f"/proc/{pid}").exists()
 
 

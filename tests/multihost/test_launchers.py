@@ -114,7 +114,7 @@ def test_srun_with_a_shared_directory(network: Network, tmp_path: Path) -> None:
 
 
 def test_srun_without_one_says_what_to_do(network: Network) -> None:
-    codes, _, err = finish(slurm(network, {"HVDLAB_START_TIMEOUT": "4"}, "train"))
+    codes, _, err = finish(slurm(network, {"HVDLAB_START_TIMEOUT": "8"}, "train"))
     assert codes == [1] * 4
     # The one that gives up first is missed by the other.
     assert re.search("ranks (2-3|1-3|0,2-3) did not come", err), err
@@ -122,7 +122,7 @@ def test_srun_without_one_says_what_to_do(network: Network) -> None:
 
 
 def test_hosts_that_were_taken_for_one(network: Network, tmp_path: Path) -> None:
-    env = {"SLURM_STEP_NUM_NODES": "1", "HVDLAB_RENDEZVOUS_DIR": str(tmp_path), "HVDLAB_START_TIMEOUT": "4"}
+    env = {"SLURM_STEP_NUM_NODES": "1", "HVDLAB_RENDEZVOUS_DIR": str(tmp_path), "HVDLAB_START_TIMEOUT": "8"}
     codes, _, err = finish(slurm(network, env, "train"))
     assert codes == [1] * 4
     assert "the launcher's variables say that there is one host only" in err

@@ -237,7 +237,7 @@ def test_without_rank_0_the_others_say_so(env: dict[str, str]) -> None:
 
 
 def test_without_another_rank_all_name_it(env: dict[str, str]) -> None:
-    ended = slurm({**env, "HVDLAB_START_TIMEOUT": "3"}, 3, "absent", "2").ended(30)
+    ended = slurm({**env, "HVDLAB_START_TIMEOUT": "6"}, 3, "absent", "2").ended(30)
     for code, _, err in ended[:2]:
         assert code == 1
         # The one that gives up first is missed by the other.

@@ -231,7 +231,7 @@ class Engine:
             self._waiter.abandon(handle)
             raise
 
-    def join(self, process_set: int = 0, timeout: float | None = None) -> int:
+    def join(self, process_set: int = 0) -> int:
         """Take part with zeros in what the other members do, until all have joined.
 
         They need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all members)
@@ -242,10 +242,9 @@ class Engine:
             The rank that joined last; the same on all.
 
         Raises:
-            AbortedError: A member died, left, failed or was interrupted before it joined.
-            TimeoutError: As for :meth:`Handle.wait`; this rank has still joined.
+            AbortedError: A member died, left, failed or was interrupted before all had joined.
         """
-        return self.run(Request(OpKind.JOIN, process_set=process_set), timeout).last_joined
+        return self.run(Request(OpKind.JOIN, process_set=process_set)).last_joined
 
     def submit_group(self, requests: Sequence[Request], *, announce: bool = True) -> list[Handle]:
         """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises what ``submit`` does."""

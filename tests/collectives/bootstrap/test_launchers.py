@@ -161,7 +161,8 @@ def test_the_other_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpi4pys_library_is_known_without_starting_mpi() -> None:
     pytest.importorskip("mpi4py")
-    assert library.version() is None or "MPI" in library.version()
+    version = library.version()
+    assert version is None or "MPI" in version
 
 
 def test_ranks_of_a_launcher_take_part_in_a_world_of_ours() -> None:

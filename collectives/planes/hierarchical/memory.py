@@ -9,6 +9,7 @@ a name, and nothing is left behind, whoever dies at whatever moment.
 from __future__ import annotations
 
 import os
+import secrets
 
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
@@ -22,12 +23,12 @@ def offer(store: KeyValue, name: str, size: int) -> int:
     Raises:
         PlaneBroken: There is no memory or no descriptor to be had.
     """
+    unique = f"{name}-{secrets.token_hex(8)}"
     try:
-        descriptor = create_memory(name, size)
+        descriptor = create_memory(unique, size)
     except OSError as error:
         raise PlaneBroken(f"shared memory: no segment of {size} bytes could be made: {error}") from error
-    status = os.fstat(descriptor)
-    store.set(_KEY, f"{os.getpid()} {descriptor} {status.st_dev} {status.st_ino}".encode())
+    store.set(_KEY, f"{os.getpid()} {descriptor} {unique}".encode())
     return descriptor
 
 
@@ -38,7 +39,7 @@ def accept(store: KeyValue, timeout: float) -> int:
         PlaneBroken: It can't be opened from here; the text says what may be the matter.
         TimeoutError: Nothing was offered in time.
     """
-    pid, number, device, inode = (int(word) for word in store.get(_KEY, timeout).split())
+    pid, number, unique = store.get(_KEY, timeout).decode().split()
     path = f"/proc/{pid}/fd/{number}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -47,8 +48,8 @@ def accept(store: KeyValue, timeout: float) -> int:
             f"shared memory: process {pid} has the segment of this host, but {path} can't be opened ({error}); ranks that "
             "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently, or HVDLAB_PLANE=gloo"
         ) from error
-    status = os.fstat(descriptor)
-    if (status.st_dev, status.st_ino) != (device, inode):
+    # The kernel shows what a memfd was called, which nothing else in the world is.
+    if unique not in os.readlink(f"/proc/self/fd/{descriptor}"):
         os.close(descriptor)
         raise PlaneBroken(
             f"shared memory: {path} is not the segment that was offered; are ranks of different machines given the same "

@@ -98,8 +98,8 @@ def test_another_file_under_the_number_is_refused() -> None:
     store = OneStore()
     made = memory.offer(store, "test", 8192)
     other = memory.offer(OneStore(), "other", 8192)
-    pid, _, device, inode = store.values["memory"].split()
-    store.values["memory"] = b" ".join([pid, str(other).encode(), device, inode])
+    pid, _, name = store.values["memory"].split()
+    store.values["memory"] = b" ".join([pid, str(other).encode(), name])
     try:
         with pytest.raises(PlaneBroken, match="not the segment that was offered"):
             memory.accept(store, 1.0)

@@ -144,9 +144,11 @@ def test_flags_without_effect_are_told_once(launcher) -> None:
 
 
 TORCH = """
+    import sys
     import {module} as hvd, torch
     hvd.init()
-    print(hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.mpi_enabled())
+    found = [hvd.rank(), hvd.size(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), hvd.mpi_enabled()]
+    sys.stdout.write(" ".join(map(str, found)) + "\\n")  # at once: mpiexec may mix what comes in pieces
 """
 
 

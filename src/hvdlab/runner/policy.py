@@ -29,7 +29,7 @@ class Policy:
     start_timeout: float = 30.0
     join_timeout: float | None = None
     settle: float = 1.0
-    hang: float = 10.0
+    hang: float = 30.0
     grace: float = 5.0
     interrupt_grace: float = 30.0
     min_ranks: int | None = None

@@ -97,6 +97,7 @@ class Supervisor:
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
+        self.ranks[rank].lost = ""
         if self.policy.join_timeout is None or self.phase is not Phase.RUNNING:
             return
         if all(state.joined or state.outcome for state in self.ranks):

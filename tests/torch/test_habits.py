@@ -442,3 +442,21 @@ def test_a_layer_may_be_frozen_on_some_ranks_only(two_ranks: Ranks) -> None:
             (loss_of(net, batch(step, [rank])) / 2).backward()
         sgd.step()
     check(two_ranks.run(_frozen_here_and_there), values(net), 1e-9)
+
+
+def _outside() -> list[str]:
+    first = hvd.add_process_set([0])
+    net = model()
+    optimizer = distributed(torch.optim.SGD(net.parameters(), 0.1), net, process_set=first)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, batch(step, [hvd.rank()])).backward()
+            optimizer.step()
+    hvd.remove_process_set(first)
+    return [str(w.message) for w in caught]
+
+
+def test_a_rank_outside_is_not_warned_of_steps(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_outside) == [[], []]

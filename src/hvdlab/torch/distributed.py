@@ -63,7 +63,8 @@ class DistributedBase(torch.optim.Optimizer):
 
     def _warn_of_a_step_without_backward(self) -> None:
         watcher = self._watcher
-        if watcher.stepped and not watcher.in_progress and not watcher.settled:
+        watcher.check()
+        if watcher.watching and watcher.stepped and not watcher.in_progress and not watcher.settled:
             warnings.warn(
                 "optimizer.step() was called a second time without a backward pass in between; it takes a step with "
                 "the gradients of the last one again.",

@@ -75,6 +75,11 @@ class Watcher(ABC):
             hook = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
 
+    @property
+    def watching(self) -> bool:
+        """Whether it is told of backward passes at all: not on a rank outside the process set, say."""
+        return bool(self._left)
+
     def watches(self, parameter: torch.Tensor) -> bool:
         return parameter in self._left
 

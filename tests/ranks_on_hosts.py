@@ -64,6 +64,7 @@ class RanksOnHosts(Ranks):
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.per_host),
             "OMP_NUM_THREADS": "1",
+            "HVDLAB_START_TIMEOUT": "85",
             **(extra or {}),
         }
 

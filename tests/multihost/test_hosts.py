@@ -94,8 +94,8 @@ def test_closing_ends_all_processes() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_nothing_outlives_an_owner_that_is_killed() -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", _OWNER], env=env, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         pids = owner.stdout.readline().split()

@@ -64,8 +64,10 @@ def again_with_a_set(ranks: list[int]) -> tuple[int, list[int]]:
 
 
 def wait_for(count: int) -> float:
-    context.engine().post("waiting", b"")
-    return float(api.allreduce(np.ones(count), "waits")[0])
+    operation = api.allreduce_async(np.ones(count), "waits")
+    context.engine().flush()
+    context.engine().post("waiting", b"")  # travels behind the announcement
+    return float(api.synchronize(operation)[0])
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from ranks import Ranks
 
@@ -33,6 +36,13 @@ def remove(set_id: int) -> None:
 def reduce(set_id: int, count: int = 4, name: str | None = None) -> float:
     x = api.allreduce(np.ones(count), name, op=api.Sum, process_set=set_id)
     return float(x[0])
+
+
+def wait_for(set_id: int) -> None:
+    operation = api.allreduce_async(np.ones(4), "waits", op=api.Sum, process_set=set_id)
+    context.engine().flush()
+    context.engine().post("waiting", b"")  # travels behind the announcement
+    api.synchronize(operation)
 
 
 def join(set_id: int) -> int:
@@ -97,9 +107,16 @@ def test_a_mismatch_in_one_set_does_not_disturb_another(four: Ranks) -> None:
 
 def test_an_interrupted_set_does_not_disturb_another_with_the_same_ranks(four: Ranks) -> None:
     pair, trio = four.run(add, [0, 1])[0], four.run(add, [0, 1, 2])[0]
-    stuck = four.start(reduce, pair, 4, "waits", ranks=[0])
-    busy = four.start(reduce, trio, 1 << 20, "goes on", ranks=[1, 2])
-    four.kill(0, 2)
+    waiting: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(four.coordinator.address, four.coordinator.token)
+    client.on_mail("waiting", lambda sender, body: waiting.put(sender))
+    try:
+        stuck = four.start(wait_for, pair, ranks=[0])
+        busy = four.start(reduce, trio, 1 << 20, "goes on", ranks=[1, 2])
+        waiting.get(timeout=20)
+    finally:
+        client.close()
+    four.kill(0, signal.SIGINT)
     assert isinstance(stuck.outcomes(20)[0], KeyboardInterrupt)
     assert four.run(reduce, trio, 1 << 20, "goes on", ranks=[0]) == [3.0]
     assert busy.results(20) == [3.0, 3.0]

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.errors import AbortedError, HvdlabError
 
 TOPIC = "hvdlab.uncaught"
 """Topic of the mail to clients; its body is :class:`Uncaught` as JSON."""
 LONGEST = 300
+OUR_FILES = f"{Path(__file__).parents[1]}/"
 
 
 class Uncaught(msgspec.Struct, frozen=True):
@@ -63,6 +65,20 @@ def _in_chain(error: BaseException | None) -> AbortedError | None:
     return None
 
 
+def cut_own_frames(trace: TracebackType | None) -> None:
+    """End a traceback at the user's line: how hvdlab got from there to its sentence helps nobody.
+
+    A traceback that has only our own frames is left alone.
+    """
+    last = None
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(OUR_FILES):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def watch() -> None:
     """Have :func:`report` called for what nobody catches, from now on."""
     previous = sys.excepthook
@@ -72,6 +88,8 @@ def watch() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             report(error)
+            if isinstance(error, HvdlabError):
+                cut_own_frames(trace)
         finally:
             previous(kind, error, trace)
 

@@ -68,10 +68,13 @@ def main() -> None:
         function, args, kwargs = pickle.loads(pickled)  # noqa: S301  # as above
         value = function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # the caller gets it
-        from hvdlab.collectives.uncaught import report
+        from hvdlab.collectives.errors import HvdlabError
+        from hvdlab.collectives.uncaught import cut_own_frames, report
 
         report(error)
         _cut(error)
+        if isinstance(error, HvdlabError):
+            cut_own_frames(error.__traceback__)
         _write(result, cloudpickle.dumps(_raised(error)))
         traceback.print_exception(error)
         sys.exit(1)

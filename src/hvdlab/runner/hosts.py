@@ -26,7 +26,7 @@ class Host:
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise InvalidRequestError(
-                f"the host {self.name} has {self.slots} slots; a host takes at least one rank."
+                f"{self.slots} ranks on {self.name} were asked for; give each host one at least (-np 1)."
             )
 
 

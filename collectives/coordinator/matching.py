@@ -159,19 +159,35 @@ class Matcher(PendingRounds):
             self.joining.since, self.joining.reported = now, 0
 
     def _advance(self, name: str, behind: dict[int, deque[Item]], now: float) -> None:
-        """Begin the next round of ``name`` with what waited behind the last one."""
+        """Begin the next rounds of ``name`` with what waited behind the last one."""
         while behind:
-            firsts = [(rank, queue.popleft()) for rank, queue in behind.items()]
+            for rank, queue in behind.items():
+                while queue:
+                    defined, extra = queue.popleft()
+                    if self.submit(rank, defined, extra, now, look=False) is not None:
+                        break
             behind = {rank: queue for rank, queue in behind.items() if queue}
-            self._submit_all(firsts, now)
             current = self.rounds.get(name)
-            if current is not None:
-                if current.behind is None:
-                    current.behind = behind or None
-                else:
-                    for rank, queue in behind.items():
-                        current.behind.setdefault(rank, deque()).extend(queue)
+            if current is None:
+                continue
+            for rank, queue in (current.behind or {}).items():
+                behind.setdefault(rank, deque()).extend(queue)
+            current.behind = behind or None
+            if current.info.kind == _JOIN:
+                self._join(current, now)
+            if not self.is_complete(current):
                 return
+            if current.info.group and self._gets_verdict(current):
+                self._complete(current, now)  # it concerns what waits behind as well
+                return
+            current.behind = None  # goes on here: there may be thousands
+            self._complete(current, now)
+
+    def _gets_verdict(self, complete: Round) -> bool:
+        if complete.disputed is not None:
+            return True
+        lacking = len(complete.heads) < self.size
+        return lacking and refuse_with_joined(complete.info.signature, self.joined) is not None
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 

@@ -383,3 +383,13 @@ def test_joining_twice_is_two_joins() -> None:
     bench.join(1)
     assert bench.ready() == ["join.noname"]
     assert not bench.matcher.pending
+
+
+def test_thousands_that_wait_behind_each_other_for_a_rank_that_joins() -> None:
+    for other, ready, rejected in ((4, 3000, 0), (9, 0, 6000)):
+        bench = Bench()
+        for _ in range(3000):
+            bench.submit(0, "n")
+            bench.submit(1, "n", shape=(other,))
+        bench.join(2)
+        assert (len(bench.ready()), len(bench.rejected())) == (ready, rejected)

@@ -192,7 +192,7 @@ def test_a_deadlock_is_found_and_joining_is_none(three: Ranks) -> None:
     (error,) = joined.outcomes(20)
     assert isinstance(error, AbortedError)
     assert error.cause.kind is CauseKind.DEADLOCK
-    assert "rank 2 in join" in str(error)
+    assert "rank 0 in allreduce `a`" in str(error)
     assert all(isinstance(x.outcomes(20)[0], AbortedError) for x in stuck)
     joined = three.start(join, ranks=[1, 2])
     for _ in range(3):

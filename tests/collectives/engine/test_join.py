@@ -238,4 +238,6 @@ def test_a_rank_that_dies_ends_the_join_of_the_others() -> None:
         assert ranks.run(reduce, "x", ranks=[1]) == [1.0]
         ranks.kill(0)
         assert isinstance(joined[0].outcomes(20)[0], RankGone)
+        (last,) = ranks.outcomes(join, ranks=[1])  # which may come before the news
+        assert last == 1 or last.cause.kind is CauseKind.RANK_DIED
         assert ranks.run(join, ranks=[1]) == [1]

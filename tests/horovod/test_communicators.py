@@ -15,6 +15,7 @@ MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
 
 SCRIPT = """
 import os
+import sys
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 os.environ["HVDLAB_RANK"] = str(world.rank)
@@ -46,7 +47,7 @@ except NotImplementedError as error:
 else:
     raise AssertionError
 assert not hvd.is_initialized()
-print("done", world.rank)
+sys.stdout.write(f"done {world.rank}\\n")  # in one piece: mpiexec mixes those of several ranks
 """
 
 

@@ -69,8 +69,8 @@ def test_small_gradients_are_announced_together_at_the_end_of_the_backward_pass(
 
 def test_enough_of_them_do_not_wait_for_the_end(one: Ranks) -> None:
     ((counts, left, total),) = one.run(announcements, 100, 1000.0)
-    assert counts[0] <= 10
-    assert 4 <= len(counts) <= 10
+    assert max(counts) <= 10
+    assert 4 <= len(counts) < PARAMETERS  # messages of the coordinator's may come in between, as above
     assert (sum(counts), left, total) == (PARAMETERS, 0, -100 * PARAMETERS)
 
 

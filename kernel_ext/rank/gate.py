@@ -11,16 +11,26 @@ remembered until the next guarded code begins, and forgotten when the cell ends.
 A signal that comes after Python's last look and before a blocking system call is noted but does not break the call.
 That is not as rare as it sounds: the main thread gives the interpreter's lock away just there, and the thread that
 sends the signal waited for it. So the signal is sent again until the handler has run.
+
+The exception may be raised and yet be lost: the interpreter drops whatever a finalizer or a weak reference's callback
+raises, and those run in the middle of any code that the collector happens to stop. This is not as rare as it sounds
+either: during a long collection the thread that sends the signal waits for the interpreter's lock, and gets it in the
+first finalizer. The interpreter tells its hook for such exceptions; if it was ours, the interrupt is requested again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from types import CodeType, FrameType, coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 SIGNAL = signal.SIGURG
 """Ignored by default, so it can do no harm to what does not expect it; SIGINT is left to whoever sends it from outside."""
@@ -56,6 +66,8 @@ class InterruptGate:
         )
         self._cancelled = False
         self._previous: dict[int, Handler] = {}
+        self._raised = 0  # id() of the last KeyboardInterrupt; itself, it would keep the user's frames alive
+        self._hook: partial[None] | None = None
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -99,6 +111,7 @@ class InterruptGate:
     def install(self) -> None:
         """Take the signals over."""
         self._take_signals()
+        self._take_hook()
         self._insist.start()
 
     def uninstall(self) -> None:
@@ -110,6 +123,8 @@ class InterruptGate:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
+        if self._hook is not None and sys.unraisablehook is self._hook:
+            sys.unraisablehook = self._hook.args[0]
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, SIGNAL):
@@ -118,11 +133,19 @@ class InterruptGate:
                 self._previous[number] = current if current is not None else signal.SIG_DFL
                 signal.signal(number, self._on_signal)
 
+    def _take_hook(self) -> None:
+        if self._hook is None or sys.unraisablehook is not self._hook:
+            # A new object each time: a hook that calls the one it replaced must not end up in a circle.
+            self._hook = partial(self._on_unraisable, sys.unraisablehook)
+            sys.unraisablehook = self._hook
+
     def begin(self) -> None:
         """A cell begins: interrupts from now on are for it."""
         self._take_signals()  # an earlier cell may have changed them
+        self._take_hook()
         with self._lock:
             self._run += 1
+            self._raised = 0
             self._cancelled = False
             self.pending = self._early > 0
             self._early = max(0, self._early - 1)
@@ -185,22 +208,47 @@ class InterruptGate:
             self._suspended.cancel()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if frame is not None and (frame.f_code is _HOOK or _is_on_stack(frame, [_REPEAT])):
+            return  # raised here it would be lost as well; what was requested is sent again
         if number == SIGNAL:
             requested, self._requested = self._requested, None
             if requested != self._run:
                 return  # meant for a cell that has ended since, or sent once too often
         if not self._running:
             return  # a rank without a cell has nothing to interrupt, and its loop must live
-        if self._is_guarded(frame):
-            raise KeyboardInterrupt
+        if _is_on_stack(frame, self._guarded):
+            interrupt = KeyboardInterrupt()
+            self._raised = id(interrupt)
+            raise interrupt
         if self._suspended is not None:
             self._loop.call_soon_threadsafe(self._cancel, self._run)
         else:
             self.pending = True
 
-    def _is_guarded(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if any(frame.f_code is code for code in self._guarded):
-                return True
-            frame = frame.f_back
-        return False
+    def _on_unraisable(
+        self, previous: Callable[[UnraisableHookArgs], object], lost: UnraisableHookArgs
+    ) -> None:
+        """An exception was dropped, on any thread."""
+        # The type, too: memory, and with it the id, may have come to belong to another exception since.
+        if type(lost.exc_value) is KeyboardInterrupt and id(lost.exc_value) == self._raised:
+            self._repeat()
+        else:
+            previous(lost)  # without the lock, which this thread may hold already
+
+    def _repeat(self) -> None:
+        """Request the interrupt that was dropped again. It hit guarded code, so this thread does not hold the lock."""
+        with self._changed:
+            # Not sent here, where it would be raised in this hook. The thread waits a moment before it sends.
+            self._requested = self._run
+            self._changed.notify_all()
+
+
+_HOOK, _REPEAT = InterruptGate._on_unraisable.__code__, InterruptGate._repeat.__code__
+
+
+def _is_on_stack(frame: FrameType | None, codes: list[CodeType]) -> bool:
+    while frame is not None:
+        if any(frame.f_code is code for code in codes):
+            return True
+        frame = frame.f_back
+    return False

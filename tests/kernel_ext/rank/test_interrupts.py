@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,79 @@ def test_a_signal_that_is_late_does_not_hit_the_next_cell(rank: Rank) -> None:
         assert ran.done.value_repr == "'unharmed'"
 
     rank.play(script)
+
+
+SPIN = "    started.set()\n    while True: pass\n"
+FINALIZERS = {
+    "del": f"class C:\n  def __del__(self):\n{SPIN}def last(): C()\n",
+    "weakref callback": (
+        f"import weakref\nclass C: pass\ndef gone(ref):\n{SPIN}def last():\n  c = C()\n  r = weakref.ref(c, gone)\n  del c\n"
+    ),
+    "collection": (
+        f"import gc\nclass C:\n  def __del__(self):\n{SPIN}"
+        "def last():\n  c = C()\n  c.me = c\n  del c\n  gc.collect()\n"
+    ),
+    "generator": f"def g():\n  try: yield\n  finally:\n{SPIN}def last():\n  next(g())\n",
+}
+
+
+@pytest.mark.parametrize("source", FINALIZERS.values(), ids=FINALIZERS)
+def test_an_interrupt_that_hits_a_finalizer_ends_the_cell_all_the_same(rank: Rank, source: str) -> None:
+    """The interpreter drops what a finalizer raises: the rank would go on for ever."""
+    ran = interrupt_once_running(rank, source + "last()\nwhile True: pass")
+    assert ran.error.interrupted
+    assert ran.text("stderr") == ""
+    assert rank.run("'alive'").done.value_repr == "'alive'"
+
+
+def test_an_interrupt_is_repeated_through_one_finalizer_after_the_other(rank: Rank) -> None:
+    ran = interrupt_once_running(
+        rank, FINALIZERS["del"] + "def many():\n  for _ in range(5): last()\nmany()\nwhile 1: pass"
+    )
+    assert ran.error.interrupted
+
+
+def test_an_interrupt_lost_in_a_cells_last_finalizer_does_not_hit_the_next_cell(rank: Rank) -> None:
+    started = rank.shell.user_ns["started"] = threading.Event()
+
+    def script(pool: Pool) -> None:
+        for _ in range(10):
+            started.clear()
+            cell = pool.start(FINALIZERS["del"] + "last()")
+            assert started.wait(PATIENCE)
+            pool.engine.interrupt()
+            pool.finish(cell)
+            assert pool.run("for _ in range(10000): pass\n'unharmed'").done.value_repr == "'unharmed'"
+
+    rank.play(script)
+
+
+def test_what_finalizers_raise_themselves_goes_to_the_hook_of_the_user(rank: Rank) -> None:
+    hook = sys.unraisablehook
+    try:
+        ran = rank.run(
+            "import sys\nseen = []\nbefore = sys.unraisablehook\n"
+            "sys.unraisablehook = lambda lost: seen.append(type(lost.exc_value).__name__)\n"
+            "class C:\n  def __del__(self): raise KeyboardInterrupt\nC() and None\nseen"
+        )
+        assert ran.done.value_repr == "['KeyboardInterrupt']"
+        ran = rank.run("seen.clear()\nC() and None\nseen")  # the gate is in front of the hook again
+        assert ran.done.value_repr == "['KeyboardInterrupt']"
+    finally:
+        sys.unraisablehook = hook
+
+
+def test_a_hook_that_calls_the_one_it_replaced_is_no_circle(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = rank.shell.user_ns["seen"] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: seen.append("first"))
+    rank.run(
+        "import sys\nclass C:\n  def __del__(self): raise ValueError\n"
+        "def mine(lost, before=sys.unraisablehook):\n  seen.append('mine')\n  before(lost)\n"
+        "sys.unraisablehook = mine"
+    )
+    assert rank.run("C() and None\nseen").done.value_repr == "['mine', 'first']"
 
 
 def test_an_interrupt_ends_the_drawing_of_figures(rank: Rank) -> None:

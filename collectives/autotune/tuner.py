@@ -2,12 +2,15 @@
 
 A *sample* ends when a tensor has been executed ``steps_per_sample`` times since it began; its score is the bytes that
 were executed per second. After the warm-up, the first settings are spread over the space; later ones are where a
-Gaussian process of the scores so far expects most. In the end the one with the best expected score is kept.
+Gaussian process of the scores so far expects most. In the end the one with the best expected score is compared with the
+setting to begin with, in turns: scores of a busy machine differ by more than most settings do, and the best of many
+noisy scores is often only the luckiest. It is kept if it wins most of these turns.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +23,10 @@ LEAST_SECONDS = 0.05
 """A sample lasts at least this long: shorter ones tell more of the machine's noise than of the setting."""
 SPREAD = 4
 """Samples that are spread over the space before the process is asked."""
+TURNS = 5
+"""How often the setting that was found and the one to begin with are measured beside each other."""
+WINS = 4
+"""Turns that the one that was found has to win."""
 _TENSORS = 16384
 
 
@@ -28,6 +35,7 @@ class Phase(StrEnum):
 
     WARMUP = "warmup"
     SAMPLE = "sample"
+    CHECK = "check"
     BEST = "best"
 
 
@@ -37,7 +45,7 @@ class Sample:
 
     Attributes:
         number: From 1.
-        phase: ``BEST`` for the setting that is kept, with the score that is expected of it.
+        phase: ``CHECK`` for the turns at the end; ``BEST`` for the setting that is kept, with its median score in them.
         parameters: The setting.
         score: Bytes per second.
     """
@@ -81,7 +89,10 @@ class Tuner:
         self._random = random.Random(seed)
         self.parameters = start
         self.done = False
+        self._given = start
         self._scores: list[tuple[Parameters, float]] = []
+        self._found: Parameters | None = None
+        self._checks: dict[Parameters, list[float]] = {}
         self._number = 0
         self._begin: float | None = None
         self._counts: dict[Hashable, int] = {}
@@ -115,16 +126,31 @@ class Tuner:
 
     def finish(self) -> Sample | None:
         """The line about the setting that is kept; once, after the last sample."""
-        if self.done or len(self._scores) < self._options.max_samples:
+        if self.done or self._found is None or self._turn() is not None:
             return None
-        process = self._process()
-        measured = dict.fromkeys(parameters for parameters, _ in self._scores)
-        score, self.parameters = max(
-            ((process.predict(self._space.point(p))[0], p) for p in measured), key=lambda pair: pair[0]
-        )
+        given, found = self._checks[self._given], self._checks[self._found]
+        wins = sum(b > a for a, b in zip(given, found, strict=True))
+        self.parameters = self._found if wins >= WINS else self._given
+        score = statistics.median(self._checks[self.parameters])
         self.done = True
         self._counts.clear()
         return Sample(self._number + 1, Phase.BEST, self.parameters, score)
+
+    def _turn(self) -> Parameters | None:
+        """Which of the two is to be measured next; ``None`` if both were, often enough."""
+        assert self._found is not None
+        order = (self._given, self._found)
+        # a b  b a  a b …: what drifts hits both alike
+        done = sum(len(scores) for scores in self._checks.values())
+        if done >= len(self._checks) * TURNS:
+            return None
+        turn, place = divmod(done, 2)
+        return order[place ^ turn % 2] if self._found != self._given else self._given
+
+    def _expected_best(self) -> Parameters:
+        process = self._process()
+        measured = dict.fromkeys(parameters for parameters, _ in self._scores)
+        return max(measured, key=lambda p: process.predict(self._space.point(p))[0])
 
     def _start(self, now: float | None) -> None:
         self._begin = now
@@ -134,11 +160,21 @@ class Tuner:
     def _end(self, score: float) -> Sample:
         self._start(None)
         self._number += 1
-        warmup = self._number <= self._options.warmup_samples
-        sample = Sample(self._number, Phase.WARMUP if warmup else Phase.SAMPLE, self.parameters, score)
-        if not warmup:
-            self._scores.append((self.parameters, score))
+        if self._found is not None:
+            sample = Sample(self._number, Phase.CHECK, self.parameters, score)
+            self._checks[self.parameters].append(score)
+            self.parameters = self._turn() or self.parameters
+            return sample
+        if self._number <= self._options.warmup_samples:
+            return Sample(self._number, Phase.WARMUP, self.parameters, score)
+        sample = Sample(self._number, Phase.SAMPLE, self.parameters, score)
+        self._scores.append((self.parameters, score))
+        if len(self._scores) < self._options.max_samples:
             self.parameters = self._next()
+        else:
+            self._found = self._expected_best()
+            self._checks = {self._given: [], self._found: []}
+            self.parameters = self._given
         return sample
 
     def _next(self) -> Parameters:

@@ -10,7 +10,7 @@ import pytest
 
 from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.autotune.parameters import MIB, Parameters, Space
-from hvdlab.collectives.autotune.tuner import LEAST_SECONDS, Phase, Sample, Tuner
+from hvdlab.collectives.autotune.tuner import LEAST_SECONDS, TURNS, Phase, Sample, Tuner
 
 START = Parameters(64 * MIB, 0.0)
 Speed = Callable[[Parameters], float]
@@ -48,13 +48,36 @@ def hill(at: Parameters, noise: float = 0.0, seed: int = 0) -> Speed:
 
 
 def test_the_log_tells_the_phases() -> None:
-    samples = drive(Tuner(TuningOptions(3, 10, 5), START), flat)
-    assert [s.phase for s in samples] == [Phase.WARMUP] * 3 + [Phase.SAMPLE] * 5 + [Phase.BEST]
-    assert [s.number for s in samples] == list(range(1, 10))
+    samples = drive(Tuner(TuningOptions(3, 10, 5), START), hill(Parameters(0, 0.005, 65536)))
+    checks = 2 * TURNS
+    assert [s.phase for s in samples] == (
+        [Phase.WARMUP] * 3 + [Phase.SAMPLE] * 5 + [Phase.CHECK] * checks + [Phase.BEST]
+    )
+    assert [s.number for s in samples] == list(range(1, 10 + checks))
     assert {s.parameters for s in samples[:4]} == {START}, (
         "warm-up and first sample are made with what was set"
     )
     assert samples[-1].line().count(",") == Sample.header().count(",")
+
+
+def test_both_settings_are_checked_in_turns() -> None:
+    samples = drive(Tuner(TuningOptions(0, 10, 5), START), hill(Parameters(0, 0.005, 65536)))
+    checked = [s.parameters for s in samples if s.phase is Phase.CHECK]
+    found = checked[1]
+    assert found != START
+    assert checked == [START, found, found, START, START, found, found, START, START, found]
+    assert samples[-1].parameters == found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_nothing_is_to_be_gained_the_given_setting_mostly_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    kept = []
+    for run in range(10):
+        tuner = Tuner(TuningOptions(0, 10, 12), START, seed=run)
+        drive(tuner, lambda parameters: 1e8 * (1 + rng.uniform(-0.3, 0.3)))
+        kept.append(tuner.parameters == START)
+    assert sum(kept) >= 5  # the luckiest of twelve would be another in eleven of twelve runs
 
 
 def test_the_score_is_bytes_per_second() -> None:

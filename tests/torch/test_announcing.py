@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -23,8 +26,13 @@ def one() -> Iterator[Ranks]:
         yield ranks
 
 
-def announcements(elements: int, seconds: float, *, fails: bool = False) -> tuple[list[int], int, int]:
-    """Collectives in each announcement of a backward pass, how many are not announced after it, and the step's sum."""
+def announcements(
+    elements: int, seconds: float, coordinator: int, *, fails: bool = False
+) -> tuple[list[int], int, int]:
+    """Collectives in each announcement of a backward pass, how many are not announced after it, and the step's sum.
+
+    The coordinator is held meanwhile: what it says lets a rank announce all that waits.
+    """
     with (
         mock.patch.object(announcing, "LONGEST_SECONDS", seconds),
         mock.patch.object(announcing, "ENOUGH_BYTES", 4 * 1000),
@@ -42,7 +50,7 @@ def announcements(elements: int, seconds: float, *, fails: bool = False) -> tupl
             sent.append(message)
             return send(message)
 
-        with mock.patch.object(engine._endpoint, "send", counted):
+        with mock.patch.object(engine._endpoint, "send", counted), held(coordinator):
             if fails:
                 first = torch.cat(parameters).sum()
                 first.register_hook(_fail)
@@ -55,36 +63,40 @@ def announcements(elements: int, seconds: float, *, fails: bool = False) -> tupl
         return counts, left, int(sum(parameter.sum().item() for parameter in parameters))
 
 
+@contextmanager
+def held(process: int) -> Iterator[None]:
+    """Stop a process within."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
 def _fail(gradient: torch.Tensor) -> torch.Tensor:
     raise ZeroDivisionError
 
 
 def test_small_gradients_are_announced_together_at_the_end_of_the_backward_pass(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 1, 1000.0)
-    assert (
-        len(counts) <= 2
-    )  # a message of the coordinator's may come in between, after which all is announced
-    assert (sum(counts), left, total) == (PARAMETERS, 0, -PARAMETERS)
+    ((counts, left, total),) = one.run(announcements, 1, 1000.0, one.coordinator.pid)
+    assert (counts, left, total) == ([PARAMETERS], 0, -PARAMETERS)
 
 
 def test_enough_of_them_do_not_wait_for_the_end(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 100, 1000.0)
-    assert max(counts) <= 10
-    assert 4 <= len(counts) < PARAMETERS  # messages of the coordinator's may come in between, as above
-    assert (sum(counts), left, total) == (PARAMETERS, 0, -100 * PARAMETERS)
+    ((counts, left, total),) = one.run(announcements, 100, 1000.0, one.coordinator.pid)
+    assert (counts, left, total) == ([10] * (PARAMETERS // 10), 0, -100 * PARAMETERS)
 
 
 def test_none_waits_for_long(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 1, 0.0)
-    assert len(counts) > PARAMETERS // 2
-    assert (sum(counts), left, total) == (PARAMETERS, 0, -PARAMETERS)
+    ((counts, left, total),) = one.run(announcements, 1, 0.0, one.coordinator.pid)
+    assert (counts, left, total) == ([1] * PARAMETERS, 0, -PARAMETERS)
 
 
 def test_a_backward_pass_after_one_that_failed_is_announced(one: Ranks) -> None:
-    outcomes = one.run(after_a_failure, 1)
+    outcomes = one.run(after_a_failure, 1, one.coordinator.pid)
     assert outcomes == [(0, -PARAMETERS)]
 
 
-def after_a_failure(elements: int) -> tuple[int, int]:
-    _, left, total = announcements(elements, 1000.0, fails=True)
+def after_a_failure(elements: int, coordinator: int) -> tuple[int, int]:
+    _, left, total = announcements(elements, 1000.0, coordinator, fails=True)
     return left, total

@@ -239,3 +239,9 @@ def test_the_same_signature_as_horovod() -> None:
         "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"
     )
     assert " ".join(given).startswith(horovod)
+
+
+def test_who_asks_for_mpi_is_told_that_it_has_no_effect() -> None:
+    err = io.StringIO()
+    assert hvdlab.run(os.getpid, np=1, use_mpi=True, stderr=err)
+    assert "use_mpi= and mpi_args= have no effect" in err.getvalue()

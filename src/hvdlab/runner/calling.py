@@ -92,7 +92,7 @@ def run(
         plane: Data plane.
         stdout, stderr: Where output is shown; by default ``sys.stdout`` and ``sys.stderr`` as they are now.
         max_num_proc, max_np, slots, cooldown_range, disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are
-            accepted and change nothing here.
+            accepted and change nothing here (what asks for MPI is told so).
         host_discovery_script: Not supported.
 
     Raises:
@@ -125,6 +125,8 @@ def run(
     wishes = Wishes(given, {}, os.environ)
     for warning in wishes.warnings():
         say(warning)
+    if use_mpi or mpi_args:
+        say("use_mpi= and mpi_args= have no effect: the ranks of a function are started by hvdlab itself.")
     function = _pickled(func, args, dict(kwargs or {}))
     job = wishes.job([executable or default_python()], function)
     job.environment.update(env or {})

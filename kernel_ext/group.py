@@ -32,6 +32,9 @@ from hvdlab.kernel_ext.topics import ENVIRONMENT, READY
 LEAVE_WITHIN = 3.0
 """Seconds after which a rank that was told to leave is killed."""
 
+CUT_OFF_WITHIN = 1.0
+"""Seconds that the process of a rank whose connection has ended gets to end as well."""
+
 SHOWN_LINES = 20
 """Lines of a rank's standard error in the error that it could not be started."""
 
@@ -146,6 +149,18 @@ class Group:
             self.handle(Wanted(before))
             raise
         self._wait_left(deadline)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait for the end of ranks that the coordinator takes for dead; a process that stays can't come back: kill it."""
+
+        def cut_off() -> list[int]:
+            deaths = {(death.rank, death.pid) for death in self._client.membership().deaths}
+            return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not cut_off() or self._broken, CUT_OFF_WITHIN):
+                self.kill(cut_off())
+                self._changed.wait_for(lambda: not cut_off() or self._broken, deadline.remaining())
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """End these ranks' processes, whatever they do; they stay wanted and count as lost."""

@@ -337,11 +337,13 @@ class Pool:
             StartError: One did not start; it stays lost.
         """
         self._check_running()
+        deadline = Deadline(timeout)
         with self._changing:
+            self._base.group.settle(deadline)
             lost = self._base.group.members.lost
             if lost:
                 self._base.check_replaceable()
-                self._base.group.want(self._base.group.members.wanted, Deadline(timeout), replace_lost=True)
+                self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -80,6 +81,12 @@ def _fds() -> dict[int, str]:
     return found
 
 
+def _new_fds(before: dict[int, str]) -> list[tuple[int, str]]:
+    # The resource tracker's pipe belongs to the interpreter, as the tracker itself does.
+    tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
+    return [(fd, target) for fd, target in _fds().items() if before.get(fd) != target and fd != tracker]
+
+
 def _used_by_others(entry: str) -> bool:
     """Whether a living process maps this entry of /dev/shm: another job on the machine, not a leftover."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -118,9 +125,10 @@ def leak_check() -> Iterator[None]:
     deadline = time.monotonic() + GRACE
     _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
     _settled(lambda: _new_children(children), deadline)
+    _settled(lambda: _new_fds(fds), deadline)
     leaks = [_stack(t) for t in _threads() - threads if t.is_alive()]
     leaks += [_command(p) for p in _new_children(children)]
     leaks += [f"/dev/shm/{e}" for e in _shared_memory() - memory if not _used_by_others(e)]
-    leaks += [f"fd {fd} -> {target}" for fd, target in _fds().items() if fds.get(fd) != target]
+    leaks += [f"fd {fd} -> {target}" for fd, target in _new_fds(fds)]
     if leaks:
         pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

@@ -40,11 +40,16 @@ def total() -> float:
 
 def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
     """Some large operations, and at once away without waiting for them."""
-    rank = context.engine().rank
-    operations = [api.allreduce_async(np.full(count, rank), f"x{i}", op=api.Sum) for i in range(times)]
+    engine = context.engine()
+    rank = engine.rank
     if leave:
-        context.engine().flush()
+        api.barrier()  # the coordinator knows all announcements of the others then
+    operations = [api.allreduce_async(np.full(count, rank), f"x{i}", op=api.Sum) for i in range(times)]
+    engine.flush()
+    if leave:
         context.shutdown()
+    else:
+        api.barrier()
     try:
         return [float(np.asarray(api.synchronize(operation))[0]) for operation in operations]
     except AbortedError as error:

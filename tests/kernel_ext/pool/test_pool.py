@@ -128,6 +128,24 @@ def test_a_killed_rank_is_known_within_a_second_and_can_be_replaced(start_pool: 
     assert pool.repair() == ()
 
 
+def test_repair_waits_for_the_end_of_a_rank_whose_connection_is_gone(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pids = {status.rank: status.pid for status in pool.status()}
+    warm = psutil.Process(pids[1]).parent()
+    assert warm is not None
+    warm.suspend()  # nobody reports the end of the process
+    os.kill(pids[1], signal.SIGKILL)
+    pool.client.wait_for(lambda membership: 1 not in membership.ranks, timeout=20)
+    awake = threading.Timer(0.3, warm.resume)
+    awake.start()
+    try:
+        assert pool.repair() == (1,)
+    finally:
+        awake.join()
+    assert pool.ranks == (0, 1)
+    assert pool.status()[0].pid == pids[0]
+
+
 def test_reasons_of_deaths_are_told_in_words(start_pool: StartPool) -> None:
     pool = start_pool(3)
     run = pool.run(

@@ -41,6 +41,7 @@ class Connections:
         self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
         self._ping = 0
+        self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def idle(self) -> bool:
@@ -76,10 +77,22 @@ class Connections:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def drop(self, connection: Connection) -> None:
-        """Close a connection now."""
+        """Close a connection now. Without effect if it is closed: what had happened to it meanwhile is told later."""
+        if connection.endpoint.closed:
+            return
+        connection.phase = CLOSING
         self._unsettled.pop(connection, None)
         self.poller.unregister(connection)
         connection.endpoint.close()
+
+    def drop_oldest_stranger(self) -> bool:
+        """Close the connection that has owed its Hello for longest; whether there was one."""
+        for connection in self._unsettled:
+            if connection.phase != CLOSING:
+                self._log(f"{connection.name} is closed: it has not said Hello, and others need its place")
+                self.drop(connection)
+                return True
+        return False
 
     def lose(self, connection: Connection, reason: str, events: list[Event]) -> None:
         """Close a connection that was introduced, and say so."""
@@ -145,9 +158,21 @@ class Connections:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
+    def call_at(self, when: float, call: Callable[[], None]) -> None:
+        """Have :meth:`sweep` call this then."""
+        self._calls.append((when, call))
+        self.next_sweep = min(self.next_sweep, when)
+
+    def _call_due(self, now: float) -> float:
+        due = [call for when, call in self._calls if now >= when]
+        self._calls = [(when, call) for when, call in self._calls if now < when]
+        for call in due:
+            call()
+        return min([when for when, _ in self._calls], default=NEVER)
+
     def sweep(self, now: float, events: list[Event]) -> None:
         """Look for peers that are late or silent, and find out when to look again."""
-        upcoming = self._drop_late(now)
+        upcoming = min(self._drop_late(now), self._call_due(now))
         options = self._options
         silent: list[Connection] = []
         for connection in list(self.open.values()):

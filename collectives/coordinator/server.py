@@ -38,6 +38,9 @@ from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Refused
 
+_ACCEPT_AGAIN = 0.2
+"""Seconds to wait when there are no descriptors for newcomers."""
+
 
 def log_to_stderr(text: str) -> None:
     """One line for the operator."""
@@ -95,7 +98,10 @@ class Server:
         """Accept connections on a listening socket, over TLS if a context is given. Takes the socket over."""
         sock.setblocking(False)
         self.connections.listeners.append(sock)
-        self._poller.register(sock, READ, lambda: self._accept(sock, context))
+        self._watch(sock, context)
+
+    def _watch(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        self._poller.register(listener, READ, lambda: self._accept(listener, context))
 
     def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
         """Stop once this descriptor reports end of file: the one who started us is gone.
@@ -181,13 +187,27 @@ class Server:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            self._log(f"could not accept a connection: {error}")
+            self._make_room(listener, context, error)
             return
-        sock.setblocking(False)
-        if context is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        try:
+            sock.setblocking(False)
+            if context is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.getpeername()  # who was gone before it was accepted can't be wrapped
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            self._log(f"a connection is closed: {error}")
+            sock.close()
+            return
         self.connections.add(sock)
+
+    def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
+        """No descriptor is left: one that keeps its silence gives its place up; else newcomers have to wait."""
+        if self.connections.drop_oldest_stranger():
+            return
+        self._log(f"could not accept a connection: {error}")
+        self._poller.unregister(listener)
+        self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
     def _read_stranger(self, connection: Connection, events: list[Event]) -> None:
         try:

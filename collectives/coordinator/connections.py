@@ -17,6 +17,8 @@ from hvdlab.collectives.protocol.frames import FRAME_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Ping
 
 NEVER = float("inf")
+_HELLO_SECONDS = 0.5
+"""Seconds that a stranger has for its Hello even if others need its place."""
 
 
 class Connections:
@@ -86,9 +88,10 @@ class Connections:
         connection.endpoint.close()
 
     def drop_oldest_stranger(self) -> bool:
-        """Close the connection that has owed its Hello for longest; whether there was one."""
+        """Close the connection that has owed its Hello for longest; false if none had the time to say it."""
+        until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
         for connection in self._unsettled:
-            if connection.phase != CLOSING:
+            if connection.phase != CLOSING and connection.deadline <= until:
                 self._log(f"{connection.name} is closed: it has not said Hello, and others need its place")
                 self.drop(connection)
                 return True

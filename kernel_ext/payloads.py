@@ -50,6 +50,23 @@ class Credit(Payload, frozen=True):
     taken: int
 
 
+class Resync(Payload, frozen=True):
+    """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
+
+    Every cell of this rank that the pool waits for is listed, as ``(cell, received, taken)``: bytes of output that
+    have arrived, and those of them that the pool has taken, as in :class:`Credit`. What follows ``received`` is to be
+    sent again, the cell's :class:`CellDone` too if there is one. What is kept of other cells is no longer wanted.
+    """
+
+    cells: tuple[tuple[str, int, int], ...]
+
+
+class Settled(Payload, frozen=True):
+    """The pool has everything of this cell."""
+
+    cell: str
+
+
 class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``."""
 
@@ -124,11 +141,16 @@ Chunk = Stream | Display | Clear
 
 
 class Output(Payload, frozen=True):
-    """What a rank wrote since its last Output; ``total`` counts all bytes of this cell, this one's included."""
+    """What a rank wrote since its last Output.
+
+    ``total`` counts all bytes of this cell, this one's included, ``before`` those of the messages before it: the pool
+    sees from them whether one is missing, or comes a second time.
+    """
 
     cell: str
     chunks: tuple[Chunk, ...]
     total: int = 0
+    before: int = 0
 
 
 class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -163,7 +185,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class CellDone(Payload, frozen=True):
-    """The cell ended here; sent after its last Output.
+    """The cell ended here; sent after its last Output, whose ``total`` it repeats.
 
     ``value`` is the pickled last expression if it was asked for and small enough; ``value_note`` says why it is
     missing. ``has_value`` is False when the last statement was no expression or gave None.
@@ -176,6 +198,7 @@ class CellDone(Payload, frozen=True):
     value: bytes | None = None
     value_repr: str = ""
     value_note: str = ""
+    total: int = 0
 
 
 class Done(Payload, frozen=True):
@@ -259,7 +282,9 @@ class Stack(Payload, frozen=True):
     pending: tuple[PendingNow, ...] = ()
 
 
-ToRank = RunCell | Credit | PushValue | PullValue | AskStatus | Complete | Inspect | AskStack
+ToRank = (
+    RunCell | Credit | Resync | Settled | PushValue | PullValue | AskStatus | Complete | Inspect | AskStack
+)
 ToPool = Output | CellDone | Done | Value | Status | Completions | Inspection | Stack
 
 encode = msgspec.msgpack.Encoder().encode

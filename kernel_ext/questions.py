@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.payloads import (
@@ -21,6 +23,13 @@ from hvdlab.kernel_ext.payloads import (
 Answer = Done | Value | Status | Completions | Inspection
 
 
+@dataclass(slots=True)
+class _Question:
+    body: bytes
+    waiting: set[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
 class Questions:
     """Sends payloads that carry a ticket, and waits for the ranks' answers.
 
@@ -30,9 +39,10 @@ class Questions:
 
     def __init__(self, post: Callable[[str, bytes, Sequence[int]], None]) -> None:
         self._post = post
-        self._numbers = itertools.count(1)
+        # A rank may still have questions of a pool before this one.
+        self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
-        self._open: dict[int, tuple[set[int], dict[int, Answer]]] = {}
+        self._open: dict[int, _Question] = {}
 
     def ask(
         self, make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
@@ -43,14 +53,14 @@ class Questions:
             make: Makes the question of a ticket.
         """
         ticket = next(self._numbers)
-        waiting, answers = set(ranks), dict[int, Answer]()
+        question = _Question(encode(make(ticket)), set(ranks))
         with self._changed:
-            self._open[ticket] = waiting, answers
+            self._open[ticket] = question
         try:
-            self._post(TO_RANK, encode(make(ticket)), tuple(ranks))
+            self._post(TO_RANK, question.body, tuple(ranks))
             with self._changed:
-                self._changed.wait_for(lambda: not waiting, deadline.remaining())
-                return dict(answers)
+                self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
+                return dict(question.answers)
         finally:
             with self._changed:
                 del self._open[ticket]
@@ -58,15 +68,23 @@ class Questions:
     def answered(self, rank: int, answer: Answer) -> None:
         """An answer came. Any thread; late ones are dropped."""
         with self._changed:
-            waiting, answers = self._open.get(answer.ticket, (set(), {}))
-            if rank in waiting:
-                waiting.discard(rank)
-                answers[rank] = answer
+            question = self._open.get(answer.ticket)
+            if question is not None and rank in question.waiting:
+                question.waiting.discard(rank)
+                question.answers[rank] = answer
                 self._changed.notify_all()
+
+    def ask_again(self) -> None:
+        """Send what has not been answered once more: it, or its answer, may be lost. Ranks answer it once. Any thread."""
+        with self._changed:
+            unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]
+        for body, ranks in unanswered:
+            if ranks:
+                self._post(TO_RANK, body, ranks)
 
     def rank_died(self, rank: int) -> None:
         """Nobody waits for this rank any more. Any thread."""
         with self._changed:
-            for waiting, _ in self._open.values():
-                waiting.discard(rank)
+            for question in self._open.values():
+                question.waiting.discard(rank)
             self._changed.notify_all()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
-from hvdlab.collectives.client import Client
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied
+from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, Told
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
@@ -18,15 +21,38 @@ from hvdlab.kernel_ext.payloads import (
     CellDone,
     Credit,
     Output,
+    Resync,
     RunCell,
+    Settled,
     decode_to_pool,
     encode,
 )
 from hvdlab.kernel_ext.questions import Questions
 
+REPEAT_WITHIN = 1.0
+"""Seconds before the loss of a coordinator in which an interrupt may have been lost with it."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A cell that is running.
+
+    Attributes:
+        order: What the ranks were sent.
+        arrivals: What has come from them.
+        handle: Takes it.
+    """
+
+    order: RunCell
+    arrivals: Arrivals
+    handle: CellHandle
+
 
 class Runs:
     """Dispatches cells and gives each what comes from the ranks.
+
+    Mail may be lost with a coordinator. Between :meth:`lost` and :meth:`resync` nothing is sent; the latter has the
+    ranks send again what is missing, and sends them again what they may have missed.
 
     Args:
         client: The connection to the coordinator.
@@ -45,14 +71,18 @@ class Runs:
         self._client = client
         self._began, self._ended, self._reason = began, ended, reason
         self._lock = threading.Lock()
-        self._handles: dict[str, CellHandle] = {}
-        self.questions = Questions(client.post)
+        self._runs: dict[str, _Run] = {}
+        self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
+        self._connected = True
+        self._lost_at = 0.0
+        self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
+        self.questions = Questions(self._post)
         client.on_mail(TO_POOL, self._take)
 
     @property
     def active(self) -> bool:
         """Whether a cell is running."""
-        return bool(self._handles)
+        return bool(self._runs)
 
     def dispatch(
         self,
@@ -67,56 +97,157 @@ class Runs:
         want_value: bool,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
-        run = CellRun(cell, ranks, label=label, now=time.monotonic(), timeout=timeout)
+        arrivals = Arrivals(ranks)
         handle = CellHandle(
-            run,
+            CellRun(cell, ranks, label=label, now=time.monotonic(), timeout=timeout),
             sink,
-            credit=lambda rank, taken: self._client.post(TO_RANK, encode(Credit(cell, taken)), [rank]),
-            interrupt=self._client.interrupt,
+            credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
+            interrupt=self.interrupt,
             finished=lambda results: self._finished(cell, results),
         )
+        run = _Run(RunCell(cell, label, source, line_offset, want_value), arrivals, handle)
         with self._lock:
-            self._handles[cell] = handle
+            self._runs[cell] = run
         self._began()
         try:
-            # The coordinator must know before any rank can be ahead of the others in a collective.
-            self._client.cell_started(cell, ranks)
-            order = RunCell(cell, label, source, line_offset, want_value)
-            self._client.post(TO_RANK, encode(order), ranks)
+            with self._order:
+                self._send(run)
         except BaseException:
             self._finished(cell, None)
             raise
         for rank in ranks:
             if reason := self._reason(rank):  # it died between the caller's look and now
+                arrivals.died(rank)
                 handle.feed(RankDied(rank, reason, time.monotonic_ns()))
         return handle
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Interrupt what these ranks run; if the coordinator is lost, as soon as there is another. Any thread."""
+        self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
+        with contextlib.suppress(CoordinatorLostError):
+            self._client.interrupt(ranks)
+
+    def tell(self, text: str) -> bool:
+        """Show this line under the cells that run; False if there are none. Any thread."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values()]
+        for handle in handles:
+            handle.feed(Told(text))
+        return bool(handles)
 
     def rank_died(self, rank: int, reason: str, tail: str = "") -> None:
         """A rank is lost; ``tail`` is the end of its standard error. Any thread."""
         when = time.monotonic_ns()
         with self._lock:
-            handles = list(self._handles.values())
-        for handle in handles:
-            if rank in handle.ranks:
-                handle.feed(RankDied(rank, reason, when, tail))
+            runs = list(self._runs.values())
+        for run in runs:
+            if rank in run.handle.ranks:
+                run.arrivals.died(rank)
+                run.handle.feed(RankDied(rank, reason, when, tail))
         self.questions.rank_died(rank)
+
+    # -- another coordinator --------------------------------------------------------------------------------------
+
+    def lost(self) -> None:
+        """The coordinator is lost. The client's thread; does not block."""
+        self._connected = False
+        self._lost_at = time.monotonic()
+
+    def running(self) -> dict[str, tuple[int, ...]]:
+        """The cells that run, and the ranks that have not ended theirs."""
+        with self._lock:
+            return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
+
+    def resync(self, ranks: Sequence[int], told: Collection[str]) -> None:
+        """Get on the same page with these ranks, over a new connection.
+
+        Args:
+            ranks: Those that are connected.
+            told: Cells that the coordinator knows of.
+
+        Raises:
+            CoordinatorLostError: The new connection is lost as well.
+        """
+        with self._order:
+            with self._lock:
+                runs = list(self._runs.values())
+            for rank in ranks:
+                self._ask_again(rank)
+            for run in runs:
+                self._send_again(run, told)
+            self._connected = True
+        waiting = {rank for run in runs for rank in run.arrivals.waiting}
+        since = self._lost_at - REPEAT_WITHIN
+        if again := [rank for rank in waiting if self._interrupted.get(rank, 0.0) > since]:
+            self._client.interrupt(again)
+        self.questions.ask_again()
+
+    def _send_again(self, run: _Run, told: Collection[str]) -> None:
+        """Ranks that have the cell already, or have ended it, ignore it."""
+        if waiting := run.arrivals.waiting:
+            if run.order.cell not in told:
+                self._client.cell_started(run.order.cell, waiting)
+            self._client.post(TO_RANK, encode(run.order), waiting)
+
+    def _ask_again(self, rank: int) -> None:
+        """Have a rank send what is missing."""
+        with self._lock:
+            cells = [
+                (cell, *found)
+                for cell, run in self._runs.items()
+                if (found := run.arrivals.asking(rank)) is not None
+            ]
+        self._client.post(TO_RANK, encode(Resync(tuple(cells))), [rank])
+
+    # -- to the ranks ---------------------------------------------------------------------------------------------
+
+    def _send(self, run: _Run) -> None:
+        """Send a cell, unless the coordinator is lost: then :meth:`resync` does it."""
+        if not self._connected:
+            return
+        with contextlib.suppress(CoordinatorLostError):
+            # The coordinator must know before any rank can be ahead of the others in a collective.
+            self._client.cell_started(run.order.cell, run.handle.ranks)
+            self._client.post(TO_RANK, encode(run.order), run.handle.ranks)
+
+    def _post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+        """Send what can be lost, as it is sent again."""
+        with contextlib.suppress(CoordinatorLostError):
+            self._client.post(topic, body, ranks)
+
+    def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:
+        arrivals.taken(rank, taken)
+        self._post(TO_RANK, encode(Credit(cell, taken)), [rank])
 
     def _finished(self, cell: str, results: CellResults | None) -> None:
         with self._lock:
-            self._handles.pop(cell, None)
-            idle = not self._handles
+            run = self._runs.pop(cell, None)
+            idle = not self._runs
+        if run is not None:
+            self._post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
         if idle:
             self._ended()
 
+    # -- from the ranks -------------------------------------------------------------------------------------------
+
     def _take(self, rank: int, body: bytes) -> None:
         payload = decode_to_pool(body)
-        if isinstance(payload, Output):
-            handle = self._handles.get(payload.cell)
-            if handle is not None:
-                handle.feed(OutputArrived(rank, payload.chunks, payload.total))
-        elif isinstance(payload, CellDone):
-            handle = self._handles.get(payload.cell)
-            if handle is not None:
-                handle.feed(DoneArrived(rank, payload))
+        if isinstance(payload, Output | CellDone):
+            run = self._runs.get(payload.cell)
+            if run is not None:
+                self._feed(run, rank, payload)
         else:
             self.questions.answered(rank, payload)
+
+    def _feed(self, run: _Run, rank: int, payload: Output | CellDone) -> None:
+        if isinstance(payload, Output):
+            verdict = run.arrivals.output(rank, payload)
+        else:
+            verdict = run.arrivals.done(rank, payload)
+        if verdict is Verdict.ASK:
+            with contextlib.suppress(CoordinatorLostError):
+                self._ask_again(rank)
+        elif verdict is Verdict.TAKE and isinstance(payload, Output):
+            run.handle.feed(OutputArrived(rank, payload.chunks, payload.total))
+        elif verdict is Verdict.TAKE and isinstance(payload, CellDone):
+            run.handle.feed(DoneArrived(rank, payload))

@@ -56,7 +56,14 @@ class TimePassed:
     """:attr:`CellRun.deadline` was reached."""
 
 
-Event = OutputArrived | DoneArrived | RankDied | InterruptRequested | TimePassed
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something happened to the pool that who looks at the cell should know, in one line."""
+
+    text: str
+
+
+Event = OutputArrived | DoneArrived | RankDied | InterruptRequested | TimePassed | Told
 
 # -- effects ----------------------------------------------------------------------------------------------------------
 

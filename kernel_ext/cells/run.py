@@ -28,6 +28,7 @@ from hvdlab.kernel_ext.cells.events import (
     RankEnded,
     SendCredit,
     TimePassed,
+    Told,
 )
 from hvdlab.kernel_ext.cells.results import CellResults, Death
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
@@ -189,6 +190,10 @@ class CellRun:
                 Note(f"still waiting for {format_ranks(sorted(self.running))} to answer the interrupt")
             )
         return effects
+
+    @_on.register
+    def _told(self, event: Told, now: float) -> list[Effect]:
+        return [Note(event.text)]
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,9 @@ from hvdlab.kernel_ext.payloads import (
     Inspect,
     PullValue,
     PushValue,
+    Resync,
     RunCell,
+    Settled,
     Stack,
     ToPool,
     ToRank,
@@ -72,6 +74,7 @@ class RankAgent:
         self._runner = CellRunner(shell, engine, self._capture, self._gate, self._compiler, self._setup.hook)
         self._setup.preparing = lambda: self._runner.preparing
         self._jobs: deque[ToRank] = deque()
+        self._job: ToRank | None = None
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -123,15 +126,34 @@ class RankAgent:
             return
         if isinstance(mail, Credit):
             self._capture.credit(mail.cell, mail.taken)
+        elif isinstance(mail, Settled):
+            self._capture.settled(mail.cell)
+        elif isinstance(mail, Resync):
+            self._capture.resync(mail.cells)
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
+        elif isinstance(mail, RunCell):
+            self._expect(mail)
         else:
-            if isinstance(mail, RunCell):
-                self._gate.expect()
-            self._jobs.append(mail)
-            self._call_soon(self._arrived.set)
+            self._ask(mail)
+
+    def _expect(self, cell: RunCell) -> None:
+        """A cell came, perhaps again: a pool that may have missed mail sends what it waits for a second time."""
+        if self._capture.sent.expect(cell.cell):
+            self._gate.expect()
+            self._enqueue(cell)
+
+    def _ask(self, question: ToRank) -> None:
+        """A question came, perhaps again: it is answered once."""
+        ticket = getattr(question, "ticket", None)
+        if all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
+            self._enqueue(question)
+
+    def _enqueue(self, job: ToRank) -> None:
+        self._jobs.append(job)
+        self._call_soon(self._arrived.set)
 
     def _on_interrupt(self) -> None:
         self._gate.request()
@@ -169,9 +191,10 @@ class RankAgent:
             await self._arrived.wait()
             self._arrived.clear()
             while self._jobs and not self._leaving:
-                job = self._jobs.popleft()
+                job = self._job = self._jobs.popleft()
                 async with self._turn:
                     await self._do(job)
+                self._job = None
             if self._leaving:
                 self._leave()
                 return
@@ -184,11 +207,8 @@ class RankAgent:
         try:
             await self._runner.run(request)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
-            self._reply(
-                CellDone(
-                    request.cell, describe(self._shell, error, time.monotonic_ns(), before_exec=False), 0.0
-                )
-            )
+            described = describe(self._shell, error, time.monotonic_ns(), before_exec=False)
+            self._capture.finish(CellDone(request.cell, described, 0.0))
         finally:
             self._device = status.current_device()
             self._cell, self._state = "", "idle"

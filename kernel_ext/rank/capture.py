@@ -15,10 +15,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from hvdlab.kernel_ext.payloads import TO_POOL, Chunk, Clear, Display, Output, Stream, encode
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.sent import Post, Sent
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""
@@ -34,8 +35,9 @@ PIECE = 256 << 10
 """A single write is taken apart into pieces of this many characters."""
 MESSAGE = 1 << 20
 """Bytes of output in one message, about."""
+UNBOUNDED = 1 << 62
+"""More than a cell can write."""
 
-Post = Callable[[str, bytes], None]
 _Entry = tuple[str, str, int] | tuple[Display | Clear, None, int]
 
 
@@ -47,7 +49,7 @@ class Capture:
     """
 
     def __init__(self, post: Post, *, fds: FdCapture | None = None) -> None:
-        self._post = post
+        self.sent = Sent(post)
         self._fds = fds
         self._forked = False
         # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
@@ -97,12 +99,32 @@ class Capture:
 
     def credit(self, cell: str, taken: int) -> None:
         """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
+        self.sent.taken(cell, taken)
         with self._lock:
             if cell == self._cell and taken > self._taken:
                 self._taken = taken
                 self._room.notify_all()
         if self._fds is not None:
             self._wake()
+
+    def finish(self, done: CellDone) -> None:
+        """Send what is left of the cell's output, then its end."""
+        self.flush()
+        self.sent.done(done)
+
+    def settled(self, cell: str) -> None:
+        """The pool has what it wanted of the cell. If that still runs, what it writes goes nowhere. Control thread."""
+        self.sent.settled(cell)
+        self.credit(cell, UNBOUNDED)
+
+    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
+        """Send again what the pool has missed of these cells, as :class:`Resync` says. Control thread.
+
+        A cell that it does not wait for any more can't fill a window: what it writes goes nowhere.
+        """
+        self.sent.resync(cells)
+        known = {cell: taken for cell, _, taken in cells}
+        self.credit(self._cell, known.get(self._cell, UNBOUNDED))
 
     def flush(self) -> None:
         """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
@@ -198,7 +220,7 @@ class Capture:
                     self._woken = self._urgent = False
             if not taken:
                 return
-            self._post(TO_POOL, encode(Output(cell, tuple(_merged(taken)), total)))
+            self.sent.output(cell, _merged(taken), total - size, total)
 
     def _drain_fds(self) -> None:
         fds = self._fds

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, CellError, Display, RunCell, encode
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
@@ -214,8 +214,7 @@ class CellRunner:
             value_repr=short_repr(value, self._hook.plain) if value is not None else "",
             value_note=note,
         )
-        self._capture.flush()
-        self._engine.post(TO_POOL, encode(done))
+        self._capture.finish(done)
 
     def _describe(self, run: _Run) -> CellError:
         assert run.error is not None

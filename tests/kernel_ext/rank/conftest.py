@@ -29,6 +29,7 @@ from hvdlab.kernel_ext.payloads import (
     Output,
     Payload,
     RunCell,
+    Settled,
     Stream,
 )
 from hvdlab.kernel_ext.rank.agent import RankAgent
@@ -161,6 +162,7 @@ class Pool:
                     self.engine.mail(Credit(cell, mail.total))
             elif isinstance(mail, CellDone):
                 assert mail.cell == cell
+                self.engine.mail(Settled(cell))
                 return Ran(mail, chunks)
 
     def run(self, source: str, **options: Any) -> Ran:

@@ -1,0 +1,111 @@
+"""What a rank tells about its cells, kept until the pool has it.
+
+A coordinator that dies takes mail with it. So the messages about a cell are numbered by the bytes of output before
+them, kept, and sent again from where the pool says it is. They are kept only as far as the pool has not taken them,
+hence no more than the output's window, and the end of a cell until the pool has settled it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, Output, encode
+
+Post = Callable[[str, bytes], None]
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A cell that the pool waits for.
+
+    Attributes:
+        outputs: Messages that were sent and not taken, with the total that they reach.
+        total: Bytes sent.
+        done: Its end, if it has ended.
+    """
+
+    outputs: deque[tuple[int, bytes]] = field(default_factory=deque)
+    total: int = 0
+    done: CellDone | None = None
+
+
+class Sent:
+    """The cells that came and were not settled. Any thread.
+
+    Args:
+        post: ``post(topic, body)``. Must not block; called with a lock held, so that messages leave in order.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._lock = threading.RLock()
+        self._cells: dict[str, _Cell] = {}
+
+    def expect(self, cell: str) -> bool:
+        """A cell came; False if it came before, and must not run again."""
+        with self._lock:
+            if cell in self._cells:
+                return False
+            self._cells[cell] = _Cell()
+            return True
+
+    def output(self, cell: str, chunks: Sequence[Chunk], before: int, total: int) -> None:
+        """Send output."""
+        body = encode(Output(cell, tuple(chunks), total, before))
+        with self._lock:
+            known = self._cells.get(cell)
+            if known is not None:
+                known.outputs.append((total, body))
+                known.total = total
+            self._post(TO_POOL, body)
+
+    def done(self, done: CellDone) -> None:
+        """Send a cell's end, after all of its output."""
+        with self._lock:
+            known = self._cells.get(done.cell)
+            if known is not None:
+                done = known.done = msgspec.structs.replace(done, total=known.total)
+            self._post(TO_POOL, encode(done))
+
+    def taken(self, cell: str, taken: int) -> None:
+        """The pool has taken this much of a cell's output."""
+        with self._lock:
+            known = self._cells.get(cell)
+            if known is not None:
+                _forget(known, taken)
+
+    def settled(self, cell: str) -> None:
+        """The pool has everything of a cell."""
+        with self._lock:
+            self._cells.pop(cell, None)
+
+    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
+        """Send again what the pool lacks of these cells, and forget what others have left.
+
+        Args:
+            cells: ``(cell, received, taken)``. Those that have not come are left to the pool, which sends them again.
+        """
+        with self._lock:
+            wanted = {cell for cell, _, _ in cells}
+            for cell in [cell for cell in self._cells if cell not in wanted]:
+                del self._cells[cell]
+            for cell, received, taken in cells:
+                known = self._cells.get(cell)
+                if known is None:
+                    continue
+                _forget(known, taken)
+                for total, body in known.outputs:
+                    if total > received:
+                        self._post(TO_POOL, body)
+                if known.done is not None:
+                    self._post(TO_POOL, encode(known.done))
+
+
+def _forget(known: _Cell, taken: int) -> None:
+    while known.outputs and known.outputs[0][0] <= taken:
+        known.outputs.popleft()

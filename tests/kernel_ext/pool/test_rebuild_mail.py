@@ -1,0 +1,210 @@
+"""What ranks tell about cells arrives once, in order and whole, however much mail is lost with coordinators."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
+from hvdlab.kernel_ext.payloads import (
+    TO_POOL,
+    CellDone,
+    Done,
+    Output,
+    PushValue,
+    Stream,
+    decode_to_pool,
+    decode_to_rank,
+)
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.rank.sent import Sent
+
+CELL = "c"
+
+
+class Link:
+    """A rank's cell, the pool's view of it, and the way between them, which loses what is on it."""
+
+    def __init__(self) -> None:
+        self.to_pool: deque[bytes] = deque()
+        self.to_rank: deque[tuple[str, int, int]] = deque()
+        self.sent = Sent(self._post)
+        self.arrivals = Arrivals([0])
+        self.text = ""
+        self.done: CellDone | None = None
+        self.written = ""
+        self._sent_done = False
+        assert self.sent.expect(CELL)
+
+    def _post(self, topic: str, body: bytes) -> None:
+        assert topic == TO_POOL
+        self.to_pool.append(body)
+
+    def write(self, size: int) -> None:
+        before = len(self.written)
+        text = "".join(chr(97 + (before + i) % 26) for i in range(size))
+        self.written += text
+        self.sent.output(CELL, [Stream("stdout", text)], before, before + size)
+
+    def finish(self) -> None:
+        self.sent.done(CellDone(CELL, None, 0.0))
+
+    def deliver(self, count: int) -> None:
+        """The pool gets this many messages."""
+        for _ in range(min(count, len(self.to_pool))):
+            message = decode_to_pool(self.to_pool.popleft())
+            if isinstance(message, Output):
+                verdict = self.arrivals.output(0, message)
+                if verdict is Verdict.TAKE:
+                    self.text += "".join(c.text for c in message.chunks if isinstance(c, Stream))
+            else:
+                assert isinstance(message, CellDone)
+                verdict = self.arrivals.done(0, message)
+                if verdict is Verdict.TAKE:
+                    assert self.done is None
+                    self.done = message
+            if verdict is Verdict.ASK:
+                self.ask()
+
+    def ask(self) -> None:
+        found = self.arrivals.asking(0)
+        self.to_rank.append((CELL, *found) if found else ("", 0, 0))
+
+    def take(self) -> None:
+        """The pool says how much it has."""
+        self.arrivals.taken(0, len(self.text))
+        self.sent.taken(CELL, len(self.text))
+
+    def hear(self) -> None:
+        """The rank gets what the pool asked."""
+        while self.to_rank:
+            cell, received, taken = self.to_rank.popleft()
+            self.sent.resync([(cell, received, taken)] if cell else [])
+
+    def lose(self, back: int, forth: bool) -> None:
+        """The coordinator dies with the last messages; what is written until the pool is back is lost as well."""
+        while len(self.to_pool) > back:
+            self.to_pool.pop()
+        if forth:
+            self.to_rank.clear()
+
+    def reconnect(self) -> None:
+        self.ask()
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 30)),
+        st.tuples(st.just("deliver"), st.integers(1, 5)),
+        st.tuples(st.just("lose"), st.integers(0, 3)),
+        st.tuples(st.just("take"), st.just(0)),
+        st.tuples(st.just("hear"), st.just(0)),
+        st.tuples(st.just("finish"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_output_is_whole_and_in_order_after_any_losses(steps: list[tuple[str, int]]) -> None:
+    link = Link()
+    finished = False
+    for step, number in steps:
+        if step == "write" and not finished:
+            link.write(number)
+        elif step == "deliver":
+            link.deliver(number)
+        elif step == "lose":
+            link.lose(number, forth=True)
+            link.reconnect()
+        elif step == "take":
+            link.take()
+        elif step == "hear":
+            link.hear()
+        elif step == "finish" and not finished:
+            finished = True
+            link.finish()
+        assert link.written.startswith(link.text)
+    if not finished:
+        link.finish()
+    link.lose(0, forth=True)
+    link.reconnect()
+    link.hear()
+    link.deliver(10_000)
+    assert link.text == link.written
+    assert link.done is not None
+    assert link.done.total == len(link.written)
+
+
+@given(STEPS)
+def test_a_gap_is_noticed_without_being_told_of_a_loss(steps: list[tuple[str, int]]) -> None:
+    link = Link()
+    finished = False
+    for step, number in steps:
+        if step == "write" and not finished:
+            link.write(number)
+        elif step == "deliver":
+            link.deliver(number)
+        elif step == "lose" and not finished:
+            link.lose(number, forth=False)
+        elif step == "take":
+            link.take()
+        elif step == "hear":
+            link.hear()
+        elif step == "finish" and not finished:
+            finished = True
+            link.finish()
+        assert link.written.startswith(link.text)
+    if not finished:
+        link.finish()
+    while link.to_pool or link.to_rank:
+        link.deliver(10_000)
+        link.hear()
+    assert link.text == link.written
+    assert link.done is not None
+
+
+def test_what_was_taken_or_settled_is_not_kept() -> None:
+    link = Link()
+    for _ in range(100):
+        link.write(1000)
+        link.deliver(1)
+        link.take()
+    link.sent.resync([(CELL, 0, 0)])
+    assert not link.to_pool
+    link.finish()
+    link.to_pool.clear()
+    link.sent.settled(CELL)
+    link.sent.resync([(CELL, 0, 0)])
+    assert not link.to_pool
+
+
+def test_a_cell_that_comes_twice_is_known_until_nobody_wants_it() -> None:
+    link = Link()
+    assert not link.sent.expect(CELL)
+    link.finish()
+    assert not link.sent.expect(CELL)
+    link.sent.resync([])
+    assert link.sent.expect(CELL)
+
+
+def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def post(topic: str, body: bytes, ranks: object) -> None:
+        question = decode_to_rank(body)
+        assert isinstance(question, PushValue)
+        asked.append((question.ticket, tuple(ranks)))  # type: ignore[arg-type]  # a sequence
+        if len(asked) == 1:
+            questions.answered(1, Done(question.ticket))
+            questions.ask_again()
+            questions.answered(0, Done(question.ticket))
+
+    questions = Questions(post)
+    answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(5))
+    assert set(answers) == {0, 1}
+    assert [ranks for _, ranks in asked] == [(0, 1), (0,)]
+    assert asked[0][0] == asked[1][0]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdlab.collectives.linux import die_with_parent, name_process
+from hvdlab.kernel_ext.warm.forking import Role
+from hvdlab.kernel_ext.warm.lifeline import depend_on
 from hvdlab.kernel_ext.warm.messages import CONTROLLER
-from hvdlab.kernel_ext.warm.process import Role
 
 
 def become(role: Role, *, open_files: int) -> NoReturn:
@@ -69,7 +70,9 @@ def _end_after(seconds: float, code: int) -> None:
 def _set_up(role: Role) -> None:
     order = role.order
     os.setsid()  # Ctrl-C in the notebook's terminal is the pool's to pass on
-    die_with_parent(role.parent)
+    if order.number == CONTROLLER:
+        die_with_parent(role.parent)
+    depend_on(role.lifeline)
     _connect_standard_descriptors(role)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     os.environ.clear()

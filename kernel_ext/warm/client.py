@@ -18,6 +18,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.kernel_ext.warm.exits import describe_signal
+from hvdlab.kernel_ext.warm.lifeline import Lifeline
 from hvdlab.kernel_ext.warm.messages import FromWarm, Loaded, Shutdown, WarmMessage, decode_from_warm, encode
 
 Listener = Callable[[FromWarm], None]
@@ -29,9 +30,12 @@ class WarmProcess:
     It ends when :meth:`close` is called and, with all its children, when this process ends in any way.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, log: IO[bytes]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, log: IO[bytes], lifeline: Lifeline
+    ) -> None:
         self._process = process
         self._log = log
+        self._lifeline = lifeline
         self._endpoint = Endpoint(sock)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -56,6 +60,7 @@ class WarmProcess:
             StartError: The process could not be started.
         """
         ours, theirs = socket.socketpair()
+        lifeline = Lifeline.make()
         log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
         try:
             process = subprocess.Popen(
@@ -67,21 +72,23 @@ class WarmProcess:
                     "hvdlab.kernel_ext.warm",
                     str(theirs.fileno()),
                     str(os.getpid()),
+                    str(lifeline.descriptor),
                 ],
                 stdin=subprocess.PIPE,  # its end is how the warm process learns of ours while it imports
                 stdout=log,
                 stderr=log,
                 env=dict(os.environ if environ is None else environ),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), lifeline.descriptor),
                 start_new_session=True,
             )
         except OSError as error:
             ours.close()
             log.close()
+            lifeline.close()
             raise StartError(f"the warm process could not be started: {error.strerror or error}") from error
         finally:
             theirs.close()
-        return cls(process, ours, log)
+        return cls(process, ours, log, lifeline)
 
     @property
     def pid(self) -> int:
@@ -222,6 +229,7 @@ class WarmProcess:
         self._endpoint.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        self._lifeline.close()
         self._log.close()
         os.close(self._wakeup)
         os.close(self._wakeup_write)

@@ -69,6 +69,40 @@ class Shutdown(WarmMessage, frozen=True):
     grace: float = 1.0
 
 
+class Forked(WarmMessage, frozen=True):
+    """Child ``number`` runs as ``pid``.
+
+    Attributes:
+        started: When it started, as field 22 of its ``/proc/<pid>/stat`` has it: tells it from a later process with
+            the same number.
+        log, err: Its own descriptors of the reading ends of its log and of its captured standard error.
+    """
+
+    number: int
+    pid: int
+    started: int = 0
+    log: int = -1
+    err: int = -1
+
+
+class Adopt(WarmMessage, frozen=True):
+    """Look after these processes, which an earlier warm process forked, as after children.
+
+    How one of them ends may remain unknown (see :class:`Exited`). Those that have ended already are reported at once.
+    """
+
+    children: tuple[Forked, ...]
+
+
+class Keep(WarmMessage, frozen=True):
+    """Stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
+
+    An empty path takes that back.
+    """
+
+    path: str
+
+
 # -- warm process to pool ---------------------------------------------------------------------------------------------
 
 
@@ -86,13 +120,6 @@ class Loaded(WarmMessage, frozen=True):
     seconds: float
 
 
-class Forked(WarmMessage, frozen=True):
-    """Child ``number`` runs as ``pid``."""
-
-    number: int
-    pid: int
-
-
 class ForkFailed(WarmMessage, frozen=True):
     """Child ``number`` could not be forked."""
 
@@ -104,8 +131,8 @@ class Exited(WarmMessage, frozen=True):
     """A child ended.
 
     Attributes:
-        code: Exit code, or -1 if a signal ended it.
-        signal: The signal, or 0.
+        code: Exit code, or -1 if a signal ended it, or if nobody knows.
+        signal: The signal, or 0. With ``code`` -1 that means that it is unknown how it ended.
         max_rss: Most memory it had resident, in bytes.
         out_of_memory: The kernel killed it for lack of memory.
         tail: The last lines of its standard error.
@@ -126,8 +153,30 @@ class ControllerUp(WarmMessage, frozen=True):
     pid: int
 
 
-ToWarm = Fork | Signal | Guard | Engine | Shutdown
-FromWarm = Loaded | Forked | ForkFailed | Exited | ControllerUp
+class Kept(WarmMessage, frozen=True):
+    """Answer to :class:`Keep`; ``error`` says why it can't be done."""
+
+    path: str
+    error: str = ""
+
+
+class Children(WarmMessage, frozen=True):
+    """What a successor gets after ``Loaded``: the living children. The ends of others follow as :class:`Exited`.
+
+    The frame brings the lifeline's writing end along.
+    """
+
+    children: tuple[Forked, ...]
+
+
+class Refused(WarmMessage, frozen=True):
+    """What a successor gets while the pool's process lives: ``pid`` is that process. The connection ends then."""
+
+    pid: int
+
+
+ToWarm = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
+FromWarm = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_warm: msgspec.msgpack.Decoder[ToWarm] = msgspec.msgpack.Decoder(cast("type[ToWarm]", ToWarm))

@@ -1,26 +1,40 @@
 """The warm process's shell: its sockets, pipes, signals, forks. What to do is decided by the supervisor.
 
-One thread only, so that a fork copies a process in a known state.
+While the imports are made on the main thread, it runs on a thread of its own, so that a successor looks after the
+ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import functools
 import os
 import selectors
 import signal
-import socket
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from hvdlab.collectives.linux import living_children
-from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.kernel_ext.rank.fds import StdPipes
+from hvdlab.collectives.linux import living_children, raise_on_hangup
+from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Loaded, decode_to_warm, encode
+from hvdlab.kernel_ext.warm.forking import Role, fork, why_not
+from hvdlab.kernel_ext.warm.lifeline import wake_on_hangup
+from hvdlab.kernel_ext.warm.link import Door, PoolLink
+from hvdlab.kernel_ext.warm.messages import (
+    CONTROLLER,
+    Children,
+    Fork,
+    Forked,
+    Loaded,
+    Refused,
+    WarmMessage,
+    decode_to_warm,
+    encode,
+)
+from hvdlab.kernel_ext.warm.pipes import READ_SIZE, ChildPipes
 from hvdlab.kernel_ext.warm.preload import load_later
 from hvdlab.kernel_ext.warm.supervisor import (
     Asked,
@@ -32,99 +46,89 @@ from hvdlab.kernel_ext.warm.supervisor import (
     Event,
     Exit,
     ForkReturned,
+    Imported,
     Kill,
+    Listen,
+    ListenReturned,
+    PoolFound,
     PoolLost,
     Send,
     Supervisor,
     TellController,
     Tick,
+    Watch,
 )
 
-READ_SIZE = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What a forked child is to be.
-
-    Attributes:
-        order: The pool's order.
-        log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
-        pipes: What a rank captures its output with; the warm process reads what is left in them at its end.
-        channel: The controller's connection to the warm process, else -1.
-        parent: Process id of the warm process.
-    """
-
-    order: Fork
-    log: int
-    pipes: StdPipes
-    channel: int
-    parent: int
-
-
-@dataclass(slots=True)
-class _Pipes:
-    """The warm process's ends of one child's pipes."""
-
-    number: int
-    log: int
-    unread: tuple[int, int]
-    channel: socket.socket | None
-
-    def close(self) -> None:
-        """In the warm process or in a child: let go of them without telling the other side."""
-        for descriptor in (self.log, *self.unread):
-            os.close(descriptor)
-        if self.channel is not None:
-            os.close(self.channel.detach())
+PULSE = 0
+"""Standard input: a pipe whose other end only the pool's process holds."""
 
 
 class WarmShell:
-    """Runs the warm process until the pool asks it to end or is gone.
+    """Runs the warm process until the pool asks it to end or is gone. Made on the main thread.
 
     Args:
-        sock: Connection to the pool.
-        lifeline: A pipe whose other end only the pool's process holds.
-        pool: Process id of the pool's process.
+        link: Connection to the pool's process.
+        lifeline: The writing end of the pipe that children depend on.
         later: Modules to import when there is nothing else to do.
     """
 
-    def __init__(self, sock: socket.socket, lifeline: int, pool: int, later: Sequence[str]) -> None:
-        self._sock = sock
-        self._endpoint = Endpoint(sock)
+    def __init__(self, link: PoolLink, lifeline: int, later: Sequence[str]) -> None:
+        self._link = link
+        self._lifeline = lifeline
+        self._door: Door | None = None
         self._supervisor = Supervisor()
+        self._importing = True
         self._later = deque(later)
         self._memory = OutOfMemoryCounter()
-        self._pipes: dict[int, _Pipes] = {}
+        self._pipes: dict[int, ChildPipes] = {}
         self._answers: list[Event] = []
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._own = [self._wakeup, self._wakeup_write, lifeline]
-        self._selector.register(sock, selectors.EVENT_READ, self._read_pool)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
-        self._selector.register(lifeline, selectors.EVENT_READ, self._pool_lost)
-        # The pipe alone would miss the pool's end while a forked child of the pool's process keeps a copy of it.
-        with contextlib.suppress(OSError):
-            self._own.append(os.pidfd_open(pool))
-            self._selector.register(self._own[-1], selectors.EVENT_READ, self._pool_lost)
+        self._watch_pool()
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _do_nothing)
 
-    def run(self, loaded: Loaded) -> Role | None:
-        """Serve. Returns ``None`` when the process is to exit, and in a forked child what that is to be."""
-        self._perform([Send(loaded)])
-        events = deque[Event]()
+    def run(self, imports: Callable[[], Loaded]) -> Role | None:
+        """Import and serve. Returns ``None`` when the process is to exit, and in a forked child what that is to be."""
+        # An import may hold the interpreter for seconds: until it is done the pool's end ends this process by itself.
+        raise_on_hangup(PULSE, True)
+        beside = threading.Thread(target=self._serve_beside, name="hvdlab-warm", daemon=True)
+        beside.start()
+        loaded = imports()
+        self._importing = False
+        os.write(self._wakeup_write, b"\0")
+        beside.join()
+        wake_on_hangup(PULSE)
+        outcome = self._serve(Imported(loaded))
+        if isinstance(outcome, Exit):
+            self._finish(outcome)
+            return None
+        return outcome
+
+    def _serve_beside(self) -> None:
+        try:
+            outcome = self._serve()
+            if isinstance(outcome, Exit):
+                self._finish(outcome)
+                os._exit(0)  # the main thread can't be asked
+        except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self, *first: Event) -> Role | Exit | None:
+        """Serve to the end, or (``None``) of the imports."""
+        events, importing = deque[Event](first), self._importing
         while True:
             while events:
                 outcome = self._perform(self._supervisor.handle(events.popleft(), time.monotonic()))
-                if isinstance(outcome, Role):
-                    return outcome
                 if outcome is not None:
-                    self._finish(outcome)
-                    return None
+                    return outcome
                 # What a fork's answer brings about comes before what happened meanwhile.
                 events.extendleft(reversed(self._answers))
                 self._answers.clear()
+            if importing and not self._importing:
+                return None
             events.extend(self._wait())
 
     # -- waiting --------------------------------------------------------------------------------------------------
@@ -132,58 +136,110 @@ class WarmShell:
     def _wait(self) -> list[Event]:
         self._watch_backlog()
         ready = self._selector.select(self._timeout())
-        if not ready and self._later:
+        if not ready and self._later and not self._importing:
             load_later(self._later.popleft())
             return []
         events: list[Event] = []
         for key, _ in ready:
-            events += key.data() if callable(key.data) else self._read_log(*key.data)
+            events += key.data()
         tick = self._supervisor.next_tick()
         if tick is not None and time.monotonic() >= tick:
             events.append(Tick())
         return events
 
     def _timeout(self) -> float | None:
-        if self._later:
+        if self._later and not self._importing:
             return 0
         tick = self._supervisor.next_tick()
         return None if tick is None else max(0.0, tick - time.monotonic())
 
     def _watch_backlog(self) -> None:
         """Watch for writability while something waits."""
-        if self._endpoint.closed:
+        endpoint = self._link.endpoint
+        if endpoint.closed:
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._endpoint.backlog else 0)
-        if self._selector.get_key(self._sock).events != wanted:
-            self._selector.modify(self._sock, wanted, self._read_pool)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if endpoint.backlog else 0)
+        if self._selector.get_key(endpoint).events != wanted:
+            self._selector.modify(endpoint, wanted, self._read_pool)
 
-    # -- what comes in --------------------------------------------------------------------------------------------
+    def _ignore(self, source: object) -> None:
+        """Watch it no longer, if that was done."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)  # type: ignore[arg-type]  # whatever was registered
+
+    # -- the pool's process ---------------------------------------------------------------------------------------
+
+    def _watch_pool(self) -> None:
+        self._selector.register(self._link.endpoint, selectors.EVENT_READ, self._read_pool)
+        for sign in self._link.signs:
+            self._selector.register(sign, selectors.EVENT_READ, self._pool_lost)
 
     def _read_pool(self) -> list[Event]:
+        endpoint = self._link.endpoint
         try:
-            if self._endpoint.backlog:
-                self._endpoint.flush()
-            return [Asked(decode_to_warm(payload)) for payload in self._endpoint.receive()]
+            if endpoint.backlog:
+                endpoint.flush()
+            return [Asked(decode_to_warm(payload)) for payload in endpoint.receive()]
         except ConnectionLost:
             return self._pool_lost()
 
     def _pool_lost(self) -> list[Event]:
-        watched: list[int | socket.socket] = [self._sock, *self._own[2:]]
-        for end in watched:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(end)
-        self._endpoint.close()
+        if self._link.endpoint.closed:
+            return []
+        for source in (self._link.endpoint, *self._link.signs):
+            self._ignore(source)
+        self._link.close()
         return [PoolLost()]
 
-    def _read_log(self, number: int, pipe: int) -> list[Event]:
-        pipes = self._pipes.get(number)
-        if pipes is None or pipes.log != pipe:
-            return []  # the child was reaped a moment ago, and its log was read then
-        data = os.read(pipe, READ_SIZE)
-        if not data:
-            self._selector.unregister(pipe)
+    def _listen(self, path: str) -> None:
+        error = ""
+        if self._door is not None:
+            self._ignore(self._door.sock)
+            self._door.close()
+            self._door = None
+        try:
+            if path:
+                self._door = Door(path)
+                self._selector.register(self._door.sock, selectors.EVENT_READ, self._open_door)
+                raise_on_hangup(PULSE, False)
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+        self._answers.append(ListenReturned(path, error))
+
+    def _open_door(self) -> list[Event]:
+        """Somebody wants to be the pool's process."""
+        found = self._door.accept() if self._door is not None else None
+        if found is None:
             return []
-        return [ChildWrote(number, data)]
+        link = PoolLink(*found)
+        if self._link.alive or not self._supervisor.kept:
+            with contextlib.suppress(ConnectionLost):
+                link.endpoint.send_frame(encode(Refused(self._link.pid)))
+            link.close()
+            return []
+        lost = self._pool_lost()
+        self._link = link
+        self._watch_pool()
+        return [*lost, PoolFound()]
+
+    def _send(self, message: WarmMessage) -> None:
+        descriptor = self._lifeline if isinstance(message, Children) else -1
+        with contextlib.suppress(ConnectionLost):
+            self._link.endpoint.send_frame(encode(message), descriptor)
+
+    # -- children -------------------------------------------------------------------------------------------------
+
+    def _read_log(self, pipes: ChildPipes) -> list[Event]:
+        if self._pipes.get(pipes.number) is not pipes:
+            return []  # the child was reaped a moment ago, and its log was read then
+        try:
+            data = os.read(pipes.log, READ_SIZE)
+        except BlockingIOError:
+            return []
+        if not data:
+            self._selector.unregister(pipes.log)
+            return []
+        return [ChildWrote(pipes.number, data)]
 
     def _read_controller(self) -> list[Event]:
         pipes = self._pipes.get(CONTROLLER)
@@ -213,33 +269,54 @@ class WarmShell:
 
     def _reap_one(self, pid: int) -> list[Event]:
         events: list[Event] = []
-        number = next((n for n, p in self._supervisor.children().items() if p == pid), None)
-        if number is not None:
+        pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
+        if pipes is not None:
             # What it left behind in its process group (a data loader's workers) ends with it; as long as it is not
             # reaped, nobody else can get its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            events += self._drain(self._pipes.pop(number))
+            events += self._drain(pipes)
         _, status, usage = os.wait4(pid, 0)
+        return [*events, self._ended(pid, status, usage.ru_maxrss * 1024)]
+
+    def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
+        status = pipes.bury()
+        return [*self._drain(pipes), self._ended(pipes.pid, status, 0)]
+
+    def _ended(self, pid: int, status: int | None, max_rss: int) -> ChildEnded:
+        if status is None:
+            return ChildEnded(pid, max_rss=max_rss, out_of_memory=self._memory.increased())
         code = os.waitstatus_to_exitcode(status)
         killed = code == -signal.SIGKILL and self._memory.increased()
-        events.append(ChildEnded(pid, max(code, -1), max(-code, 0), usage.ru_maxrss * 1024, killed))
-        return events
+        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed)
 
-    def _drain(self, pipes: _Pipes) -> list[Event]:
+    def _drain(self, pipes: ChildPipes) -> list[Event]:
         """Read a child's last words, and close its pipes."""
-        watched: list[int | socket.socket | None] = [pipes.log, pipes.channel]
-        for end in watched:
-            if end is not None:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(end)
-        events: list[Event] = []
-        for pipe in (pipes.log, pipes.unread[1]):
-            with contextlib.suppress(BlockingIOError):
-                while data := os.read(pipe, READ_SIZE):
-                    events.append(ChildWrote(pipes.number, data))
+        for source in (pipes.log, pipes.channel, pipes.pidfd):
+            if source is not None and source != -1:
+                self._ignore(source)
+        del self._pipes[pipes.number]
+        events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
         pipes.close()
         return events
+
+    def _watch(self, child: Forked) -> None:
+        """Look after a process that was forked by another."""
+        pipes = ChildPipes.adopt(child)
+        if pipes is None:
+            self._answers.append(self._ended(child.pid, None, 0))
+            return
+        self._keep(pipes)
+        self._selector.register(
+            pipes.pidfd, selectors.EVENT_READ, functools.partial(self._adopted_ended, pipes)
+        )
+
+    def _keep(self, pipes: ChildPipes) -> None:
+        self._pipes[pipes.number] = pipes
+        if pipes.log >= 0:
+            self._selector.register(pipes.log, selectors.EVENT_READ, functools.partial(self._read_log, pipes))
+        if pipes.channel is not None:
+            self._selector.register(pipes.channel, selectors.EVENT_READ, self._read_controller)
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
@@ -247,13 +324,15 @@ class WarmShell:
         for effect in effects:
             match effect:
                 case Send(message):
-                    with contextlib.suppress(ConnectionLost):
-                        self._endpoint.send_frame(encode(message))
+                    self._send(message)
                 case Kill(pid, number, group):
-                    with contextlib.suppress(ProcessLookupError):
-                        (os.killpg if group else os.kill)(pid, number)
+                    self._kill(pid, number, group)
                 case TellController(rank, joined):
                     self._tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
+                case Watch(child):
+                    self._watch(child)
+                case Listen(path):
+                    self._listen(path)
                 case Do(order):
                     role = self._fork(order)
                     if role is not None:
@@ -262,6 +341,14 @@ class WarmShell:
                     return effect
         return None
 
+    def _kill(self, pid: int, number: int, group: bool) -> None:
+        adopted = next((p for p in self._pipes.values() if p.pid == pid and p.pidfd >= 0), None)
+        with contextlib.suppress(ProcessLookupError):
+            if adopted is not None:
+                adopted.send_signal(number, group)
+            else:
+                (os.killpg if group else os.kill)(pid, number)
+
     def _tell_controller(self, line: bytes) -> None:
         pipes = self._pipes.get(CONTROLLER)
         if pipes is not None and pipes.channel is not None:
@@ -269,43 +356,16 @@ class WarmShell:
                 pipes.channel.send(line)
 
     def _fork(self, order: Fork) -> Role | None:
-        parent = os.getpid()
-        opened: list[int] = []
-        channel: tuple[socket.socket, socket.socket] | None = None
         try:
-            log, log_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            opened += [log, log_child]
-            pipes = StdPipes.make()
-            opened += [*pipes.out, *pipes.err]
-            if order.number == CONTROLLER:
-                channel = socket.socketpair()
-            gc.freeze()
-            pid = os.fork()
+            outcome = fork(order, self._lifeline, self._forget)
         except OSError as error:
-            for descriptor in opened:
-                os.close(descriptor)
-            for end in channel or ():
-                end.close()
-            self._answers.append(ForkReturned(order.number, error=error.strerror or str(error)))
+            self._answers.append(ForkReturned(order.number, error=why_not(error)))
             return None
-        if pid == 0:
-            self._forget()
-            os.close(log)
-            os.set_blocking(log_child, True)
-            return Role(order, log_child, pipes, channel[1].detach() if channel else -1, parent)
-        for descriptor in (log_child, pipes.out[1], pipes.err[1]):
-            os.close(descriptor)
-        if channel:
-            channel[1].close()
-        self._keep(_Pipes(order.number, log, (pipes.out[0], pipes.err[0]), channel[0] if channel else None))
-        self._answers.append(ForkReturned(order.number, pid))
+        if isinstance(outcome, Role):
+            return outcome
+        self._keep(outcome.pipes)
+        self._answers.append(ForkReturned(order.number, outcome.record))
         return None
-
-    def _keep(self, pipes: _Pipes) -> None:
-        self._pipes[pipes.number] = pipes
-        self._selector.register(pipes.log, selectors.EVENT_READ, (pipes.number, pipes.log))
-        if pipes.channel is not None:
-            self._selector.register(pipes.channel, selectors.EVENT_READ, self._read_controller)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -314,22 +374,26 @@ class WarmShell:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        if not self._endpoint.closed:
-            os.close(self._sock.detach())
-        for descriptor in self._own:
+        self._link.forget()
+        if self._door is not None:
+            self._door.forget()
+        for descriptor in (self._wakeup, self._wakeup_write):
             os.close(descriptor)
         for pipes in self._pipes.values():
             pipes.close()
 
     def _finish(self, exit_: Exit) -> None:
+        if self._door is not None:
+            self._door.close()
         for path in exit_.paths:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         # Adopted orphans of ranks, in process groups of their own.
-        for pid in living_children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._endpoint.close()
+        with contextlib.suppress(OSError):
+            for pid in living_children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._link.close()
 
 
 def _do_nothing(number: int, frame: object) -> None:

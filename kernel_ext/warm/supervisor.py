@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
+    Adopt,
+    Children,
     ControllerUp,
     Engine,
     Exited,
@@ -18,6 +20,9 @@ from hvdlab.kernel_ext.warm.messages import (
     Forked,
     ForkFailed,
     Guard,
+    Keep,
+    Kept,
+    Loaded,
     Shutdown,
     Signal,
     ToWarm,
@@ -41,28 +46,51 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Imported:
+    """The imports are done: children can be forked."""
+
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
 class PoolLost:
     """The pool's process ended, or closed its end."""
 
 
 @dataclass(frozen=True, slots=True)
+class PoolFound:
+    """A successor of the pool's process has connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenReturned:
+    """Listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
+
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ForkReturned:
-    """A fork that was ordered succeeded (``pid``) or failed (``error``)."""
+    """A fork that was ordered succeeded (``child``) or failed (``error``)."""
 
     number: int
-    pid: int = 0
+    child: Forked | None = None
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEnded:
-    """A child was reaped; ``max_rss`` in bytes."""
+    """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
+
+    ``code`` -1 without a signal: nobody knows how.
+    """
 
     pid: int
-    code: int
-    signal: int
-    max_rss: int
-    out_of_memory: bool
+    code: int = -1
+    signal: int = 0
+    max_rss: int = 0
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +111,18 @@ class Tick:
     """The time that :meth:`Supervisor.next_tick` named has come."""
 
 
-Event = Asked | PoolLost | ForkReturned | ChildEnded | ChildWrote | ControllerListens | Tick
+Event = (
+    Asked
+    | Imported
+    | PoolLost
+    | PoolFound
+    | ListenReturned
+    | ForkReturned
+    | ChildEnded
+    | ChildWrote
+    | ControllerListens
+    | Tick
+)
 
 
 # -- what to do -------------------------------------------------------------------------------------------------------
@@ -94,6 +133,20 @@ class Do:
     """Fork a child; answered by :class:`ForkReturned`."""
 
     order: Fork
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell when this process ends, which is not ours, and read its log; :class:`ChildEnded` if it has."""
+
+    child: Forked
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
+
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +180,7 @@ class Exit:
     paths: tuple[str, ...]
 
 
-Effect = Do | Kill | Send | TellController | Exit
+Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
 
 
 class Tail:
@@ -150,9 +203,16 @@ class Tail:
 
 @dataclass(slots=True)
 class _Child:
-    number: int
-    pid: int
+    record: Forked
     tail: Tail
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def pid(self) -> int:
+        return self.record.pid
 
 
 class Supervisor:
@@ -163,6 +223,11 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._children: dict[int, _Child] = {}
+        self._loaded: Loaded | None = None
+        self._early: list[Fork] = []
+        self._kept = False
+        # How ranks ended of whose number there is no newer one: a successor of the pool's process must learn it.
+        self._ends: dict[int, Exited] = {}
         self._guarded: tuple[str, ...] = ()
         self._stopping = False
         self._kill_at: float | None = None
@@ -172,8 +237,17 @@ class Supervisor:
         match event:
             case Asked(message):
                 return self._asked(message, now)
+            case Imported(loaded):
+                self._loaded = loaded
+                early, self._early = self._early, []
+                return [Send(loaded), *(effect for order in early for effect in self._order(order))]
             case PoolLost():
-                return self._stop(GRACE_WITHOUT_POOL, now)
+                return [] if self._kept else self._stop(GRACE_WITHOUT_POOL, now)
+            case PoolFound():
+                return self._introduce()
+            case ListenReturned(path, error):
+                self._kept = bool(path and not error)
+                return [Send(Kept(path, error))]
             case ForkReturned():
                 return self._forked(event)
             case ChildEnded():
@@ -193,6 +267,11 @@ class Supervisor:
         """When :class:`Tick` is due, on the clock of ``now``; ``None`` for never."""
         return self._kill_at
 
+    @property
+    def kept(self) -> bool:
+        """Whether the end of the pool's process is not the end of this one."""
+        return self._kept and not self._stopping
+
     def children(self) -> dict[int, int]:
         """Number to process id of the living children."""
         return {number: child.pid for number, child in self._children.items()}
@@ -201,8 +280,12 @@ class Supervisor:
 
     def _asked(self, message: ToWarm, now: float) -> list[Effect]:
         match message:
-            case Fork(number):
-                return self._order(message, number)
+            case Fork():
+                return self._order(message)
+            case Adopt(children):
+                return self._adopt(children)
+            case Keep(path):
+                return [Listen(path)]
             case Signal(number, wanted, group):
                 child = self._children.get(number)
                 return [Kill(child.pid, wanted, group)] if child else []
@@ -214,7 +297,11 @@ class Supervisor:
             case Shutdown(grace):
                 return self._stop(grace, now)
 
-    def _order(self, order: Fork, number: int) -> list[Effect]:
+    def _order(self, order: Fork) -> list[Effect]:
+        number = order.number
+        if self._loaded is None and not self._stopping:
+            self._early.append(order)
+            return []
         if self._stopping:
             return [Send(ForkFailed(number, "the warm process is stopping"))]
         if number in self._children:
@@ -222,10 +309,26 @@ class Supervisor:
         return [Do(order)]
 
     def _forked(self, event: ForkReturned) -> list[Effect]:
-        if event.error:
+        if event.child is None:
             return [Send(ForkFailed(event.number, event.error))]
-        self._children[event.number] = _Child(event.number, event.pid, Tail())
-        return [Send(Forked(event.number, event.pid))]
+        self._add(event.child)
+        return [Send(event.child)]
+
+    def _adopt(self, children: tuple[Forked, ...]) -> list[Effect]:
+        for child in children:
+            self._add(child)
+        kill: list[Effect] = [Kill(child.pid, signal.SIGTERM) for child in children if self._stopping]
+        return [*(Watch(child) for child in children), *kill]
+
+    def _add(self, child: Forked) -> None:
+        self._children[child.number] = _Child(child, Tail())
+        self._ends.pop(child.number, None)
+
+    def _introduce(self) -> list[Effect]:
+        """What a successor of the pool's process must know."""
+        loaded: list[Effect] = [Send(self._loaded)] if self._loaded is not None else []
+        children = tuple(child.record for child in self._children.values())
+        return [*loaded, Send(Children(children)), *(Send(end) for end in self._ends.values())]
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -234,19 +337,18 @@ class Supervisor:
         if child is None:
             return []  # an orphan of a rank, adopted and reaped
         del self._children[child.number]
-        effects: list[Effect] = [
-            Send(
-                Exited(
-                    child.number,
-                    child.pid,
-                    event.code,
-                    event.signal,
-                    event.max_rss,
-                    event.out_of_memory,
-                    child.tail.text(),
-                )
-            ),
-        ]
+        end = Exited(
+            child.number,
+            child.pid,
+            event.code,
+            event.signal,
+            event.max_rss,
+            event.out_of_memory,
+            child.tail.text(),
+        )
+        effects: list[Effect] = [Send(end)]
+        if child.number != CONTROLLER:
+            self._ends[child.number] = end
         if child.number != CONTROLLER and CONTROLLER in self._children:
             effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()

@@ -6,6 +6,8 @@ import signal
 
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
+    Adopt,
+    Children,
     ControllerUp,
     Engine,
     Exited,
@@ -13,6 +15,9 @@ from hvdlab.kernel_ext.warm.messages import (
     Forked,
     ForkFailed,
     Guard,
+    Keep,
+    Kept,
+    Loaded,
     Shutdown,
     Signal,
 )
@@ -27,26 +32,39 @@ from hvdlab.kernel_ext.warm.supervisor import (
     Do,
     Exit,
     ForkReturned,
+    Imported,
     Kill,
+    Listen,
+    ListenReturned,
+    PoolFound,
     PoolLost,
     Send,
     Supervisor,
     Tail,
     TellController,
     Tick,
+    Watch,
 )
+
+LOADED = Loaded((), {}, 0.5)
 
 
 def order(number: int) -> Fork:
     return Fork(number, {}, "/", ())
 
 
-def with_children(*numbers: int) -> Supervisor:
+def loaded() -> Supervisor:
     supervisor = Supervisor()
+    assert supervisor.handle(Imported(LOADED), 0.0) == [Send(LOADED)]
+    return supervisor
+
+
+def with_children(*numbers: int) -> Supervisor:
+    supervisor = loaded()
     for number in numbers:
         assert supervisor.handle(Asked(order(number)), 0.0) == [Do(order(number))]
-        forked = supervisor.handle(ForkReturned(number, 1000 + number), 0.0)
-        assert forked == [Send(Forked(number, 1000 + number))]
+        child = Forked(number, 1000 + number)
+        assert supervisor.handle(ForkReturned(number, child), 0.0) == [Send(child)]
     return supervisor
 
 
@@ -55,7 +73,7 @@ def ended(number: int, code: int = 0, by: int = 0, oom: bool = False) -> ChildEn
 
 
 def test_a_failed_fork_is_told_and_can_be_tried_again() -> None:
-    supervisor = Supervisor()
+    supervisor = loaded()
     supervisor.handle(Asked(order(0)), 0.0)
     assert supervisor.handle(ForkReturned(0, error="no memory"), 0.0) == [Send(ForkFailed(0, "no memory"))]
     assert supervisor.handle(Asked(order(0)), 0.0) == [Do(order(0))]
@@ -135,6 +153,68 @@ def test_nothing_is_forked_while_stopping() -> None:
     (effect,) = supervisor.handle(Asked(order(1)), 0.0)
     assert isinstance(effect, Send)
     assert isinstance(effect.message, ForkFailed)
+
+
+def test_orders_that_come_while_it_imports_are_carried_out_afterwards() -> None:
+    supervisor = Supervisor()
+    assert supervisor.handle(Asked(order(1)), 0.0) == []
+    assert supervisor.handle(Imported(LOADED), 3.0) == [Send(LOADED), Do(order(1))]
+
+
+def test_adopted_processes_are_looked_after_while_it_imports() -> None:
+    supervisor = Supervisor()
+    child = Forked(0, 1000, 5, 6, 7)
+    assert supervisor.handle(Asked(Adopt((child,))), 0.0) == [Watch(child)]
+    assert supervisor.handle(Asked(Signal(0, 15)), 0.0) == [Kill(1000, 15)]
+    supervisor.handle(ChildWrote(0, b"last words"), 0.0)
+    assert supervisor.handle(ChildEnded(1000), 0.0) == [Send(Exited(0, 1000, -1, 0, 0, False, "last words"))]
+    assert supervisor.children() == {}
+
+
+def test_processes_that_are_adopted_while_it_stops_are_ended_too() -> None:
+    supervisor = with_children(0)
+    supervisor.handle(Asked(Shutdown(1.0)), 0.0)
+    child = Forked(1, 1001)
+    assert supervisor.handle(Asked(Adopt((child,))), 0.0) == [Watch(child), Kill(1001, signal.SIGTERM)]
+
+
+def keep(supervisor: Supervisor) -> None:
+    assert supervisor.handle(Asked(Keep("/p")), 0.0) == [Listen("/p")]
+    assert supervisor.handle(ListenReturned("/p"), 0.0) == [Send(Kept("/p"))]
+
+
+def test_a_kept_one_waits_for_a_successor_and_tells_it_what_it_missed() -> None:
+    supervisor = with_children(0, 1, CONTROLLER)
+    keep(supervisor)
+    assert supervisor.handle(PoolLost(), 1.0) == []
+    assert supervisor.next_tick() is None
+    supervisor.handle(ended(1, 3), 2.0)
+    living = (Forked(0, 1000), Forked(CONTROLLER, 999))
+    missed = Exited(1, 1001, 3, 0, 4096)
+    found = supervisor.handle(PoolFound(), 3.0)
+    assert found == [Send(LOADED), Send(Children(living)), Send(missed)]
+    supervisor.handle(Asked(order(1)), 4.0)
+    supervisor.handle(ForkReturned(1, Forked(1, 1005)), 4.0)
+    assert supervisor.handle(PoolFound(), 5.0)[2:] == []
+
+
+def test_one_that_can_not_be_kept_or_no_longer_is_ends_with_the_pool() -> None:
+    supervisor = with_children(0)
+    supervisor.handle(Asked(Keep("/p")), 0.0)
+    assert supervisor.handle(ListenReturned("/p", "no room"), 0.0) == [Send(Kept("/p", "no room"))]
+    assert not supervisor.kept
+    keep(supervisor)
+    assert supervisor.kept
+    supervisor.handle(ListenReturned(""), 0.0)
+    assert supervisor.handle(PoolLost(), 1.0) == [Kill(1000, signal.SIGTERM)]
+
+
+def test_a_kept_one_can_be_shut_down() -> None:
+    supervisor = with_children(0)
+    keep(supervisor)
+    supervisor.handle(Asked(Shutdown(1.0)), 0.0)
+    assert not supervisor.kept
+    assert supervisor.handle(ended(0), 0.5)[-1] == Exit(())
 
 
 def test_tail_keeps_the_end_within_bounds() -> None:

@@ -1,0 +1,95 @@
+"""Forking a child with its pipes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdlab.kernel_ext.rank.fds import StdPipes
+from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Forked
+from hvdlab.kernel_ext.warm.pipes import ChildPipes
+from hvdlab.kernel_ext.warm.processes import start_time
+
+_REMEDIES = {
+    errno.EAGAIN: "no more processes are allowed here (`ulimit -u`, or the container's limit)",
+    errno.EMFILE: "too many files are open (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this host",
+    errno.ENOMEM: "there is no memory left for another process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a forked child is to be.
+
+    Attributes:
+        order: The pool's order.
+        log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
+        pipes: What a rank captures its output with; the warm process reads what is left in them at its end.
+        channel: The controller's connection to the warm process, else -1.
+        parent: Process id of the warm process.
+        lifeline: The writing end of the pipe that children depend on.
+    """
+
+    order: Fork
+    log: int
+    pipes: StdPipes
+    channel: int
+    parent: int
+    lifeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A child, in the warm process."""
+
+    record: Forked
+    pipes: ChildPipes
+
+
+def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
+    """Fork. Returns a :class:`Role` in the child, where ``forget`` is called first.
+
+    Raises:
+        OSError: There is no room for a process or its pipes; nothing is left behind.
+    """
+    parent = os.getpid()
+    opened: list[int] = []
+    try:
+        log, log_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        opened += [log, log_child]
+        pipes = StdPipes.make()
+        opened += [*pipes.out, *pipes.err]
+        ours = theirs = -1
+        if order.number == CONTROLLER:
+            ours, theirs = (end.detach() for end in socket.socketpair())
+            opened += [ours, theirs]
+        gc.freeze()
+        pid = os.fork()
+    except OSError:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise
+    if pid == 0:
+        forget()
+        os.set_blocking(log_child, True)
+        # Its log's reading end stays open: writing must not fail when the warm process is gone.
+        if ours >= 0:
+            os.close(ours)
+        return Role(order, log_child, pipes, theirs, parent, lifeline)
+    for descriptor in (log_child, *pipes.out, pipes.err[1], theirs):
+        if descriptor >= 0:
+            os.close(descriptor)
+    channel = socket.socket(fileno=ours) if ours >= 0 else None
+    record = Forked(order.number, pid, start_time(pid), log, pipes.err[0])
+    return Birth(record, ChildPipes(order.number, pid, log, pipes.err[0], channel))
+
+
+def why_not(error: OSError) -> str:
+    """Why there could be no child, and what to do about it."""
+    text = error.strerror or str(error)
+    return f"{text}: {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else text

@@ -1,0 +1,75 @@
+"""What Linux tells about processes that are not our children."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+from pathlib import Path
+
+_STATE, _GROUP, _SESSION, _STARTED, _EXIT_CODE = 0, 2, 3, 19, 49
+"""Where in ``/proc/<pid>/stat``, counted from the state on."""
+
+_GET_INFO = 0xC040FF0B
+"""``PIDFD_GET_INFO`` with the first 64 bytes of ``struct pidfd_info``, of linux/pidfd.h."""
+_INFO = struct.Struct("=QQ11Ii")
+_WANT_EXIT = 1 << 3
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks since the boot; 0 if there is none."""
+    fields = _stat(pid)
+    return int(fields[_STARTED]) if fields else 0
+
+
+def open_process(pid: int, started: int) -> int:
+    """A descriptor that becomes readable when this very process ends; -1 if it has."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    # Looked at after opening: while a process has its number, no other one can get it.
+    if start_time(pid) == started:
+        return descriptor
+    os.close(descriptor)
+    return -1
+
+
+def exit_status(pidfd: int, pid: int) -> int | None:
+    """How an ended process that need not be our child did, as ``waitpid`` would tell; ``None`` if that is unknown."""
+    answer = bytearray(_INFO.size)
+    struct.pack_into("=Q", answer, 0, _WANT_EXIT)
+    with contextlib.suppress(OSError):  # Linux before 6.15
+        fcntl.ioctl(pidfd, _GET_INFO, answer)
+        found = _INFO.unpack(answer)
+        if found[0] & _WANT_EXIT:
+            return int(found[13])
+    fields = _stat(pid)  # as long as its parent has not asked
+    return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
+
+
+def kill_session(leader: int) -> None:
+    """End what an ended process has left in the session that it led."""
+    for entry in _all():
+        if not entry.isdigit() or int(entry) == leader:
+            continue
+        fields = _stat(int(entry))
+        if fields and int(fields[_SESSION]) == leader and int(fields[_GROUP]) == leader:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(entry), signal.SIGKILL)
+
+
+def _all() -> list[str]:
+    try:
+        return os.listdir("/proc")
+    except OSError:  # no descriptor left
+        return []
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return []

@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from hvdlab.collectives.deadline import Deadline
@@ -31,21 +33,42 @@ class CoordinatorLostError(HvdlabError, ConnectionError):
     """The coordinator has ended, or this client was closed; nothing can be said to the ranks any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How to get to the coordinator."""
+
+    address: str
+    token: str
+    certificate: str | None
+
+    def enter(self, generation: int, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
+        """Connect as a client that was connected to this generation of coordinators, or to none (-1)."""
+        hello = m.Hello(m.PROTOCOL_VERSION, self.token, "client", pid=os.getpid(), generation=generation)
+        return connect(self.address, hello, certificate=self.certificate, deadline=deadline)
+
+
 class Client:
     """A connection with one thread of its own, on which all callbacks run.
 
     Callbacks must not block for long and must not call :meth:`close`, :meth:`cell_started` or other methods that
     wait for the coordinator. An exception in one is logged and concerns nobody else. All methods may be called from
     any thread.
+
+    When the coordinator is lost, whoever started it may let a successor take its place and then call :meth:`reconnect`.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, door: Door, endpoint: Endpoint, generation: int) -> None:
+        self._door = door
         self._endpoint = endpoint
+        self._generation = generation
         self._changed = threading.Condition()
         self._membership = Membership()
+        self._expected: tuple[int, ...] | None = None
         self._world_seen = False
         self._lost = ""
+        self._losses: list[m.RankLost] = []  # since the coordinator was lost
         self._closing = False
+        self._reconnecting = threading.Lock()
         self._pongs: set[int] = set()
         self._numbers = itertools.count(1)
         self._subscribed = False
@@ -55,6 +78,10 @@ class Client:
         self._on_events: list[Callable[[int, bytes], Any]] = []
         self._on_stall: list[Callable[[Stall], Any]] = []
         self._on_lost: list[Callable[[str], Any]] = []
+        self._on_reconnected: list[Callable[[Membership], Any]] = []
+        self._start()
+
+    def _start(self) -> None:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -73,9 +100,9 @@ class Client:
             StartError: Nobody answers there, or the token is wrong.
         """
         deadline = Deadline(timeout)
-        hello = m.Hello(m.PROTOCOL_VERSION, token, "client", pid=os.getpid())
-        endpoint, _ = connect(address, hello, certificate=certificate, deadline=deadline)
-        client = cls(endpoint)
+        door = Door(address, token, certificate)
+        endpoint, welcome = door.enter(-1, deadline)
+        client = cls(door, endpoint, welcome.generation)
         try:
             client._wait(lambda: client._world_seen, deadline, "the first membership")
         except BaseException:
@@ -87,7 +114,8 @@ class Client:
 
     def expect(self, ranks: Sequence[int]) -> None:
         """Say which ranks make up the world from now on. Living ranks that are not among them are told to leave."""
-        self._send(m.Expect(tuple(ranks)))
+        self._expected = tuple(ranks)
+        self._send(m.Expect(self._expected))
 
     def membership(self) -> Membership:
         """The last known membership; what it was at the end if the coordinator is lost."""
@@ -109,8 +137,16 @@ class Client:
         self._call(lambda: self._invoke(callback, self._membership))
 
     def rank_lost(self, rank: int, pid: int, reason: str) -> None:
-        """Say how a rank's process ended (``killed by SIGKILL``); the launcher knows, its socket does not."""
-        self._send(m.RankLost(rank, pid, reason))
+        """Say how a rank's process ended (``killed by SIGKILL``); the launcher knows, its socket does not.
+
+        While the coordinator is lost this is noted, for its successor.
+        """
+        news = m.RankLost(rank, pid, reason)
+        with self._changed:
+            if self._lost and not self._closing:
+                self._losses.append(news)
+                return
+        self._send(news)
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
@@ -165,8 +201,71 @@ class Client:
         self._call(lambda: self._on_stall.append(callback))
 
     def on_lost(self, callback: Callable[[str], Any]) -> None:
-        """Call this once with the reason if the coordinator is lost; not after :meth:`close`."""
+        """Call this with the reason whenever the coordinator is lost; not after :meth:`close`."""
         self._call(lambda: self._on_lost.append(callback))
+
+    # -- a successor of the coordinator ---------------------------------------------------------------------------
+
+    def reconnect(self, cells: Mapping[str, Sequence[int]] | None = None, timeout: float = 30) -> Membership:
+        """After the coordinator was lost and has a successor: connect to that, and wait until it has its world again.
+
+        It is told which ranks were expected, which lived, and which had died. What was registered here stays so. Until
+        this returns, sending raises ``CoordinatorLostError`` and the membership is the last one of the old world.
+
+        Args:
+            cells: Ranks by cell, of the cells that run as far as the caller knows.
+            timeout: Seconds.
+
+        Returns:
+            The membership: ranks that have not come back have died.
+
+        Raises:
+            StartError: There is no successor.
+            CoordinatorLostError: It was lost as well, or this client was closed. May be called again.
+            TimeoutError: The connection was not lost at all, or the world was not there in time.
+        """
+        deadline = Deadline(timeout)
+        with self._reconnecting:
+            self._wait_lost(deadline)
+            endpoint, welcome = self._door.enter(self._generation, deadline)
+            recall = self._recollection(cells or {})
+            with self._changed:
+                if self._closing:
+                    endpoint.close()
+                    raise CoordinatorLostError("this client was closed")
+                self._endpoint, self._generation = endpoint, welcome.generation
+                self._world_seen, self._lost, self._pongs = False, "", set()
+                losses, self._losses = self._losses, []
+                self._start()
+            for message in (recall, *losses, *([m.Subscribe(True)] if self._subscribed else [])):
+                self._send(message)
+            self._wait(lambda: self._world_seen, deadline, "the world of the coordinator's successor")
+        membership = self._membership
+        for callback in tuple(self._on_reconnected):
+            self._call(partial(self._invoke, callback, membership))
+        return membership
+
+    def on_reconnected(self, callback: Callable[[Membership], Any]) -> None:
+        """Call this with the membership after each :meth:`reconnect`."""
+        self._call(lambda: self._on_reconnected.append(callback))
+
+    @property
+    def generation(self) -> int:
+        """How many coordinators have died before the one that this is connected to."""
+        return self._generation
+
+    def _wait_lost(self, deadline: Deadline) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("reconnecting inside a callback of the client would wait for ever")
+        self._thread.join(deadline.remaining())
+        if self._thread.is_alive():
+            raise TimeoutError(f"the connection was not lost within {deadline.seconds:g} s")
+
+    def _recollection(self, cells: Mapping[str, Sequence[int]]) -> m.Recall:
+        known = self._membership
+        expected = known.expected if self._expected is None else self._expected
+        running = tuple((cell, tuple(ranks)) for cell, ranks in cells.items())
+        return m.Recall(expected, known.members, known.deaths, running)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -312,6 +411,8 @@ class Client:
                 self._invoke(on_stall, stall)
 
     def _take_world(self, message: m.World) -> None:
+        if message.restoring:
+            return  # the ranks are on their way
         membership = Membership(
             message.expected, message.members, message.deaths, message.epoch, message.waiting
         )

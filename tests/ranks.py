@@ -83,7 +83,7 @@ class Running:
 class Ranks:
     """A coordinator and ``size`` rank processes, initialized unless ``init`` is false.
 
-    With ``tls`` they reach the coordinator as ranks of other hosts do.
+    With ``tls`` they reach the coordinator as ranks of other hosts do. With ``keep`` it can have a successor.
     """
 
     def __init__(
@@ -95,11 +95,14 @@ class Ranks:
         imports: Sequence[str] = (),
         timeout: float = 60,
         tls: bool = False,
+        keep: bool = False,
     ) -> None:
         self.size = size
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self.coordinator = CoordinatorProcess.start(size=size, tcp_host="127.0.0.1" if tls else None)
+        self.coordinator = CoordinatorProcess.start(
+            size=size, tcp_host="127.0.0.1" if tls else None, keep=keep
+        )
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
             "HVDLAB_CERT": self.coordinator.certificate or "",

@@ -1,7 +1,8 @@
 """``python -m hvdlab.collectives.coordinator``: the coordinator's process.
 
-It reads one line of JSON (:class:`Launch`) from standard input, opens its sockets, answers with one line
-(:class:`Ready`) on standard output, and serves until standard input ends, its starter ends, or it gets SIGTERM.
+It reads one line of JSON (:class:`Launch`) from standard input, takes over the sockets that its starter has opened,
+answers with one line (:class:`Ready`) on standard output, and serves until standard input ends, its starter ends, or
+it gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.knobs.kinds import LEVELS
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 
 
 def main() -> int:
@@ -49,7 +49,8 @@ def main() -> int:
         _answer(ready)
         server.serve()
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if not launch.keeps or server.alone:
+            shutil.rmtree(directory, ignore_errors=True)  # else it belongs to the successor, too
     return 0
 
 
@@ -68,21 +69,17 @@ def _log(launch: Launch, level: int) -> Callable[[str], None]:
 
 
 def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
-    path = str(directory / "coordinator")
-    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    local.bind(path)
-    local.listen(1024)
-    server.listen(local)
-    if not launch.tcp_host:
-        return Ready(str(UnixAddress(path)))
-    from hvdlab.collectives.protocol.tls import server_context
+    server.listen(socket.socket(fileno=launch.listener))
+    if launch.tls_listener < 0:
+        return Ready()
+    from hvdlab.collectives.protocol.tls import new_certificate, server_context
 
-    context, certificate = server_context(directory, launch.tcp_host)
-    family = socket.AF_INET6 if ":" in launch.tcp_host else socket.AF_INET
-    remote = socket.create_server((launch.tcp_host, 0), family=family, backlog=1024)
-    server.listen(remote, context)
-    port = remote.getsockname()[1]
-    return Ready(str(UnixAddress(path)), str(TlsAddress(launch.tcp_host, port)), certificate)
+    remote = socket.socket(fileno=launch.tls_listener)
+    certificate, key = launch.certificate, launch.key
+    if not certificate:
+        certificate, key = new_certificate(launch.tcp_host)
+    server.listen(remote, server_context(directory, certificate, key))
+    return Ready(certificate, key)
 
 
 def _watch(server: Server, launch: Launch) -> None:

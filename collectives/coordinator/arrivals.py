@@ -21,13 +21,14 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     if hello.role == "client":
         membership.clients[peer] = None
         state.history.limit = state.options.history_bytes
-        outbox.send((peer,), m.Welcome(-1, int(now * 1e9)))
-        outbox.send((peer,), membership.world(state.sets.world.epoch))
+        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation))
+        outbox.send((peer,), state.world())
         if hello.events:
             state.history.subscribe(peer, outbox)
         return
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
+    reason = reason or _too_late(state, rank, hello)
     if reason:
         outbox.log(f"refused: {reason}")
         outbox.send((peer,), m.Refused(reason))
@@ -37,7 +38,17 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     state.by_peer[peer] = newcomer
     if newcomer.tracked:
         state.cells.join(rank)
-    outbox.send((peer,), m.Welcome(rank, int(now * 1e9)))
+    outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation))
+
+
+def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
+    """Why one that has lost its connection can't come back, or an empty text: the others go on without it."""
+    death = state.membership.deaths.get(rank)
+    if hello.generation < 0:
+        return ""
+    if hello.generation >= state.options.generation or (death is not None and death.pid == hello.pid):
+        return f"the connection of rank {rank} was lost, and the others have gone on without it"
+    return ""
 
 
 def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explained: bool = False) -> None:
@@ -65,6 +76,7 @@ def depart(state: CoordinatorState, rank: RankPeer) -> None:
     state.signatures.forget(rank.definitions)
     state.cells.drop(rank.rank)
     state.elastic.drop(rank.rank)
+    state.restoring.drop(rank.rank)
     state.history.unsubscribe(rank.peer)
 
 
@@ -77,6 +89,8 @@ def admit(state: CoordinatorState) -> None:
     """
     membership, world, cells = state.membership, state.sets.world, state.cells
     if membership.expected is None or not (membership.complete or state.elastic.active):
+        return
+    if state.restoring.active:
         return
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.members if world.next_members is None else world.next_members

@@ -9,6 +9,7 @@ from hvdlab.collectives.coordinator.arrivals import lose
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.coordinator.restoring import on_recall
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -26,6 +27,7 @@ def _on_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> N
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     dropped = state.membership.expect(message.ranks)
+    state.restoring.recalled = True
     state.cells.keep({*message.ranks, *state.membership.ranks})
     for rank in dropped:
         state.outbox.send((rank.peer,), m.Leave("the world was resized"))
@@ -78,6 +80,7 @@ TO_CLIENTS: dict[type, Reaction] = {
     m.Bye: _on_bye,
     m.Ping: answer_ping,
     m.Post: _on_post,
+    m.Recall: on_recall,
     m.Expect: _on_expect,
     m.CellStarted: _on_cell_started,
     m.InterruptRanks: _on_interrupt,

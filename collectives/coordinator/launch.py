@@ -24,6 +24,12 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         size: Number of ranks, or ``None`` to wait for a client's word.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
         linger: Whether to stay after the starter's end until no rank is connected.
+        listener: Descriptor of the listening Unix socket, passed on by the starter.
+        tls_listener: Descriptor of the listening socket for other hosts, or -1.
+        certificate, key: PEM texts of the predecessor, or empty to make new ones.
+        generation: How many coordinators there have been before on these sockets.
+        keeps: Whether the starter keeps the sockets for a successor: then the directory stays as long as it lives.
+        reattach: Seconds that a successor waits for the ranks of its predecessor.
         stall_disable: Neither report nor end what stalls, whatever the other fields say.
         autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
         log_level: The least important lines to write to stderr, as ``logging`` counts.
@@ -36,6 +42,13 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int | None = None
     tcp_host: str = ""
     linger: bool = False
+    listener: int = -1
+    tls_listener: int = -1
+    certificate: str = ""
+    key: str = ""
+    generation: int = 0
+    keeps: bool = False
+    reattach: float = 10.0
     fusion_threshold: int = FUSION_THRESHOLD
     flush_delay: float = 0.0
     separate_groups: bool = False
@@ -57,11 +70,10 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The answer: addresses, or why it could not start."""
+    """The answer: certificate and key of the TLS socket, if there is one, or why it could not start."""
 
-    address: str = ""
-    tls_address: str = ""
     certificate: str = ""
+    key: str = ""
     error: str = ""
 
 
@@ -95,4 +107,6 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         hierarchical_allreduce=launch.hierarchical_allreduce,
         hierarchical_allgather=launch.hierarchical_allgather,
         tuning=tuning,
+        generation=launch.generation,
+        reattach=launch.reattach,
     )

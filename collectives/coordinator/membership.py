@@ -171,10 +171,18 @@ class Membership:
         """Whether all expected ranks are there or known to be dead."""
         return self.expected is not None and not self.awaited
 
-    def world(self, epoch: int) -> World:
+    def recall(self, deaths: Iterable[Death]) -> None:
+        """Deaths that another coordinator had noted."""
+        for death in deaths:
+            if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
+                self.deaths[death.rank] = death
+                self.awaited.discard(death.rank)
+        self.changed = True
+
+    def world(self, epoch: int, *, restoring: bool = False) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
-        return World(self.expected or (), members, deaths, epoch, self.waiting)
+        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring)
 
     def wait(self, ranks: tuple[int, ...]) -> None:
         """These ranks, and no others, wait to be let in."""

@@ -26,6 +26,8 @@ class CoordinatorOptions:
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
         tuning: How to tune the parameters above, or ``None``.
+        generation: How many coordinators of these ranks have died before.
+        reattach: Seconds that a successor waits for the ranks of its predecessor.
     """
 
     size: int | None = None
@@ -40,6 +42,8 @@ class CoordinatorOptions:
     hierarchical_allreduce: bool | None = None
     hierarchical_allgather: bool | None = None
     tuning: TuningOptions | None = None
+    generation: int = 0
+    reattach: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +19,9 @@ from typing import Any, Self
 import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
+from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT
 
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
@@ -27,24 +30,31 @@ _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 class CoordinatorProcess:
     """A coordinator that runs as long as its starter, or until :meth:`close`.
 
-    It ends by itself when its starter ends in whatever way, and removes its directory.
+    It ends by itself when its starter ends in whatever way, and removes its directory. If it dies, a starter that keeps
+    its sockets can let a successor take over with :meth:`respawn`.
 
     Attributes:
         address: Where ranks and clients of this host connect (``unix:/path``).
         tls_address: Where those of other hosts connect (``tls:host:port``), or ``None``.
         certificate: PEM text that goes with ``tls_address``, or ``None``.
         token: Secret that Hello must show.
-        pid: Process id.
+        pid: Process id; another one after :meth:`respawn`.
+        generation: How many have been there before.
         directory: Its private directory.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], directory: Path, token: str, ready: Ready) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], launch: Launch, listeners: Listeners, ready: Ready
+    ) -> None:
         self._process = process
-        self.directory = directory
-        self.token = token
-        self.pid = process.pid
-        self.address = ready.address
-        self.tls_address = ready.tls_address or None
+        # With the certificate: ranks go on to trust the successor.
+        self._launch = msgspec.structs.replace(launch, certificate=ready.certificate, key=ready.key)
+        self._listeners = listeners
+        self._changing = threading.Lock()
+        self._closed = False
+        self.directory = Path(launch.directory)
+        self.token = launch.token
+        self.address, self.tls_address = listeners.address, listeners.tls_address
         self.certificate = ready.certificate or None
 
     @classmethod
@@ -55,6 +65,7 @@ class CoordinatorProcess:
         directory: Path | None = None,
         tcp_host: str | None = None,
         linger: bool = False,
+        keep: bool = False,
         timeout: float = 10,
         environ: Mapping[str, str] | None = None,
         **settings: Any,
@@ -66,6 +77,8 @@ class CoordinatorProcess:
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
+            keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose it then wait for a
+                successor (``HVDLAB_REATTACH`` seconds), else they leave at once.
             timeout: Seconds.
             environ: Where users' variables are looked up; by default in this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
@@ -79,22 +92,83 @@ class CoordinatorProcess:
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
         token = secrets.token_hex(32)
         private = _private_directory(directory)
-        launch = Launch(token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "", linger=linger)
-        process: subprocess.Popen[bytes] | None = None
+        launch = Launch(
+            token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "", linger=linger, keeps=keep
+        )
+        listeners: Listeners | None = None
         try:
             launch = msgspec.structs.replace(launch, **settings)
-            process = _spawn()
-            ready = _exchange(process, launch, deadline)
+            listeners = Listeners(private, launch.tcp_host)
+            process, ready = _launch(launch, listeners, deadline)
         except BaseException:
-            if process is not None:
-                _end(process, 0)
+            if listeners is not None:
+                listeners.close()
             shutil.rmtree(private, ignore_errors=True)
             raise
-        return cls(process, private, token, ready)
+        if not keep:
+            listeners.close()
+        return cls(process, launch, listeners, ready)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def generation(self) -> int:
+        return self._launch.generation
 
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is there but stopped (SIGSTOP, a debugger), so that nobody gets an answer."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def ending(self) -> str:
+        """How it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""
+        status = self._process.poll()
+        if status is None:
+            return ""
+        if status >= 0:
+            return f"exit status {status}"
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+
+    def respawn(self, timeout: float = 10) -> None:
+        """Start a successor on the same sockets, with the same token and certificate; what is left of this one is killed.
+
+        Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
+        but what they tell it.
+
+        Args:
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequestError: It was started without ``keep``.
+            StartError: The successor did not come up, or :meth:`close` was called; it may be tried again.
+        """
+        if not self._launch.keeps:
+            raise InvalidRequestError(
+                "Only a coordinator that was started with keep=True can have a successor."
+            )
+        deadline = Deadline(timeout)
+        with self._changing:
+            if self._closed:
+                raise StartError("The coordinator was closed.")
+            self._process.kill()
+            self._process.wait()  # before its lifeline is cut, or else it might remove the directory
+            _end(self._process, 0)
+            launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
+            self._process, _ = _launch(launch, self._listeners, deadline)
+            self._launch = launch
 
     def release(self, timeout: float = 0.2) -> None:
         """Leave it to itself: one that lingers ends after the last rank, any other now. Idempotent.
@@ -102,6 +176,7 @@ class CoordinatorProcess:
         Args:
             timeout: Seconds to wait for it to end, so that no zombie is left if it does at once.
         """
+        self._listeners.close()
         _cut_lifeline(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
@@ -114,7 +189,11 @@ class CoordinatorProcess:
         Args:
             timeout: Seconds that it is given to end by itself before it is killed.
         """
-        _end(self._process, timeout)
+        with self._changing:
+            self._closed = True
+            # First, or else those that lose it would wait for a successor.
+            self._listeners.close()
+            _end(self._process, timeout)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -138,7 +217,21 @@ def _private_directory(parent: Path | None) -> Path:
     )
 
 
-def _spawn() -> subprocess.Popen[bytes]:
+def _launch(
+    launch: Launch, listeners: Listeners, deadline: Deadline
+) -> tuple[subprocess.Popen[bytes], Ready]:
+    """Start the process and wait until it listens. Raises ``StartError``; no process is left then."""
+    local, remote = listeners.descriptors
+    process = _spawn(tuple(fd for fd in (local, remote) if fd >= 0))
+    try:
+        launch = msgspec.structs.replace(launch, listener=local, tls_listener=remote)
+        return process, _exchange(process, launch, deadline)
+    except BaseException:
+        _end(process, 0)
+        raise
+
+
+def _spawn(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     # -P: a directory named like one of ours in the current directory must not be imported instead.
     # A session of its own keeps Ctrl-C in the starter's terminal away from it.
     return subprocess.Popen(
@@ -146,6 +239,7 @@ def _spawn() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=descriptors,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -61,7 +61,13 @@ class ProcessSet:
 class ProcessSets:
     """All process sets of the job; epochs end and begin here."""
 
-    def __init__(self, membership: Membership, outbox: Outbox, hierarchy: Hierarchy = AUTOMATIC) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        outbox: Outbox,
+        hierarchy: Hierarchy = AUTOMATIC,
+        first_epoch: int = 1,
+    ) -> None:
         self.world = ProcessSet(WORLD)
         self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
         self._membership = membership
@@ -69,7 +75,8 @@ class ProcessSets:
         self._hierarchy = hierarchy
         self._next_id = 1
         self._anew = False  # whether the world was made anew since the last set was added
-        self._first_epoch, self._last_epoch = 1, 0  # of sets in this world, and in those before it
+        # Of sets in this world, and in those before it.
+        self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
 
     def __iter__(self) -> Iterator[ProcessSet]:
         return iter(self.by_id.values())
@@ -121,6 +128,23 @@ class ProcessSets:
         self.configure(ps)
         return ps
 
+    def restore(self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int) -> None:
+        """Take over sets of a coordinator that died, with those members that are here; they are configured next.
+
+        Args:
+            sets: Members by id.
+            last_id: Highest id that was given.
+            epoch: The first that was not used.
+        """
+        ranks = self._membership.ranks
+        self._next_id = max(self._next_id, last_id + 1)
+        self._first_epoch = max(self._first_epoch, epoch)
+        for id, members in sets.items():
+            ps = self.by_id.setdefault(id, ProcessSet(id))
+            ps.epoch = self._first_epoch
+            ps.next_members = members
+            ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
+
     def remove(self, ps: ProcessSet, told: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
         self._forget(ps)
@@ -148,7 +172,7 @@ class ProcessSets:
             self._anew = self._anew or old.isdisjoint(ps.peers)
             for rank in members:
                 ranks[rank].admitted = True
-        ps.epoch = ps.epoch or 1
+        ps.epoch = ps.epoch or self._first_epoch
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)

@@ -11,6 +11,7 @@ from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer, Wait
 from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.coordinator.restoring import on_resume
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -115,6 +116,7 @@ def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now
 
 
 TO_RANKS: dict[type, Reaction] = {
+    m.Resume: on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
     m.Pong: _ignore,

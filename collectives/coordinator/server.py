@@ -90,7 +90,7 @@ class Server:
         self._tuning_begun = False
         self._due = NEVER  # of the state
         self._running = True
-        self._alone = False  # whether the starter is gone
+        self.alone = False  # whether the starter is gone
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Server:
                 return
         if not linger:
             self.stop()
-        self._alone = True
+        self.alone = True
         self._poller.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Server:
     def serve(self) -> None:
         """Serve until stopped; closes every socket before it returns."""
         try:
-            while self._running and not (self._alone and self.connections.idle):
+            while self._running and not (self.alone and self.connections.idle):
                 self.serve_once(self.timeout())
         finally:
             self.connections.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, elastic, releasing, set_changes
+from hvdlab.collectives.coordinator import arrivals, elastic, releasing, restoring, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.elastic import Elastic
@@ -30,6 +30,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.planes import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stalls import Stalls
 from hvdlab.collectives.coordinator.tuning import Tuning
@@ -61,7 +62,9 @@ class CoordinatorState:
         size = self.options.size
         self.membership = Membership(None if size is None else range(size), wall)
         hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
-        self.sets = ProcessSets(self.membership, self.outbox, hierarchy)
+        generation = self.options.generation
+        self.sets = ProcessSets(self.membership, self.outbox, hierarchy, generation * EPOCHS + 1)
+        self.restoring = Restoring(generation, self.options.reattach)
         self.signatures = SignatureTable()
         self.cells = Cells()
         self.elastic = Elastic()
@@ -89,6 +92,8 @@ class CoordinatorState:
         """Take in the events of one round, in order, and return what is to be done about them, in order."""
         by_peer = self.by_peer
         plain = True
+        if self.restoring.active:
+            self.restoring.begin(now)
         for event in events:
             if type(event) is Received:
                 rank = by_peer.get(event.peer)
@@ -122,6 +127,8 @@ class CoordinatorState:
         for ps in self.sets:
             if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
                 times.append(since + self.options.dispute_grace)
+        if self.restoring.active and self.restoring.due is not None:
+            times.append(self.restoring.due)
         for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
             if time is not None:
                 times.append(time)
@@ -230,6 +237,8 @@ class CoordinatorState:
         if self.stalls.due is not None and now >= self.stalls.due:
             self.stalls.look(self, now)
         set_changes.end_failures(self, now)
+        if self.restoring.active:
+            restoring.end_wait(self, now)
         if self.membership.changed or self.check_admission:
             self.check_admission = False
             arrivals.admit(self)
@@ -237,11 +246,15 @@ class CoordinatorState:
         if self.membership.changed or self.membership.urgent or self.membership.next_report() is not None:
             told = self.membership.audience(now)
             if told:
-                self.outbox.send(told, self.membership.world(self.sets.world.epoch))
+                self.outbox.send(told, self.world())
         if self.answers:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
                 self.outbox.send((peer,), answer)
+
+    def world(self) -> m.World:
+        """The membership, as peers are told of it."""
+        return self.membership.world(self.sets.world.epoch, restoring=self.restoring.active)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

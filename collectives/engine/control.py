@@ -109,6 +109,14 @@ class Control:
 
     # -- the control thread ---------------------------------------------------------------------------------------
 
+    def renewed(self) -> None:
+        """The endpoint, whose connection was lost, has a new one."""
+        self._fd = self._endpoint.fileno()
+        self._writable = False
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._lost = False
+        self._guard(self._receive)  # what came along with the handshake does not make the socket readable
+
     def call_later(self, seconds: float, call: Call) -> None:
         """Run this on the control thread after some time. Control thread only."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
@@ -162,7 +170,8 @@ class Control:
         """
         deadline = time.monotonic() + PARTING
         watch = select.poll()
-        watch.register(self._fd, select.POLLIN)
+        if not self._lost:
+            watch.register(self._fd, select.POLLIN)
         while not self._lost and (left := deadline - time.monotonic()) > 0:
             waiting = self._endpoint.backlog > 0
             watch.modify(self._fd, select.POLLIN | (select.POLLOUT if waiting else 0))
@@ -184,4 +193,5 @@ class Control:
         except (ConnectionLost, ProtocolError) as error:
             self._lost = True
             self._epoll.unregister(self._fd)
+            self._fd = -1  # nobody is to watch it any more; the number may become another file's
             self._shell.connection_lost(str(error))

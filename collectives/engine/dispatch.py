@@ -44,6 +44,7 @@ class Dispatcher:
         self.world = WorldView()
         self.mailbox = Mailbox()
         self.control: Control | None = None  # set before it starts
+        self.reconnect: Callable[[str], None] = self.give_up
         self._guarded = guarded
         self._endpoint = endpoint
         self._executor = executor
@@ -199,7 +200,25 @@ class Dispatcher:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def connection_lost(self, reason: str) -> None:
-        """Everything pending fails, and so does whatever is submitted later."""
+        """Everything pending fails; what is submitted later waits for what comes of :attr:`reconnect`."""
+        text = f"the coordinator is gone ({reason}); what was in flight is lost with it"
+        logs.lost(self._guarded.state.rank, text)
+        effects = self._guarded.suspend(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        self._tickets.abort()
+        self.perform(effects)
+        self.reconnect(reason)
+
+    def reconnected(self, endpoint: Endpoint) -> None:
+        """There is a successor: go on with this connection."""
+        control = self.control
+        assert control is not None
+        with control.reading:  # no other thread is to read meanwhile
+            self._guarded.resume(endpoint, self.world.alive)
+        control.renewed()
+        self.mailbox.reconnected()
+
+    def give_up(self, reason: str) -> None:
+        """There is no successor: everything pending fails, and so does whatever is submitted later."""
         text = f"the coordinator is gone ({reason}); restart the group"
         logs.lost(self._guarded.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))

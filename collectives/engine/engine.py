@@ -21,6 +21,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
+from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
@@ -51,7 +52,7 @@ class Engine:
         farewell: Why this rank leaves, as others are told when it does.
     """
 
-    def __init__(self, settings: Settings, endpoint: Endpoint, rank: int) -> None:
+    def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
         self.settings = settings
         self.rank = rank
         self.failed_cells = 0
@@ -66,6 +67,8 @@ class Engine:
         self._executor = Executor(self, str(rank))
         self._dispatcher = Dispatcher(self._guarded, endpoint, self._executor, self._spans, settings.address)
         self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
+        hello = introduction(settings, rank)
+        self._reconnecting = Reconnecting(settings, hello, generation, self._dispatcher, self._control)
         self._leader = Leader(self._guarded, endpoint, self._control, self._executor)
         self._waiter = Waiter(rank, self._guarded, self._leader, self._executor)
         self.wait_for = self._waiter.wait_for
@@ -85,18 +88,7 @@ class Engine:
         if settings.coordinator is None:
             raise NotInitializedError("HVDLAB_COORDINATOR")
         logs.set_up(settings.log_level, hide_time=settings.log_hide_time)
-        hello = m.Hello(
-            m.PROTOCOL_VERSION,
-            settings.token,
-            "rank",
-            settings.rank,
-            host_key(),
-            os.getpid(),
-            settings.address,
-            registry.offered(settings.plane),
-            settings.plane,
-            settings.cells_tracked,
-        )
+        hello = introduction(settings, settings.rank)
         deadline = Deadline(settings.start_timeout if timeout is None else timeout)
         endpoint, welcome = connect(
             settings.coordinator,
@@ -105,7 +97,7 @@ class Engine:
             deadline=deadline,
             dead_after=settings.dead_after,
         )
-        return cls(settings, endpoint, welcome.rank)
+        return cls(settings, endpoint, welcome.rank, welcome.generation)
 
     def _wake(self) -> None:
         self._control.wake()
@@ -280,13 +272,13 @@ class Engine:
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
         self.recorder.cell_begin(cell)
-        self._dispatcher.send(m.CellBegin(cell))
+        self._guarded.tell(lambda state: state.begin_cell(cell))
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """A cell ended here; ``error`` is one line that says how it failed."""
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
-        self._dispatcher.send(m.CellEnd(cell, error or ""))
+        self._guarded.tell(lambda state: state.end_cell(cell, error or ""))
         self._dispatcher.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
@@ -302,8 +294,23 @@ class Engine:
         self._dispatcher.mailbox.interrupts.append(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` on the control thread when this rank is to leave, or the coordinator is lost."""
+        """Call ``callback(reason)`` on the control thread when this rank is to leave.
+
+        That is also when the coordinator is lost and has no successor.
+        """
         self._dispatcher.mailbox.leaves.append(callback)
+
+    def on_reconnected(self, callback: Callable[[], None]) -> None:
+        """Call this on the control thread when this rank has found the coordinator's successor.
+
+        Mail that was on its way when the coordinator died may be lost; what was posted since then has been sent.
+        """
+        self._dispatcher.mailbox.reconnections.append(callback)
+
+    @property
+    def generation(self) -> int:
+        """How many coordinators have died before the one that this rank is connected to."""
+        return self._reconnecting.generation
 
     # -- timeline -------------------------------------------------------------------------------------------------
 
@@ -357,6 +364,7 @@ class Engine:
         settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self._closed.set()
+        self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
         self._control.stop(timeout)
         self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
@@ -373,6 +381,22 @@ class Engine:
         self._closed.set()
         self._guarded.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()
+
+
+def introduction(settings: Settings, rank: int) -> m.Hello:
+    """What a rank says first."""
+    return m.Hello(
+        m.PROTOCOL_VERSION,
+        settings.token,
+        "rank",
+        rank,
+        host_key(),
+        os.getpid(),
+        settings.address,
+        registry.offered(settings.plane),
+        settings.plane,
+        settings.cells_tracked,
+    )
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -53,6 +53,8 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
     group.plane, group.options = message.plane, message.options
     group.configured, group.withdrawn = True, -1
+    if group.id == 0:
+        state.memory.restored()
     effects: list[Effect] = [
         ClosePlanes(group.id, group.epoch),
         NewEpoch(
@@ -100,6 +102,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
 
 
 def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
+    state.memory.dissolved(message.process_set)
     group = state.sets.pop(message.process_set, None)
     if group is None:
         return []

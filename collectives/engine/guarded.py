@@ -47,6 +47,7 @@ class GuardedState:
         self._wake = wake
         self._lock = threading.Lock()
         self._flush_wanted = False
+        self._suspended = False
         self._torn = False
         self._finishing: tuple[Entry, ...] = ()
 
@@ -88,7 +89,7 @@ class GuardedState:
                 self._mend()
             self._flush_wanted = False
             state = self.state
-            if state.has_messages:
+            if state.has_messages and not self._suspended:
                 self._torn = True
                 send = self._endpoint.send
                 complete = True
@@ -100,7 +101,7 @@ class GuardedState:
 
     def flush_direct(self) -> None:
         """Send what is queued, on a user's thread. Large amounts are left to the control thread."""
-        if not (self.state.has_messages or self._torn):
+        if self._suspended or not (self.state.has_messages or self._torn):
             return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
             self._wake()
@@ -168,6 +169,27 @@ class GuardedState:
             if self._torn:
                 self._mend()
             return self.state.lose(cause)
+
+    def suspend(self, cause: Cause) -> list[Effect]:
+        """The coordinator is gone and a successor is waited for: nothing is sent until :meth:`resume`."""
+        with self._lock:
+            self._suspended = True
+            if self._torn:
+                self._mend()
+            return self.state.suspend(cause)
+
+    def resume(self, endpoint: Endpoint, alive: tuple[int, ...]) -> None:
+        """The successor is there: the connection is renewed with this one, and it is told what it has to know.
+
+        Raises:
+            ConnectionLost: It is gone as well.
+        """
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._endpoint.renew(endpoint)
+            self._suspended = False
+            self._endpoint.send(self.state.resume(alive))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

@@ -48,10 +48,10 @@ class Leader:
         self._place = threading.Lock()
         self._wakeup = -1
         self._poll = select.poll()
+        self._fd = -1
         if not endpoint.secure:
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poll.register(self._wakeup, select.POLLIN)
-            self._poll.register(endpoint.fileno(), select.POLLIN)
 
     def lead(self, handle: Handle, seconds: float) -> float:
         """Announce what is queued and try to bring ``handle`` to its end on this thread, for so long at most.
@@ -83,6 +83,8 @@ class Leader:
             if not control.cede():
                 self._guarded.flush_direct()
                 return False
+            if self._endpoint.fileno() != self._fd and not self._watch_socket():
+                return False
             # Only now, or else the answer might come, and wake the control thread, before its place is taken.
             self._guarded.flush_direct()
             handle.wakeup = self._wakeup
@@ -97,6 +99,15 @@ class Leader:
         finally:
             handle.wakeup = -1
             control.reclaim()
+
+    def _watch_socket(self) -> bool:
+        """The connection is a new one, or lost; whether there is one."""
+        if self._fd >= 0:
+            self._poll.unregister(self._fd)
+        self._fd = self._endpoint.fileno()
+        if self._fd >= 0:
+            self._poll.register(self._fd, select.POLLIN)
+        return self._fd >= 0
 
     def _read(self) -> bool:
         endpoint, reading = self._endpoint, self._control.reading

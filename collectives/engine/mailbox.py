@@ -18,6 +18,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
         self.interrupts: list[Callable[[], None]] = []
+        self.reconnections: list[Callable[[], None]] = []
         self.leaves: list[Callable[[str], None]] = []
         self.event_sinks: list[Callable[[int, bytes], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
@@ -32,6 +33,10 @@ class Mailbox:
 
     def interrupt(self, message: m.Message) -> None:
         for callback in tuple(self.interrupts):
+            _call(callback)
+
+    def reconnected(self) -> None:
+        for callback in tuple(self.reconnections):
             _call(callback)
 
     def leave(self, message: m.Message) -> None:

@@ -104,6 +104,7 @@ def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
 
 
 def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
+    state.memory.added(message.process_set, message.ranks)
     entry = state.locals.take(message.local)
     if entry is None:
         return []

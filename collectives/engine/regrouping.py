@@ -58,7 +58,7 @@ class Regrouping:
         """
         self._ticket += 1
         message = m.Regroup(self._ticket, at_least, reason)
-        self._guarded.tell(lambda state: state.post(message))
+        self._guarded.tell(lambda state: state.regroup(message))
 
     def wait(self, timeout: float) -> None:
         """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.

@@ -14,6 +14,7 @@ from hvdlab.collectives.engine.epochs import ON_EPOCHS
 from hvdlab.collectives.engine.fitting import fit
 from hvdlab.collectives.engine.locals import LOCAL_LIMIT, Locals
 from hvdlab.collectives.engine.orders import ON_ORDERS, Reaction
+from hvdlab.collectives.engine.reattaching import Memory
 from hvdlab.collectives.engine.small import payload_of
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -33,6 +34,7 @@ class RankState:
         rank: This rank.
         sets: Process sets by id. Set 0 is the world.
         lost: Why nothing can be submitted any more, or ``None``.
+        memory: What a successor of the coordinator has to know and this state needs for nothing else.
         elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
         failure: Why nothing can be submitted before they do, or ``None``.
     """
@@ -43,6 +45,7 @@ class RankState:
         self.lost: Cause | None = None
         self.elastic = False
         self.failure: Cause | None = None
+        self.memory = Memory()
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
@@ -220,6 +223,31 @@ class RankState:
         self._messages.clear()
         return effects
 
+    def suspend(self, cause: Cause) -> list[Effect]:
+        """The coordinator is gone: everything pending fails. What is submitted from now on is held for a successor."""
+        if self.elastic:
+            self.failure = cause
+        effects: list[Effect] = []
+        for group in self.sets.values():
+            self.memory.failing(group)
+            effects.append(AbortPlane(group.id, group.epoch))
+            effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+            group.configured, group.withdrawn, group.given_up = False, -1, None
+        for id in self.sets.keys() - self.memory.sets.keys() - {0}:
+            del self.sets[id]  # half added: its ranks were not told its number
+        self._outbox.clear()
+        self._messages.clear()
+        self.locals.clear()
+        return effects
+
+    def resume(self, alive: tuple[int, ...]) -> m.Resume:
+        """There is a successor: what it has to know first. ``alive`` are the ranks that lived as far as this one knows."""
+        # What these say of the time in between is part of the answer.
+        self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
+        if self.memory.regroup is not None:
+            self._messages.insert(0, self.memory.regroup)
+        return self.memory.tell(self.sets, alive, elastic=self.elastic)
+
     def mend(self, text: str) -> None:
         """Start afresh after an exception tore a submission halfway.
 
@@ -270,13 +298,30 @@ class RankState:
 
     def train(self, on: bool) -> None:
         """Elastic training begins or ends."""
-        self.elastic, self.failure = on, None
+        self.elastic, self.failure, self.memory.regroup = on, None, None
         if self.lost is None:
             self._messages.append(m.Elastic(on))
 
+    def regroup(self, message: m.Regroup) -> None:
+        """This rank is where the world may change."""
+        self.memory.regroup = message
+        self._messages.append(message)
+
     def begin_again(self) -> None:
         """All ranks in training begin again together."""
-        self.failure = None
+        self.failure = self.memory.regroup = None
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def begin_cell(self, cell: str) -> None:
+        """A cell begins to run here."""
+        self.memory.cell_began(cell)
+        self._messages.append(m.CellBegin(cell))
+
+    def end_cell(self, cell: str, error: str) -> None:
+        """A cell ended here; ``error`` is empty or one line that says how it failed."""
+        self.memory.cell_ended(cell, error)
+        self._messages.append(m.CellEnd(cell, error))
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -298,4 +343,5 @@ def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
     return []
 
 
+_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd)
 _REACTIONS: dict[type, Reaction] = {**ON_ORDERS, **ON_EPOCHS, m.Regrouped: _on_regrouped}

@@ -23,6 +23,8 @@ class WorldView:
 
     def update(self, message: m.Message) -> None:
         assert isinstance(message, m.World)
+        if message.restoring:
+            return  # who is on the way to a new coordinator does not count as missing
         with self._changed:
             self.last = message
             self._changed.notify_all()
@@ -53,6 +55,12 @@ class WorldView:
             if self._lost is not None:
                 raise StartError(self._lost)
             return self._regrouped == ticket
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that live, as far as is known."""
+        last = self.last
+        return tuple(sorted(self._members if last is None else (member.rank for member in last.members)))
 
     def lost(self, reason: str) -> None:
         with self._changed:

@@ -88,8 +88,12 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_GLOO_IFACE", TEXT, _R, "-", "interfaces of which the first that a host has carries its data, if `HVDLAB_ADDRESS` is unset ([how an address is chosen](../how-to/several-hosts.md))"),
     Knob("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),
     Knob("HVDLAB_DEAD_AFTER", SECONDS, Reader.BOTH, "30", "silence after which a rank of another host counts as dead, and for such a rank the coordinator", "dead_after"),
+    Knob("HVDLAB_REATTACH", SECONDS, Reader.BOTH, "10", "how long ranks that have lost the coordinator wait for its successor, and a successor for them; 0 not at all", "reattach"),
     Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the warm process imports before it forks ranks; empty for none"),
     Knob("HVDLAB_AS_HOROVOD", TEXT, _P, "-", "whether `import horovod` [means hvdlab](../how-to/moving-from-horovod.md) in a pool's ranks: unset if no Horovod is installed, 0 never, 1 always"),
+    # -- output ---------------------------------------------------------------------------------------------------
+    Knob("HVDLAB_OUTPUT_SHOWN", BYTES, _P, "4194304", "characters of a cell's [output](../how-to/large-output.md) that are shown, an equal share for each rank; 0 shows all"),
+    Knob("HVDLAB_OUTPUT_KEPT", BYTES, _P, "2147483648", "bytes of its cells' output that a pool keeps in files, for [`%hvd_output`](magics.md); 0 makes no files"),
     # -- seeing ---------------------------------------------------------------------------------------------------
     Knob("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
     Knob("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),

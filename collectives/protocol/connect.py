@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Callable
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
@@ -17,8 +18,17 @@ from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
+_NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 _PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _TRY_AGAIN_SECONDS = 0.2
+
+
+class NobodyThereError(StartError):
+    """Nobody has the socket: no coordinator, and nobody who would start one on it."""
+
+
+class RefusedError(StartError):
+    """The coordinator has answered, and does not want this peer."""
 
 
 def connect(
@@ -28,6 +38,7 @@ def connect(
     certificate: str | None = None,
     deadline: Deadline,
     dead_after: float = 30.0,
+    opened: Callable[[socket.socket], None] | None = None,
 ) -> tuple[Endpoint, Welcome]:
     """Connect and introduce oneself.
 
@@ -37,12 +48,14 @@ def connect(
         certificate: PEM text; over TLS the coordinator must show exactly this certificate.
         deadline: Limit of all steps together.
         dead_after: Seconds without a sign of life of the other host after which the connection is lost (``tls`` only).
+        opened: Gets the socket before the answer is waited for; shutting it down from another thread ends the wait.
 
     Returns:
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
 
     Raises:
-        StartError: Nobody listens there, the certificate is another one, Hello was refused, or time is over.
+        StartError: Nobody listens there (``NobodyThereError``), the certificate is another one, Hello was refused
+            (``RefusedError``), or time is over.
         InvalidRequestError: The address can't be read.
     """
     where = parse_address(address)
@@ -50,6 +63,8 @@ def connect(
     if not isinstance(where, UnixAddress):
         _notice_silence(sock, dead_after)
     try:
+        if opened is not None:
+            opened(sock)
         welcome = _introduce(sock, hello, str(where), deadline)
     except BaseException:
         sock.close()
@@ -70,7 +85,8 @@ def _open(where: Address, certificate: str | None, deadline: Deadline) -> socket
             return sock
         plain = _reach(where, deadline)
     except OSError as error:
-        raise StartError(
+        kind = NobodyThereError if error.errno in _NOBODY else StartError
+        raise kind(
             f"No coordinator answers at {where} ({error.strerror or error}); it has ended or the address is old."
         ) from error
     return _secure(plain, str(where), certificate, deadline)
@@ -138,7 +154,7 @@ def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline
     except (OSError, ProtocolError) as error:
         raise StartError(f"{where} did not answer like a coordinator: {error}") from error
     if isinstance(answer, Refused):
-        raise StartError(f"The coordinator at {where} refused: {answer.reason}")
+        raise RefusedError(f"The coordinator at {where} refused: {answer.reason}")
     if not isinstance(answer, Welcome):
         raise StartError(f"The coordinator at {where} answered Hello with {type(answer).__name__}.")
     return answer

@@ -261,6 +261,18 @@ class Endpoint:
 
     # -- end ------------------------------------------------------------------------------------------------------
 
+    def renew(self, other: Endpoint) -> None:
+        """Go on with the connection of ``other``, which is spent then; nothing of the old one is left.
+
+        By the owning thread, while no other thread reads ahead.
+        """
+        self.close()
+        with self._lock:
+            self._sock, self._tls, self._decoder = other._sock, other._tls, other._decoder
+            self._descriptors = other._descriptors
+            self.early.clear()
+            self._closed = False
+
     def forget(self) -> None:
         """In a forked child: let go of its copy of the socket, without a word to the other side."""
         self._lock = threading.Lock()  # the parent's thread that held it does not exist here

@@ -80,6 +80,14 @@ class Death(Record, frozen=True):
     admitted: bool = False
 
 
+class KnownSet(Record, frozen=True):
+    """A process set as a rank knew it when the coordinator was lost; ``ranks`` lived in ``epoch``."""
+
+    id: int
+    epoch: int
+    ranks: tuple[int, ...]
+
+
 class Submission(Record, frozen=True):
     """A collective as others see it, for error texts."""
 
@@ -93,7 +101,11 @@ class Submission(Record, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a peer; ``role`` is ``rank`` or ``client``."""
+    """First message of a peer; ``role`` is ``rank`` or ``client``.
+
+    ``generation`` is that of the coordinator that the peer has lost, or -1: one that comes back says in its next
+    message (:class:`Resume`, :class:`Recall`) what a successor has to know.
+    """
 
     version: int
     token: str
@@ -106,6 +118,7 @@ class Hello(Message, frozen=True):
     plane: str = "auto"
     cells_tracked: bool = False
     events: bool = False
+    generation: int = -1
 
 
 class Ping(Message, frozen=True):
@@ -144,6 +157,25 @@ class Mail(Message, frozen=True):
 
 
 # -- rank to coordinator ----------------------------------------------------------------------------------------------
+
+
+class Resume(Message, frozen=True):
+    """What a rank of a coordinator that died tells the successor, before anything else.
+
+    ``sets`` are the world (0, if it was formed) and the process sets that were added, ``alive`` the ranks that lived as far
+    as this one was told. ``last_set`` is the highest id that it has seen. ``adding`` and ``removing`` are additions (their
+    ranks) and removals (their ids) of process sets that failed here with the loss, so that others undo or do them as well.
+    ``cells`` run here; ``ended`` are the last ones that ended, each with the line that says how it failed.
+    """
+
+    sets: tuple[KnownSet, ...] = ()
+    alive: tuple[int, ...] = ()
+    last_set: int = 0
+    adding: tuple[tuple[int, ...], ...] = ()
+    removing: tuple[int, ...] = ()
+    cells: tuple[str, ...] = ()
+    ended: tuple[tuple[str, str], ...] = ()
+    elastic: bool = False
 
 
 class Announce(Message, frozen=True):
@@ -266,6 +298,18 @@ class Subscribe(Message, frozen=True):
 # -- client to coordinator --------------------------------------------------------------------------------------------
 
 
+class Recall(Message, frozen=True):
+    """What a client of a coordinator that died tells the successor, before anything else.
+
+    ``members`` lived and ``deaths`` had happened as far as it was told; ``cells`` run, each on these ranks.
+    """
+
+    expected: tuple[int, ...]
+    members: tuple[Member, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
 class Expect(Message, frozen=True):
     """The world is made of these ranks from now on; living ranks not among them are told to leave."""
 
@@ -301,6 +345,7 @@ class Welcome(Message, frozen=True):
 
     rank: int
     clock: int
+    generation: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -463,6 +508,8 @@ class World(Message, frozen=True):
     epoch: int
     waiting: tuple[int, ...] = ()
     """Ranks that live and would be in the world, but for elastic training that has to let them in."""
+    restoring: bool = False
+    """Whether ranks of a coordinator that died are still awaited: who is not there yet is not known to be dead."""
 
 
 class Regrouped(Message, frozen=True):
@@ -488,6 +535,7 @@ class Stalled(Message, frozen=True):
 
 FromRank = (
     Hello
+    | Resume
     | Ping
     | Pong
     | Bye
@@ -506,7 +554,9 @@ FromRank = (
     | Events
     | Subscribe
 )
-FromClient = Hello | Ping | Pong | Bye | Post | Expect | CellStarted | InterruptRanks | RankLost | Subscribe
+FromClient = (
+    Hello | Ping | Pong | Bye | Post | Recall | Expect | CellStarted | InterruptRanks | RankLost | Subscribe
+)
 ToPeer = (
     Welcome
     | Refused

@@ -36,25 +36,31 @@ def require_same_certificate(sock: ssl.SSLSocket, certificate: str) -> None:
         raise StartError("The coordinator shows another certificate than the one in HVDLAB_CERT.")
 
 
-def server_context(directory: Path, host: str) -> tuple[ssl.SSLContext, str]:
-    """Settings of a listener with a new certificate for ``host``, and the certificate as PEM text.
-
-    The key is written to ``directory`` (which must be private) and removed before this returns.
+def new_certificate(host: str) -> tuple[str, str]:
+    """A new self-signed certificate for ``host`` and its key, as PEM texts.
 
     Raises:
         StartError: ``cryptography`` is not installed.
     """
     certificate, key = _self_signed(host)
+    return certificate.decode(), key.decode()
+
+
+def server_context(directory: Path, certificate: str, key: str) -> ssl.SSLContext:
+    """Settings of a listener with this certificate (PEM texts).
+
+    The key is written to ``directory`` (which must be private) and removed before this returns.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     path = directory / "key.pem"
     path.touch(mode=0o600)
     try:
-        path.write_bytes(certificate + key)
+        path.write_text(certificate + key)
         context.load_cert_chain(path)
     finally:
         path.unlink()
-    return context, certificate.decode()
+    return context
 
 
 def _self_signed(host: str) -> tuple[bytes, bytes]:

@@ -169,4 +169,4 @@ def test_ranks_of_other_hosts_come_over_tls(tmp_path: Path) -> None:
 def test_without_cryptography_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(StartError, match=r"pip install hvdlab\[tls\]"):
-        tls.server_context(tmp_path, "127.0.0.1")
+        tls.new_certificate("127.0.0.1")

@@ -1,0 +1,171 @@
+"""A successor's first task: to have the world of the coordinator that died, from what its ranks and its client tell.
+
+Nothing is decided before all have come that lived when it died: collectives of some would else wait for others that are
+on their way, or fail for their absence. Who has not come after a while is dead. Process sets keep their ids; epochs go
+on above all that were, so that what was said to the dead coordinator, or by it, can't be taken for news.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+EPOCHS = 1 << 20
+"""Distance of the first epochs of two generations."""
+
+
+class Restoring:
+    """What has been told so far.
+
+    Args:
+        generation: How many coordinators have died before this one.
+        seconds: How long those that lived then are waited for.
+
+    Attributes:
+        active: Whether somebody is still awaited. Until then no process set has an epoch.
+        due: When waiting is over at the latest; ``None`` until the first event.
+        recalled: Whether a client has told what it knew.
+    """
+
+    def __init__(self, generation: int, seconds: float) -> None:
+        self.generation = generation
+        self.active = generation > 0
+        self.due: float | None = None
+        self.recalled = False
+        self.seconds = seconds
+        self.resumed: dict[int, m.Resume] = {}
+        self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
+        self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def begin(self, now: float) -> None:
+        """Something happens for the first time."""
+        if self.active and self.due is None:
+            self.due = now + self.seconds
+
+    def take(self, rank: int, said: m.Resume) -> None:
+        """A rank has told what it knew."""
+        self.resumed[rank] = said
+        for other in said.alive:
+            self.alive.setdefault(other, 0)
+
+    def drop(self, rank: int) -> None:
+        """A rank has come, and is gone again."""
+        self.resumed.pop(rank, None)
+        self.alive.pop(rank, None)
+
+    def awaited(self, membership: Membership) -> list[int]:
+        """Ranks that lived and have not come, and that still have a place in the world."""
+        known = self.resumed.keys() | membership.deaths.keys()
+        expected = membership.expected
+        return sorted(r for r in self.alive if r not in known and (expected is None or r in expected))
+
+
+def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
+    """A rank that knew another coordinator; one that comes when the world is there is like any newcomer."""
+    for cell, error in message.ended:
+        if rank.tracked:
+            state.cells.end(cell, rank.rank, error)
+    for cell in message.cells:
+        if rank.tracked:
+            state.cells.begin(cell, rank.rank)
+    if message.elastic:
+        state.elastic.training.add(rank.rank)
+    state.check_admission = True
+    if state.restoring.active:
+        state.restoring.take(rank.rank, message)
+        return
+    for known in message.sets:
+        if known.id > 0:
+            state.outbox.send((rank.peer,), m.Dissolve(known.id))
+
+
+def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
+    """The client tells what it had from the coordinator before."""
+    for rank in state.membership.expect(message.expected):
+        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
+    state.membership.recall(message.deaths)
+    restoring = state.restoring
+    restoring.recalled = True
+    restoring.cells = message.cells
+    if restoring.active:
+        for member in message.members:
+            restoring.alive[member.rank] = member.pid
+    else:
+        _begin_cells(state)
+    state.check_admission = True
+
+
+def end_wait(state: CoordinatorState, now: float) -> None:
+    """Restore the world if everybody has come, or waiting has lasted long enough."""
+    restoring, membership = state.restoring, state.membership
+    missing = restoring.awaited(membership)
+    if restoring.due is None or now < restoring.due:
+        told = restoring.recalled or (state.options.size is not None and restoring.resumed)
+        if missing or not told:
+            return
+    restoring.active = False
+    for rank in missing:
+        reason = (
+            f"it did not come back within {restoring.seconds:g} s after the coordinator had died and a new one "
+            "had taken over"
+        )
+        membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
+    _restore_sets(state)
+    _begin_cells(state)
+    membership.changed = membership.urgent = state.check_admission = True
+    count = len(restoring.resumed)
+    state.outbox.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
+    restoring.resumed, restoring.alive = {}, {}
+
+
+def _restore_sets(state: CoordinatorState) -> None:
+    restoring = state.restoring
+    newest: dict[int, m.KnownSet] = {}
+    for said in restoring.resumed.values():
+        for known in said.sets:
+            if known.id not in newest or newest[known.id].epoch < known.epoch:
+                newest[known.id] = known
+    kept: dict[int, tuple[int, ...]] = {}
+    for id, known in sorted(newest.items()):
+        members = tuple(rank for rank in known.ranks if rank in restoring.resumed)
+        if members and _stands(known, members, restoring):
+            kept[id] = members
+        else:
+            knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
+            state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
+    last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
+    state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
+    if newest and not restoring.recalled:
+        # Who was expected and did not live by then is not on its way.
+        state.membership.awaited &= restoring.alive.keys()
+
+
+def _stands(known: m.KnownSet, members: tuple[int, ...], restoring: Restoring) -> bool:
+    """Whether a process set is there for all its members, and no rank was about to add or remove it."""
+    if known.id == 0:
+        return True
+    having = {rank for rank, said in restoring.resumed.items() if any(k.id == known.id for k in said.sets)}
+    if not having.issuperset(members):
+        return False
+    return not any(
+        known.id in said.removing or (known.ranks in said.adding and rank not in having)
+        for rank, said in restoring.resumed.items()
+    )
+
+
+def _begin_cells(state: CoordinatorState) -> None:
+    """Cells that the client knows to run, on those ranks that have not said that they ended."""
+    restoring, ranks = state.restoring, state.membership.ranks
+    for cell, on in restoring.cells:
+        for rank in on:
+            said = restoring.resumed.get(rank)
+            if said is not None and any(cell == ended for ended, _ in said.ended):
+                continue
+            if ranks[rank].tracked if rank in ranks else rank in (state.membership.expected or ()):
+                state.cells.begin(cell, rank)
+    restoring.cells = ()

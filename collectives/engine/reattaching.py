@@ -1,0 +1,97 @@
+"""What a rank keeps for the case that the coordinator dies: the facts that only ranks can tell its successor. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.entry import SetState
+from hvdlab.collectives.protocol import messages as m
+
+ENDED_CELLS = 16
+"""Ends of cells that are told again: the coordinator may have died before it, or others, had heard of them."""
+
+
+class Memory:
+    """Facts for a successor. Its fields belong to the rank's state.
+
+    Attributes:
+        sets: Ranks of the process sets that were added in this world, by id, also of those without this rank.
+        regroup: What this rank waits for to be answered in elastic training, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        self.sets: dict[int, tuple[int, ...]] = {}
+        self.regroup: m.Regroup | None = None
+        self._last_set = 0
+        self._adding: tuple[tuple[int, ...], ...] = ()
+        self._removing: tuple[int, ...] = ()
+        self._cells: dict[str, None] = {}
+        self._ended: deque[tuple[str, str]] = deque(maxlen=ENDED_CELLS)
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def added(self, process_set: int, ranks: tuple[int, ...]) -> None:
+        """A process set is there, on all ranks."""
+        self.sets[process_set] = ranks
+        self._last_set = max(self._last_set, process_set)
+
+    def dissolved(self, process_set: int) -> None:
+        """A process set is gone."""
+        self.sets.pop(process_set, None)
+        self._last_set = max(self._last_set, process_set)
+
+    def cell_began(self, cell: str) -> None:
+        """A cell runs here."""
+        self._cells[cell] = None
+
+    def cell_ended(self, cell: str, error: str) -> None:
+        """A cell has ended here."""
+        self._cells.pop(cell, None)
+        self._ended.append((cell, error))
+
+    def failing(self, group: SetState) -> None:
+        """The coordinator is lost, and with it what is pending in ``group``."""
+        self._last_set = max(self._last_set, group.id)
+        for entry in group.pending:
+            request = entry.request
+            if request.kind is OpKind.ADD_PROCESS_SET:
+                self._adding += (tuple(request.ranks),)
+            elif request.kind is OpKind.REMOVE_PROCESS_SET:
+                self._removing += (request.root,)
+
+    # -- what is told ---------------------------------------------------------------------------------------------
+
+    def tell(self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool) -> m.Resume:
+        """All that a successor has to know.
+
+        Args:
+            groups: Process sets that this rank is or was in, by id.
+            alive: Ranks that lived, as far as this one was told.
+            elastic: Whether it is in elastic training.
+        """
+        known = []
+        world = groups.get(0)
+        if world is not None and world.index >= 0:
+            known.append(m.KnownSet(0, world.epoch, world.ranks))
+        for id, ranks in self.sets.items():
+            group = groups.get(id)
+            mine = group is not None and group.index >= 0
+            known.append(
+                m.KnownSet(id, group.epoch, group.ranks) if group and mine else m.KnownSet(id, 0, ranks)
+            )
+        return m.Resume(
+            tuple(known),
+            alive,
+            self._last_set,
+            self._adding,
+            self._removing,
+            tuple(self._cells),
+            tuple(self._ended),
+            elastic and self.regroup is None,
+        )
+
+    def restored(self) -> None:
+        """The world is there again: what failed with the old coordinator has been undone."""
+        self._adding, self._removing = (), ()

@@ -1,0 +1,122 @@
+"""Finding the coordinator's successor: a thread of its own, since connecting blocks and the control thread must not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from functools import partial
+
+import msgspec
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.control import Control
+from hvdlab.collectives.engine.dispatch import Dispatcher
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, connect
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.settings import Settings
+
+PAUSE = 0.2
+"""Seconds between two attempts, the first of which has failed though somebody is there."""
+
+
+class Reconnecting:
+    """Connects again when the connection is lost.
+
+    As long as somebody keeps the coordinator's sockets, connecting waits there for the successor; refused at once is
+    who comes when nobody does.
+
+    Args:
+        settings: Where the coordinator is.
+        hello: Introduction, but for the generation.
+        generation: Of the coordinator that this rank is connected to.
+        dispatcher: Is given the connection, or told that there is none.
+        control: Runs what follows on the control thread.
+    """
+
+    def __init__(
+        self, settings: Settings, hello: m.Hello, generation: int, dispatcher: Dispatcher, control: Control
+    ) -> None:
+        self.generation = generation
+        self._settings = settings
+        self._hello = hello
+        self._dispatcher = dispatcher
+        self._control = control
+        self._cancelled = threading.Event()
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        dispatcher.reconnect = self.begin
+
+    def begin(self, reason: str) -> None:
+        """The connection is lost. Control thread."""
+        if self._cancelled.is_set() or self._settings.reattach <= 0:
+            self._dispatcher.give_up(reason)
+            return
+        if self._thread is not None:
+            self._thread.join()  # it has handed over what it had; there is nothing left that it waits for
+        name = f"hvdlab-reconnect-{self._hello.rank}"
+        self._thread = threading.Thread(target=self._run, args=(reason,), name=name, daemon=True)
+        self._thread.start()
+
+    def cancel(self, timeout: float) -> None:
+        """Connect no more. Idempotent; any thread."""
+        self._cancelled.set()
+        waiting = self._socket
+        if waiting is not None:
+            with contextlib.suppress(OSError):
+                waiting.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    # -- its thread -----------------------------------------------------------------------------------------------
+
+    def _run(self, reason: str) -> None:
+        deadline = Deadline(self._settings.reattach)
+        why = "nobody has taken its place"
+        while not self._cancelled.is_set() and not deadline.expired:
+            try:
+                endpoint, welcome = self._connect(deadline)
+            except (NobodyThereError, RefusedError) as error:
+                why = str(error)
+                break
+            except StartError as error:
+                why = str(error)
+                self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
+            else:
+                self._control.call(partial(self._go_on, endpoint, welcome))
+                return
+            finally:
+                self._socket = None
+        self._control.call(lambda: self._dispatcher.give_up(f"{reason}; {why}"))
+
+    def _connect(self, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
+        settings = self._settings
+        assert settings.coordinator is not None
+        hello = msgspec.structs.replace(self._hello, generation=self.generation)
+        return connect(
+            settings.coordinator,
+            hello,
+            certificate=settings.certificate,
+            deadline=deadline,
+            dead_after=settings.dead_after,
+            opened=self._note,
+        )
+
+    def _note(self, sock: socket.socket) -> None:
+        self._socket = sock
+        if self._cancelled.is_set():  # seen here, or else cancel() has seen the socket
+            raise StartError("the engine is being closed")
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def _go_on(self, endpoint: Endpoint, welcome: m.Welcome) -> None:
+        if self._cancelled.is_set():
+            endpoint.close()
+            return
+        self.generation = welcome.generation
+        try:
+            self._dispatcher.reconnected(endpoint)
+        except ConnectionLost as error:  # the successor is gone as well
+            self.begin(str(error))

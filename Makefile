@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more.
 AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
 
-.PHONY: help demo lab test lint types unit soak bench tables clean
+.PHONY: help demo lab test lint types unit soak chaos bench tables clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ unit: $(INSTALLED)
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/torch/test_habits.py $(PYTEST_ARGS)
+
+chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
+	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
 
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
 	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json

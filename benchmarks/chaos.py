@@ -1,0 +1,107 @@
+"""Faults on real pools: how soon the user knows, and whether anything hangs, is lost or is left over.
+
+    python benchmarks/chaos.py                                                  # 100 faults, about three minutes
+    python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
+    python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
+
+Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
+strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
+was wrong; times above their limits are counted, and matter on a quiet machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from chaos.campaign import Campaign
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNEL, STALL
+from chaos.figures import Outcome, rows, story, table
+
+EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, KERNEL)
+
+
+def chosen(words: list[str]) -> list[Any]:
+    """The faults whose name has one of these words; all without words."""
+    found = [fault for fault in EVERYTHING if not words or any(word in fault.name for word in words)]
+    if not found:
+        sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in EVERYTHING)}")
+    return found
+
+
+def campaign(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Outcome], dict[str, Any]]:
+    """Play one plane's share."""
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    with Campaign(given.seed, plane, size=given.ranks, faults=chosen(given.fault)) as played:
+        for outcome in played.trials(count, given.first):
+            outcomes.append(outcome)
+            seconds = "never" if outcome.report is None else f"{outcome.report:6.3f} s"
+            verdict = "" if outcome.ok else "   WRONG"
+            late = "   late" if outcome.report is None or outcome.report > outcome.limit else ""
+            print(
+                f"{time.monotonic() - began:7.1f} {plane:4} {outcome.number:4} {outcome.fault:42} {outcome.phase:9} "
+                f"rank {outcome.victim}  {seconds}{late}{verdict}",
+                flush=True,
+            )
+            if given.verbose or not outcome.ok:
+                print(outcome, flush=True)
+            if time.monotonic() - began > given.minutes * 60:
+                break
+        left = played.stop()
+    return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=100, help="faults, over all planes (default: 100)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial (default: 0)")
+    parser.add_argument("--plane", action="append", choices=("shm", "gloo"), help="(default: both)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--fault", action="append", default=[], metavar="WORD", help="only faults with it in their name"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="for each plane; it stops when they are over"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("-v", "--verbose", action="store_true", help="tell each trial's story")
+    given = parser.parse_args()
+    planes = given.plane or ["shm", "gloo"]
+    outcomes: list[Outcome] = []
+    pools: list[dict[str, Any]] = []
+    for plane in planes:
+        played, pool = campaign(given, plane, given.count // len(planes))
+        outcomes += played
+        pools.append(pool)
+    found = rows(outcomes)
+    print(table(found))
+    bad = [story(outcome) for outcome in outcomes if not outcome.ok]
+    if given.json:
+        result = {
+            "benchmark": "chaos",
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "ranks": given.ranks,
+            "seed": given.seed,
+            "stall_time_s": STALL,
+            "faults": len(outcomes),
+            "pools": pools,
+            "rows": found,
+            "not_well": bad,
+        }
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(bool(bad or any(pool["left_at_the_end"] for pool in pools)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""A campaign: a real pool, faults drawn from a seed, and what is to be seen after each.
+
+Each trial is drawn from the campaign's seed and its own number alone, so that ``first`` plays a single one again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from chaos import census
+from chaos.faults import FAULTS, STALL, Fault
+from chaos.figures import Outcome
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
+from hvdlab.kernel_ext.pool import Pool
+
+HANG = 60.0
+"""Seconds after which what has not ended counts as hanging."""
+
+SETTLE = 5.0
+"""Seconds that leftovers of a trial get to go."""
+
+
+class Hang(Exception):
+    """Something did not come to its end."""
+
+
+class Sink:
+    """Keeps what a cell tells its user, with the time."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, str]] = []
+        self._changed = threading.Condition()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        for chunk in chunks:
+            if isinstance(chunk, Stream):
+                self.tell(f"rank {rank} wrote: {chunk.text.rstrip()}")
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """The user is told this now."""
+        with self._changed:
+            self.told.append((time.monotonic(), text))
+            self._changed.notify_all()
+
+    def await_line(self, wanted: Callable[[str], bool], timeout: float) -> tuple[float, str] | None:
+        """The first line that is wanted, with its time; None if none comes within the time."""
+
+        def found() -> tuple[float, str] | None:
+            return next((line for line in self.told if wanted(line[1])), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() is not None, timeout)
+            return found()
+
+
+class Mailbox:
+    """Where ranks tell what happens to them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.letters: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.path)
+        self._thread = threading.Thread(target=self._read, name="chaos-mailbox", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while letter := self._socket.recv(4096):
+            with self._changed:
+                self.letters.append(json.loads(letter))
+                self._changed.notify_all()
+
+    def clear(self) -> None:
+        with self._changed:
+            self.letters.clear()
+
+    def wait(self, what: str, ranks: set[int], timeout: float) -> list[dict[str, Any]]:
+        """Wait until all these ranks have said this. Raises :class:`Hang`."""
+
+        def those() -> list[dict[str, Any]]:
+            return [one for one in self.letters if one["what"] == what and one["rank"] in ranks]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: {one["rank"] for one in those()} == ranks, timeout):
+                raise Hang(f"ranks {sorted(ranks)} did not get to `{what}`: {self.letters}")
+            return those()
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(b"", self.path)
+        self._thread.join()
+        self._socket.close()
+        os.unlink(self.path)
+
+
+class Campaign:
+    """Plays trials on a pool, which is replaced only if it can't be used any more. A context manager.
+
+    Args:
+        seed: What everything is drawn from.
+        plane: Data plane of the pool.
+        size: Its ranks.
+        faults: What is drawn.
+        hang_after: Seconds after which what has not ended counts as hanging.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        plane: str,
+        *,
+        size: int = 4,
+        faults: Sequence[Fault] = FAULTS,
+        hang_after: float = HANG,
+    ) -> None:
+        self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
+        self.hang_after = hang_after
+        self.pools = 0
+        self._pool: Pool | None = None
+        self._expected: dict[int, dict[str, Any]] = {}
+        self._holdings: dict[int, census.Count] = {}
+        self._young: Counter[int] = Counter()
+        self._family: Counter[str] = Counter()
+        self._shm: set[str] = set()
+        self._sinks: list[Sink] = []
+        self._stack = contextlib.ExitStack()
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        # Unix sockets need a short path.
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp"))
+        self.directory = Path(directory)
+        self.temporary = self.directory / "t"
+        self.temporary.mkdir()
+        self.mark = self.directory.name
+        self._stack.enter_context(self._surroundings())
+        self.mailbox = Mailbox(self.directory / "mail")
+        self._stack.callback(self.mailbox.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self._stack.close()
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        ours = {
+            census.MARK: self.mark,
+            "TMPDIR": str(self.temporary),
+            "IPYTHONDIR": str(self.directory / "ipython"),
+            "HVDLAB_PRELOAD": "torch" if self.plane == "gloo" else "numpy",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
+            "OMP_NUM_THREADS": "1",
+        }
+        before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
+        previous, tempfile.tempdir = tempfile.tempdir, str(self.temporary)
+        path = str(Path(__file__).parents[1])
+        added = path not in sys.path
+        if added:
+            sys.path.insert(0, path)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = previous
+            if added:
+                sys.path.remove(path)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    @property
+    def pool(self) -> Pool:
+        """The pool; started if there is none."""
+        if self._pool is None:
+            self._shm = census.shared_memory()
+            self._pool = pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
+            self.pools += 1
+            pool.client.on_stall(self._on_stall)
+            assert pool.cluster is not None  # ipyparallel's controller is there from the beginning
+            self.set_up(range(self.size))
+            self.cell("training.check()")
+            self._family = Counter(census.marked(self.mark).values())
+            self._holdings.clear()
+            self._young.clear()
+        return self._pool
+
+    def stop(self) -> list[str]:
+        """End the pool. Returns what it left behind."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return []
+        pool.stop()
+        return self.leftovers()
+
+    def leftovers(self) -> list[str]:
+        """What is there although there is no pool; ended or removed so that it does not hit the next one."""
+        left: list[str] = []
+        if not census.settled(lambda: bool(census.marked(self.mark)), SETTLE):
+            for pid, name in census.marked(self.mark).items():
+                left.append(f"process {pid} {name}")
+                with contextlib.suppress(OSError):
+                    os.kill(pid, 9)
+        if not census.settled(lambda: bool(census.files(self.temporary)), SETTLE):
+            left += [f"file {name}" for name in sorted(census.files(self.temporary))]
+        left += [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - self._shm)]
+        return left
+
+    def discard(self) -> None:
+        """Get rid of a pool that is not as it should be."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        done = threading.Thread(target=pool.stop, daemon=True)
+        done.start()
+        done.join(10)
+        self.leftovers()
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def _on_stall(self, stall: Any) -> None:
+        ranks = ", ".join(map(str, stall.missing))
+        for sink in self._sinks:
+            sink.tell(
+                f"stall: ranks {ranks} are missing in {stall.kind} `{stall.name}` for {stall.seconds:.1f} s"
+            )
+
+    @contextlib.contextmanager
+    def listening(self, sink: Sink) -> Iterator[None]:
+        """What the pool tells besides goes to this sink, too."""
+        self._sinks.append(sink)
+        try:
+            yield
+        finally:
+            self._sinks.remove(sink)
+
+    def cell(self, source: str, ranks: Sequence[int] | None = None) -> CellResults:
+        """Run a cell that must not hang. Raises :class:`Hang`."""
+        handle = self.pool.start_run(source, ranks=ranks)
+        try:
+            return handle.wait(self.hang_after)
+        except TimeoutError:
+            raise Hang(f"the cell `{source}` on {ranks or 'all'} ranks") from None
+
+    def values(self, source: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """Values of a cell, by rank. Raises ``RuntimeError`` if it fails."""
+        results = self.cell(source, ranks)
+        if not results.ok:
+            raise RuntimeError(f"`{source}` failed: {results.root_cause}")
+        return {rank: results[rank] for rank in results.ranks}
+
+    def set_up(self, ranks: Sequence[int]) -> None:
+        """Give ranks what they lack: the training, and all that belongs to it."""
+        source = f"from chaos.victim import Training\ntraining = Training({self.seed}, {self.mailbox.path!r})\ntraining.memory()"
+        for rank, memory in self.values(source, list(ranks)).items():
+            self._expected[rank] = memory
+
+    # -- what must be as before -----------------------------------------------------------------------------------
+
+    def lost_memory(self, ranks: Sequence[int]) -> list[str]:
+        """What these ranks do not remember as they should."""
+        lost: list[str] = []
+        for rank, found in self.values("training.memory()", list(ranks)).items():
+            wanted = self._expected[rank]
+            lost += [
+                f"rank {rank}: {name} is {found.get(name)} instead of {wanted[name]}"
+                for name in wanted
+                if name not in ("steps", "intact") and found.get(name) != wanted[name]
+            ]
+            if not found["intact"]:
+                lost.append(f"rank {rank}: the weights are not those of the last completed step")
+            if found["steps"] < wanted["steps"]:
+                lost.append(f"rank {rank}: went back from step {wanted['steps']} to {found['steps']}")
+            self._expected[rank] = found
+        return lost
+
+    def leaks(self) -> list[str]:
+        """What there is more of than before, once what is on its way out had time to go.
+
+        Each process is compared with what it held after the second trial that it saw: until then it still opens what it
+        needs for good.
+        """
+        for _ in range(2):  # the shell lets go of a cell's error when the next cell has ended
+            self.values("training.forget()")
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = self._grown()
+            return bool(found)
+
+        census.settled(look, SETTLE)
+        for pid in self._pids():
+            self._young[pid] += 1
+            if self._young[pid] <= 2 or found:
+                self._holdings[pid] = census.holdings(pid)
+        if found:
+            self._family = Counter(census.marked(self.mark).values())
+            self._shm |= census.shared_memory()
+        return found
+
+    def _pids(self) -> dict[int, str]:
+        return {os.getpid(): "the pool's process", **census.marked(self.mark)}
+
+    def _grown(self) -> list[str]:
+        now = census.marked(self.mark)
+        more = Counter(now.values()) - self._family
+        found = [f"{n} x process {name}" for name, n in more.items()]
+        for pid, name in self._pids().items():
+            if self._young[pid] >= 2:
+                extra = census.more(census.holdings(pid), self._holdings[pid])
+                # Threads come and go with what a library does; one more is a leak only if it is ours, and then it shows
+                # at the end of the process.
+                found += [f"{name} ({pid}): {n} x {kind}" for kind, n in extra.items()]
+        return found + [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - self._shm)]
+
+    # -- trials ---------------------------------------------------------------------------------------------------
+
+    def draw(self, number: int) -> tuple[Fault, random.Random]:
+        """The fault of a trial, and where everything else about it is drawn from."""
+        rng = random.Random(f"{self.seed}/{number}/{self.plane}")
+        return rng.choices(self.faults, [fault.weight for fault in self.faults])[0], rng
+
+    def trial(self, number: int, fault: Fault | None = None) -> Outcome:
+        """Play one; ``fault`` instead of a drawn one."""
+        from chaos.trials import Trial
+
+        drawn, rng = self.draw(number)
+        return Trial(self, fault or drawn, number, rng).play()
+
+    def trials(self, count: int, first: int = 0) -> Iterator[Outcome]:
+        """Play ``count`` trials, beginning with the one that has this number; each kind of fault once before any twice."""
+        for number in range(first, first + count):
+            yield self.trial(number, self.faults[number] if number < len(self.faults) else None)

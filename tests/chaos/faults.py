@@ -1,0 +1,97 @@
+"""The faults of a campaign: what is done, where it may strike, and how soon the user must know.
+
+Limits are those that users are promised, in seconds from the fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chaos.phases import PHASES
+
+MOVING = ("pack", "transfer", "unpack")
+"""Phases in which a plane works, and may be stuck in a library."""
+
+STALL = 1.0
+"""Seconds after which campaigns have a stall reported, so that they need not wait for the usual ten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A kind of fault.
+
+    Attributes:
+        name: As in the table.
+        play: How the campaign plays it; a method of :class:`chaos.trials.Trials`.
+        deed: What the rank does to itself (:mod:`chaos.victim`), if it does.
+        limit: Seconds within which the user must know.
+        phases: Phases of a collective in which it can strike, beside other places.
+        spots: Places in the training loop: ``between`` two steps, or ``amid`` one, with a tensor in flight.
+        outside: Whether it may come from outside as well, at any instant.
+        deadly: Whether the rank is lost.
+        weight: How often it is drawn, compared with the others.
+        says: A word that the report must have.
+    """
+
+    name: str
+    play: str
+    deed: str = ""
+    limit: float = 1.0
+    phases: tuple[str, ...] = ()
+    spots: tuple[str, ...] = ("between", "amid")
+    outside: bool = False
+    deadly: bool = False
+    weight: int = 2
+    says: str = ""
+
+
+FAULTS = (
+    Fault("a rank raises", "failing", "raise", says="Boom"),
+    Fault("a rank's cell ends early", "failing", "end", spots=("between",), says="finished"),
+    Fault("a rank is in another collective", "failing", "other", limit=2.0, says="other.tensor"),
+    Fault(
+        "a rank gives another shape", "failing", "mismatch", limit=2.0, spots=("between",), says="grad.big"
+    ),
+    Fault("a rank is out of memory (its limit)", "failing", "exhaust", says="MemoryError"),
+    Fault(
+        "the transport fails",
+        "failing",
+        "break",
+        phases=MOVING,
+        spots=(),
+        says="transport failed",
+    ),
+    Fault("a rank computes for long", "stalling", "compute", limit=STALL + 1.0, weight=1),
+    Fault("a rank is in a long C call", "stalling", "call_c", limit=STALL + 1.0, weight=1),
+    Fault("a rank is stopped (SIGSTOP) for a while", "pausing", "stop", STALL + 1.0, PHASES, weight=2),
+    Fault("interrupt, ranks in Python code", "interrupting", "compute", limit=2.0, says="interrupted"),
+    Fault("interrupt, ranks in a collective", "interrupting", "linger", 2.0, MOVING, says="interrupted"),
+    Fault("interrupt, a rank in a C call", "interrupting_deaf", "call_c", limit=2.5, weight=1),
+    Fault("interrupt, a rank stopped", "interrupting_stopped", "stop", 2.5, PHASES, weight=1),
+    Fault("SIGKILL", "dying", "kill", 1.0, PHASES, outside=True, deadly=True, weight=8, says="SIGKILL"),
+    Fault(
+        "segmentation fault", "dying", "crash", 1.0, PHASES, deadly=True, weight=4, says="segmentation fault"
+    ),
+    Fault("os._exit", "dying", "exit", 1.0, PHASES, deadly=True, weight=4, says="exit code 7"),
+    Fault("restart of one rank", "restarting", "", 1.0, spots=(), outside=True, deadly=True),
+)
+
+DEATHS_OF_PARTS = (
+    Fault(
+        "the coordinator is killed",
+        "losing_part",
+        "coordinator",
+        2.0,
+        spots=(),
+        outside=True,
+        says="coordinator",
+    ),
+    Fault("the warm process is killed", "losing_part", "warm", 2.0, spots=(), outside=True),
+    Fault("the controller is killed", "losing_part", "controller", 2.0, spots=(), outside=True),
+)
+"""Deaths of processes other than ranks, after which the pool goes on."""
+
+KERNEL = Fault(
+    "the notebook kernel is killed", "owner", "", 5.0, spots=(), outside=True, deadly=True, weight=1
+)
+"""Nothing is to be left after it; the time is that until nothing is."""

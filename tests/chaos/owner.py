@@ -1,0 +1,24 @@
+"""A process that trains on a pool of its own until it is killed: ``python owner.py RANKS PLANE MAILBOX``."""
+
+from __future__ import annotations
+
+import sys
+
+from chaos.campaign import Sink
+from hvdlab.kernel_ext.pool import Pool
+
+
+def main() -> None:
+    size, plane, mailbox = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    pool = Pool.start(size, plane=plane)
+    order = {"victim": -2, "phase": "", "steps": 10**9, "at": -1, "spot": "", "plane": plane}
+    assert pool.cluster is not None
+    setup = f"from chaos.victim import Training\ntraining = Training(0, {mailbox!r})\ntraining.check()"
+    assert pool.run(setup).ok
+    run = pool.start_run(f"training.run({order!r})", out=Sink())
+    print("on", flush=True)
+    run.wait()
+
+
+if __name__ == "__main__":
+    main()

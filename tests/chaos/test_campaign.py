@@ -1,0 +1,49 @@
+"""Random faults on real pools: a short campaign in the normal run, a thousand faults in the long one."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.campaign import Campaign
+from chaos.faults import FAULTS, KERNEL, Fault
+from chaos.figures import Outcome, rows, table
+
+BRIEF = [fault for fault in FAULTS if fault.play in ("failing", "dying", "restarting", "interrupting")]
+"""Faults that need no waiting."""
+
+ALL = (*FAULTS, KERNEL)
+
+
+def play(seed: int, plane: str, faults: list[Fault], count: int) -> list[Outcome]:
+    """Play a campaign; fails with the whole story of whatever is not as it should be."""
+    outcomes: list[Outcome] = []
+    with Campaign(seed, plane, faults=faults) as campaign:
+        outcomes += campaign.trials(count)
+        left = campaign.stop()
+    print(table(rows(outcomes)))
+    stories = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not stories, "\n\n".join(stories)
+    assert left == []
+    return outcomes
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("plane", "seed"), [("shm", 11), ("gloo", 12)])
+def test_nothing_hangs_and_nothing_is_lost(plane: str, seed: int) -> None:
+    outcomes = play(seed, plane, BRIEF, 16)
+    assert {outcome.fault for outcome in outcomes} == {fault.name for fault in BRIEF}
+    # Whether it was told in time is a matter for a quiet machine (benchmarks/chaos.py); that it was told is one for any.
+    assert all(outcome.report is not None for outcome in outcomes)
+
+
+def test_a_trial_is_the_same_again() -> None:
+    draws = [Campaign(5, "shm").draw(7) for _ in range(2)]
+    assert draws[0][0] is draws[1][0]
+    assert draws[0][1].random() == draws[1][1].random()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("plane", "seed"), [("shm", 101), ("gloo", 102)])
+def test_a_thousand_faults(plane: str, seed: int) -> None:
+    play(seed, plane, list(ALL), 500)

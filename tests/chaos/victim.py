@@ -1,0 +1,276 @@
+"""What runs inside the ranks of a campaign: a training loop that checks each of its results, and the faults it meets.
+
+A rank tells the campaign by datagrams when it is under way and when a fault begins, with the time of the clock that all
+processes of a host share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from IPython.core.getipython import get_ipython
+
+from chaos.phases import Ambush
+from hvdlab.collectives import api, context
+
+BIG, SMALL = 60_000, 3_000
+"""Elements of two gradients: one that is cut and reduced in slices, one that everybody reduces himself."""
+
+
+class Boom(Exception):
+    """The error that a rank is made to raise."""
+
+
+class GroupChanged(Exception):
+    """Not all ranks are there any more with which the training began."""
+
+
+def digest(array: npt.NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+class Training:
+    """A rank's model, data and place in the training.
+
+    Attributes:
+        kept: Arrays that nothing changes.
+        weights, digest: The model, and its hash as of the last step that was completed.
+        steps: Steps completed.
+    """
+
+    def __init__(self, seed: int, mailbox: str) -> None:
+        context.init()
+        self.rank = context.engine().rank
+        self._mailbox = mailbox
+        rng = np.random.default_rng([seed, self.rank])
+        self.kept = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
+        self.kept["labels"] = rng.integers(0, 10, 5_000)
+        self.weights = np.zeros(BIG, np.float32)
+        self.steps = 0
+        self.digest = digest(self.weights)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def run(self, order: dict[str, Any]) -> int:
+        """Train until the fault, or for as many steps as the order says. Returns the steps completed."""
+        self.resume()
+        mine = order["victim"] == self.rank or order["victim"] < 0
+        ambush = None
+        first = self.steps
+        if mine and order["phase"]:
+            ambush = Ambush(order["plane"], order["phase"], order["after"], lambda: self.strike(order))
+        try:
+            while self.steps - first < order["steps"]:
+                hit = mine and not order["phase"] and self.steps - first == order["at"]
+                if not mine and order["phase"] == "negotiate":
+                    time.sleep(0.02)  # lets the others announce first and wait
+                if hit and order["spot"] == "between" and self.strike(order):
+                    return self.steps
+                self.step(order if hit else None)
+                if self.steps - first == 1:
+                    self.tell("on")
+        finally:
+            if ambush is not None:
+                ambush.lift()
+        return self.steps
+
+    def step(self, order: dict[str, Any] | None = None) -> None:
+        """One step; the fault of ``order`` strikes in the middle of it."""
+        ranks, number = self._group(), self.steps
+        factor = 1 + number % 7
+        total = sum(r + 1 for r in ranks) * factor
+        mine = np.float32((self.rank + 1) * factor)
+        big = api.allreduce_async(np.full(BIG, mine, np.float32), "grad.big", op=api.Sum)
+        if order is not None and order["spot"] == "amid":
+            self.strike(order)
+        small = api.allreduce_async(np.full(SMALL, mine, np.float32), "grad.small", op=api.Sum)
+        loss = api.allreduce_async(np.full(1, mine, np.float32), "loss", op=api.Sum)
+        gradient = api.synchronize(big)
+        for result in (gradient, api.synchronize(small), api.synchronize(loss)):
+            if not (np.asarray(result) == total).all():
+                self._group()
+                raise AssertionError(f"step {number}: {result} instead of {total} from ranks {ranks}")
+        check_one(number, self.rank, ranks)
+        weights = self.weights - np.float32(1e-3) * np.asarray(gradient)
+        # Nothing of the old step is lost if an interrupt comes in between: the hash is of either.
+        self.weights, self.digest, self.steps = weights, digest(weights), number + 1
+
+    def _group(self) -> tuple[int, ...]:
+        """The ranks that train; an error if they are not those that began, of whom one may end between collectives."""
+        if (ranks := context.engine().ranks()) != self.ranks:
+            raise GroupChanged(f"ranks {ranks} are left of {self.ranks}")
+        return ranks
+
+    def resume(self) -> None:
+        """Agree with the others on the furthest rank's model, as a user does after a repair."""
+        ranks = self.ranks = context.engine().ranks()
+        steps = np.asarray(api.allgather(np.array([self.steps]), "resume.steps"))
+        root = ranks[int(np.argmax(steps))]
+        weights = np.asarray(api.broadcast(self.weights, root, "resume.weights"))
+        self.weights, self.digest, self.steps = weights, digest(weights), int(steps.max())
+
+    def check(self) -> list[int]:
+        """Every kind of collective once, with a result that is known. Returns the ranks that took part."""
+        ranks = context.engine().ranks()
+        for count in (1, SMALL, BIG):
+            result = api.allreduce(np.full(count, self.rank + 1.0), f"check.{count}", op=api.Sum)
+            if not (np.asarray(result) == sum(r + 1 for r in ranks)).all():
+                raise AssertionError(f"allreduce of {count} elements gave {result}")
+        for kind in range(4):
+            check_one(kind, self.rank, ranks)
+        api.barrier()
+        return list(ranks)
+
+    def forget(self) -> None:
+        """Let go of the last traceback, whose frames keep what they had in use."""
+        for name in ("last_exc", "last_value", "last_traceback"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+        shell = get_ipython()
+        if shell is not None:
+            shell.InteractiveTB.tb = None
+        gc.collect()
+
+    def memory(self) -> dict[str, Any]:
+        """Hashes of all that a fault elsewhere must leave alone."""
+        return {
+            "pid": os.getpid(),
+            "steps": self.steps,
+            "intact": digest(self.weights) == self.digest,
+            **{name: digest(array) for name, array in self.kept.items()},
+        }
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def tell(self, what: str) -> None:
+        """Say something to the campaign."""
+        message = {"rank": self.rank, "what": what, "at": time.monotonic_ns() / 1e9, "step": self.steps}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(json.dumps(message).encode(), self._mailbox)
+
+    def strike(self, order: dict[str, Any]) -> bool:
+        """Let the fault happen to this rank. Returns true if the cell is to end here."""
+        self.tell("fault")
+        return bool(DEEDS[order["deed"]](self, order))
+
+
+def check_one(number: int, rank: int, ranks: tuple[int, ...]) -> None:
+    """One of the collectives other than allreduce, on enough elements to take several steps of a plane."""
+    index, size, count = ranks.index(rank), len(ranks), 8_000
+    kind = ("allgather", "broadcast", "reducescatter", "alltoall")[number % 4]
+    mine = np.full(count, rank, np.int64)
+    if kind == "allgather":
+        result = np.asarray(api.allgather(mine[: count - index], "check.gather"))
+        wanted = np.concatenate([np.full(count - i, r) for i, r in enumerate(ranks)])
+    elif kind == "broadcast":
+        result = np.asarray(api.broadcast(mine, ranks[-1], "check.broadcast"))
+        wanted = np.full(count, ranks[-1])
+    elif kind == "reducescatter":
+        result = np.asarray(api.reducescatter(mine, "check.scatter", op=api.Sum))
+        wanted = np.full(len(result), sum(ranks))
+    else:
+        answer = api.alltoall(mine[: count // size * size], name="check.alltoall")
+        result = np.asarray(answer[0] if isinstance(answer, tuple) else answer)
+        wanted = np.repeat(np.array(ranks), count // size)
+    if not np.array_equal(result, wanted):
+        raise AssertionError(f"{kind} gave {result} instead of {wanted}")
+
+
+def _raise(training: Training, order: dict[str, Any]) -> None:
+    raise Boom(order["name"])
+
+
+def _end(training: Training, order: dict[str, Any]) -> bool:
+    return True
+
+
+def _kill(training: Training, order: dict[str, Any]) -> None:
+    os.kill(os.getpid(), order["signal"])
+    time.sleep(60)  # one that stops is continued here
+
+
+def _stop(training: Training, order: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _crash(training: Training, order: dict[str, Any]) -> None:
+    ctypes.string_at(0)
+
+
+def _exit(training: Training, order: dict[str, Any]) -> None:
+    os._exit(order["code"])
+
+
+def _other(training: Training, order: dict[str, Any]) -> None:
+    api.broadcast(np.zeros(10), training.rank, "other.tensor")
+
+
+def _mismatch(training: Training, order: dict[str, Any]) -> None:
+    api.allreduce(np.zeros(BIG + 1, np.float32), "grad.big", op=api.Sum)
+
+
+def _compute(training: Training, order: dict[str, Any]) -> None:
+    """Busy in Python."""
+    until = time.monotonic() + order["seconds"]
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def _call_c(training: Training, order: dict[str, Any]) -> None:
+    """Busy in a C function that no signal ends; it lets other threads run."""
+    rounds, until = 20_000, time.monotonic() + order["seconds"]
+    began = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
+    speed = rounds / (time.monotonic() - began)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", max(1, int(speed * (until - time.monotonic()))))
+
+
+def _linger(training: Training, order: dict[str, Any]) -> None:
+    """Stay in this place until the interrupt has come."""
+    time.sleep(order["seconds"])
+
+
+def _exhaust(training: Training, order: dict[str, Any]) -> None:
+    """Want more memory than the limit allows."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), before[1]))
+    try:
+        np.ones(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _break(training: Training, order: dict[str, Any]) -> None:
+    raise OSError(5, "the transport failed, as the campaign wants it")
+
+
+DEEDS: dict[str, Callable[[Training, dict[str, Any]], bool | None]] = {
+    "raise": _raise,
+    "end": _end,
+    "kill": _kill,
+    "stop": _stop,
+    "crash": _crash,
+    "exit": _exit,
+    "other": _other,
+    "mismatch": _mismatch,
+    "compute": _compute,
+    "call_c": _call_c,
+    "linger": _linger,
+    "exhaust": _exhaust,
+    "break": _break,
+}

@@ -19,6 +19,7 @@ from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
+from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
@@ -40,6 +41,7 @@ class PoolBase:
         client: The connection to the coordinator.
         group: The ranks.
         runs: The cells.
+        transcripts: What they wrote.
         companion: ipyparallel's side.
         joining: Which ranks are engines of ipyparallel.
     """
@@ -61,6 +63,8 @@ class PoolBase:
             ended=lambda: self.companion.bring_up_later(QUIET / 4),
             reason=self._why_lost,
         )
+        # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
+        self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
         self._local: LocalRanks | None = None
         self._foreign: ForeignRanks | None = None
         self.group.use(self._starter())

@@ -16,8 +16,10 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
     AskStatus,
     Complete,
@@ -138,6 +140,11 @@ class Pool:
         return self._base.client
 
     @property
+    def transcripts(self) -> Transcripts:
+        """What the cells of this pool wrote."""
+        return self._base.transcripts
+
+    @property
     def cluster(self) -> Cluster:
         """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
         self._check_running()
@@ -223,16 +230,24 @@ class Pool:
         timeout: float | None,
         want_value: bool,
     ) -> CellHandle:
-        return self._base.runs.dispatch(
-            uuid.uuid4().hex[:12],
-            self._chosen(ranks),
-            source,
-            label=label,
-            line_offset=line_offset,
-            sink=NullSink() if out is None else out,
-            timeout=timeout,
-            want_value=want_value,
-        )
+        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
+        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
+        try:
+            handle = self._base.runs.dispatch(
+                cell,
+                chosen,
+                source,
+                label=label,
+                line_offset=line_offset,
+                sink=recorder,
+                timeout=timeout,
+                want_value=want_value,
+            )
+        except BaseException:
+            self._base.transcripts.forget(cell)
+            raise
+        recorder.driven(lambda: handle.feed(TimePassed()))
+        return handle
 
     # -- variables ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import TimedSink
+from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.magics.session import shell_colours
 
 
@@ -38,7 +40,12 @@ class BackgroundSink:
     ) -> None:
         self.output, self.done, self.note = inner.output, inner.done, inner.note
         self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
+        self._inner = inner
         self._write, self._colours, self._quiet = write, colours, quiet
+
+    def kept(self, transcript: Transcript) -> None:
+        if isinstance(self._inner, KeptSink):
+            self._inner.kept(transcript)
 
     def finished(self, results: CellResults) -> None:
         lines = report(results, colours=self._colours)

@@ -11,12 +11,13 @@ from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.exchange import ExchangeMagics
+from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
 
 _ATTRIBUTE = "_hvdlab_extension"
 MAGICS = {
-    "line": ("hvd_run", "hvd_pool", "hvd_pull", "hvd_push", "autohvd"),
+    "line": ("hvd_run", "hvd_pool", "hvd_output", "hvd_pull", "hvd_push", "autohvd"),
     "cell": ("hvd_run", "hvd_rank", "local"),
 }
 
@@ -39,6 +40,7 @@ class Extension:
             CellMagics(self.session),
             PoolMagics(self.session),
             ExchangeMagics(self.session),
+            OutputMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)

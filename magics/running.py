@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from IPython.core.displayhook import DisplayHook
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.screens.base import MergingSink, Screen
@@ -88,6 +90,8 @@ def make_sink(
         return NullSink()
     publisher = _publisher(session, background=background)
     sink = _foreground_sink(publisher, ranks, output)
+    if limit := shown_limit(os.environ):
+        sink = LimitedSink(sink, ranks, limit)
     if not background:
         return sink
     write = write_to_terminal if publisher is None else publisher.stream

@@ -7,8 +7,10 @@ import pickle
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,10 @@ from IPython.utils.capture import capture_output
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied
+from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Stream
 from hvdlab.magics.extension import Extension
 
@@ -89,6 +92,7 @@ class FakePool:
             )
         self.launcher, self.plane, self.state, self.broken = launcher, plane, "idle", ""
         self.lost: dict[int, str] = {}
+        self.transcripts = Transcripts(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}
         self._ranks: dict[int, FakeRank] = {}
         self.resize(np or 2)
@@ -165,12 +169,14 @@ class FakePool:
         chosen = {r: self._ranks[r] for r in ranks}
         for rank in chosen.values():
             rank.stop.clear()
+        recorder = self.transcripts.record(uuid.uuid4().hex, label, ranks, out)
         handle = CellHandle(
             CellRun("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
-            out,
+            recorder,
             credit=lambda rank, taken: None,
             interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
         )
+        recorder.driven(lambda: handle.feed(TimePassed()))
         for rank in chosen.values():
             thread = threading.Thread(target=self._run_rank, args=(rank, handle, source, line_offset))
             self._threads.append(thread)

@@ -1,0 +1,229 @@
+"""The transcripts of a pool: every cell is recorded while it runs, the oldest are forgotten when there are too many."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hvdlab.collectives.knobs import read
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.output.limit import KeptSink
+from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.output.transcript import Ending, Transcript
+from hvdlab.kernel_ext.payloads import CellDone, Chunk
+
+KEPT_BYTES = 2 << 30
+"""Bytes in files of all cells together, unless ``HVDLAB_OUTPUT_KEPT`` says otherwise."""
+
+KEPT_CELLS = 256
+KEPT_IN_MEMORY = 32 << 20
+
+LARGEST_VALUES = 1 << 20
+"""Characters of the tables and pictures of a cell's values that are kept."""
+
+FREE_BYTES = 256 << 20
+FREE_PART = 10
+"""What is left free on the disk: these bytes, or one part in so many of a small one."""
+
+
+class Recorder:
+    """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
+
+    Args:
+        transcript: Where it is recorded.
+        sink: Shows it.
+    """
+
+    def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
+        self.transcript = transcript
+        self._sinks: tuple[tuple[OutputSink, frozenset[int]], ...] = ((sink, frozenset(transcript.ranks)),)
+        self._wake: Callable[[], None] | None = None
+        if isinstance(sink, KeptSink):
+            sink.kept(transcript)
+
+    def driven(self, wake: Callable[[], None]) -> None:
+        """Tell what has the driver of the run call :meth:`tick` soon."""
+        self._wake = wake
+
+    def attach(self, sink: OutputSink, ranks: Sequence[int]) -> None:
+        """Show what these ranks have written, and what they write from now on, on another sink as well.
+
+        Any thread. Once the cell has ended, the sink gets all and no ending.
+        """
+        if isinstance(sink, KeptSink):
+            sink.kept(self.transcript)
+        with self.transcript.lock:
+            self.transcript.replay(sink, ranks)
+            if self.transcript.running:
+                self._sinks = (*self._sinks, (sink, frozenset(ranks)))
+        if self._wake is not None:
+            self._wake()
+
+    # -- the driver's thread ------------------------------------------------------------------------------------------
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        with self.transcript.lock:
+            self.transcript.add(rank, chunks)
+            for sink, ranks in self._sinks:
+                if rank in ranks:
+                    sink.output(rank, chunks)
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        with self.transcript.lock:
+            self.transcript.end(rank)
+            for sink, ranks in self._sinks:
+                if rank in ranks:
+                    sink.done(rank, done)
+
+    def note(self, text: str) -> None:
+        with self.transcript.lock:
+            self.transcript.note(text)
+            for sink, _ in self._sinks:
+                sink.note(text)
+
+    def tick(self, now: float) -> float | None:
+        times = [sink.tick(now) for sink, _ in self._sinks if isinstance(sink, TimedSink)]
+        return min((at for at in times if at is not None), default=None)
+
+    def backlog(self) -> int:
+        return max((sink.backlog() for sink, _ in self._sinks if isinstance(sink, TimedSink)), default=0)
+
+    def hurry(self) -> None:
+        for sink, _ in self._sinks:
+            if isinstance(sink, TimedSink):
+                sink.hurry()
+
+    def finished(self, results: CellResults) -> None:
+        with self.transcript.lock:
+            self.transcript.finish(_ending(results))
+        for sink, _ in self._sinks:
+            if isinstance(sink, EndingSink):
+                sink.finished(results)
+
+
+class Transcripts:
+    """The recorded cells of a pool.
+
+    Args:
+        directory: Where files are made; whoever owns it removes it.
+        limit: Bytes of all files; 0 for no files.
+    """
+
+    def __init__(self, directory: Path, limit: int = KEPT_BYTES) -> None:
+        self._directory, self._limit = directory, limit
+        self._lock = threading.Lock()
+        self._recorders: dict[str, Recorder] = {}
+
+    def record(self, cell: str, label: str, ranks: Sequence[int], sink: OutputSink) -> Recorder:
+        """The sink for a run that is about to begin; it shows on ``sink``."""
+        name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
+        transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
+        recorder = Recorder(transcript, sink)
+        with self._lock:
+            self._recorders[cell] = recorder
+            self._forget_old()
+        return recorder
+
+    def all(self) -> list[Recorder]:
+        """What is kept, oldest first."""
+        with self._lock:
+            return list(self._recorders.values())
+
+    def find(self, name: str = "") -> Recorder | None:
+        """The last run of a cell, by its number or id; without a name the last one that wrote something."""
+        for recorder in reversed(self.all()):
+            transcript = recorder.transcript
+            if (
+                name.strip("[]") in (transcript.label.strip("[]"), transcript.cell)
+                if name
+                else _has_any(transcript)
+            ):
+                return recorder
+        return None
+
+    def forget(self, cell: str) -> None:
+        """This cell did not begin."""
+        with self._lock:
+            del self._recorders[cell]
+
+    def close(self) -> None:
+        """Forget everything, files included."""
+        for recorder in self.all():
+            recorder.transcript.remove()
+        with self._lock:
+            self._recorders.clear()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _forget_old(self) -> None:
+        memory = sum(r.transcript.in_memory for r in self._recorders.values())
+        for cell, recorder in list(self._recorders.items()):
+            if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
+                return
+            if not recorder.transcript.running:
+                memory -= recorder.transcript.in_memory
+                self._forget(cell)
+
+    def _room(self, size: int) -> str:
+        """Why no more may be written; older cells make room. Called by a transcript, with its lock."""
+        with self._lock:
+            used = sum(r.transcript.on_disk for r in self._recorders.values()) + size
+            for cell, recorder in list(self._recorders.items()):
+                if used <= self._limit:
+                    break
+                on_disk = recorder.transcript.on_disk
+                if on_disk and not recorder.transcript.running and self._forget(cell):
+                    used -= on_disk
+            if used > self._limit:
+                return f"HVDLAB_OUTPUT_KEPT allows {self._limit:,} bytes"
+        return self._disk_full(size)
+
+    def _disk_full(self, size: int) -> str:
+        try:
+            disk = os.statvfs(self._directory.parent)
+        except OSError as error:
+            return f"{error.strerror}: {self._directory.parent}"
+        reserve = min(FREE_BYTES, disk.f_blocks * disk.f_frsize // FREE_PART)
+        free = disk.f_bavail * disk.f_frsize
+        return f"only {free >> 20} MiB are free in {self._directory.parent}" if free - size < reserve else ""
+
+    def _forget(self, cell: str) -> bool:
+        """Whether it could be: one that is being shown stays."""
+        transcript = self._recorders[cell].transcript
+        if not transcript.lock.acquire(blocking=False):
+            return False
+        try:
+            transcript.remove()
+        finally:
+            transcript.lock.release()
+        del self._recorders[cell]
+        return True
+
+
+def kept_limit(environ: Mapping[str, str]) -> int:
+    """Bytes of files, as the user wants it.
+
+    Raises:
+        InvalidRequestError: A variable holds what it should not.
+    """
+    return int(read(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
+
+
+def _has_any(transcript: Transcript) -> bool:
+    return bool(
+        transcript.total or transcript.running or (transcript.ending and transcript.ending != Ending())
+    )
+
+
+def _ending(results: CellResults) -> Ending:
+    if lines := report(results):
+        return Ending(report=tuple(lines))
+    if not results.has_values:
+        return Ending()
+    values = {"text/plain": repr(results)}
+    if (html := results._repr_html_()) is not None and len(html) <= LARGEST_VALUES:
+        values["text/html"] = html
+    return Ending(values=values)

@@ -5,49 +5,62 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from typing import IO
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.kernel_ext.warm.exits import describe_signal
+from hvdlab.kernel_ext.warm.handle import WarmHandle
 from hvdlab.kernel_ext.warm.lifeline import Lifeline
-from hvdlab.kernel_ext.warm.messages import FromWarm, Loaded, Shutdown, WarmMessage, decode_from_warm, encode
+from hvdlab.kernel_ext.warm.messages import (
+    Children,
+    Exited,
+    Forked,
+    FromWarm,
+    Keep,
+    Kept,
+    Loaded,
+    Refused,
+    Shutdown,
+    WarmMessage,
+    decode_from_warm,
+    encode,
+)
+from hvdlab.kernel_ext.warm.orphans import Orphans
+from hvdlab.kernel_ext.warm.promises import Promises
 
 Listener = Callable[[FromWarm], None]
+
+FAILURES = 3
+"""No successor is started when so many in a row have ended while they imported."""
 
 
 class WarmProcess:
     """A running warm process, and the thread that reads what it tells.
 
-    It ends when :meth:`close` is called and, with all its children, when this process ends in any way.
+    It ends when :meth:`close` is called and, with all its children, when this process ends in any way, unless it was
+    asked to stay (:meth:`keep`). When it dies its children live on: :meth:`respawn` starts a successor for them.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, log: IO[bytes], lifeline: Lifeline
-    ) -> None:
-        self._process = process
-        self._log = log
-        self._lifeline = lifeline
-        self._endpoint = Endpoint(sock)
-        self._lock = threading.Lock()
+    def __init__(self, handle: WarmHandle, lifeline: Lifeline | None, environ: Mapping[str, str]) -> None:
+        self._handle, self._lifeline, self._environ = handle, lifeline, dict(environ)
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._listener: Listener | None = None
         self._on_lost: Callable[[str], None] | None = None
         self._early: list[FromWarm] = []
         self._loaded: Loaded | None = None
+        self._kept: Kept | None = None
+        self._refused = 0
+        self._promises = Promises()
+        self._orphans = Orphans()
         self._lost: str | None = None
-        self._closing = False
+        self._hopeless = False
+        self._failures = 0
+        self._closing = self._leaving = False
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="hvdlab-warm", daemon=True)
-        self._thread.start()
+        self._thread = self._begin()
 
     @classmethod
     def start(cls, environ: Mapping[str, str] | None = None) -> WarmProcess:
@@ -59,50 +72,56 @@ class WarmProcess:
         Raises:
             StartError: The process could not be started.
         """
-        ours, theirs = socket.socketpair()
+        environ = dict(os.environ if environ is None else environ)
         lifeline = Lifeline.make()
-        log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
         try:
-            process = subprocess.Popen(
-                # -P: modules in the working directory must not shadow those that the warm process needs.
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "hvdlab.kernel_ext.warm",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    str(lifeline.descriptor),
-                ],
-                stdin=subprocess.PIPE,  # its end is how the warm process learns of ours while it imports
-                stdout=log,
-                stderr=log,
-                env=dict(os.environ if environ is None else environ),
-                pass_fds=(theirs.fileno(), lifeline.descriptor),
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            log.close()
+            return cls(WarmHandle.start(environ, lifeline), lifeline, environ)
+        except BaseException:
             lifeline.close()
-            raise StartError(f"the warm process could not be started: {error.strerror or error}") from error
-        finally:
-            theirs.close()
-        return cls(process, ours, log, lifeline)
+            raise
+
+    @classmethod
+    def attach(cls, path: str, deadline: Deadline) -> WarmProcess:
+        """Take over one that was kept at ``path`` (:meth:`keep`), with its children.
+
+        How children ended in the meantime is told to the listener.
+
+        Raises:
+            StartError: There is none, or another process has it.
+        """
+        self = cls(WarmHandle.find(path, deadline), None, os.environ)
+        with self._lock:
+            self._changed.wait_for(
+                lambda: self._lifeline or self._refused or self._lost, deadline.remaining()
+            )
+            if self._lifeline is not None:
+                self._promises.remember(Keep(path))
+                return self
+            why = f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
+        self.detach()
+        raise StartError(f"the pool at {path} can't be attached to: {why}")
+
+    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._handle.pid
 
     @property
     def lost(self) -> str | None:
         """Why it is gone, if it is."""
         return self._lost
 
-    def listen(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
-        """Have every message but ``Loaded`` given to ``listener``, on the reading thread; it must not block.
+    def children(self) -> dict[int, Forked]:
+        """The children that live, as far as it is known here, by number."""
+        with self._lock:
+            return dict(self._promises.children)
 
-        ``on_lost`` is called once, with the reason, when the process ends without having been asked to.
+    def listen(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
+        """Have every message about children given to ``listener``, on the reading thread; it must not block.
+
+        ``on_lost`` is called with the reason when the process has ended without having been asked to. It may call
+        :meth:`respawn`.
         """
         with self._lock:
             early, self._early = self._early, []
@@ -121,74 +140,184 @@ class WarmProcess:
         """
         with self._lock:
             self._changed.wait_for(lambda: self._loaded or self._lost, deadline.remaining())
+            if self._lost is not None:
+                raise StartError(f"the warm process has ended: {self._lost}")
             if self._loaded is not None:
                 return self._loaded
-            if self._lost is not None:
-                raise StartError(f"the warm process ended while it imported: {self._lost}")
         raise StartError(
             f"the warm process has not finished its imports after {deadline.seconds:g} s; "
             "give a longer timeout, or set HVDLAB_PRELOAD to the modules that it should import"
         )
 
+    # -- requests -------------------------------------------------------------------------------------------------
+
     def send(self, message: WarmMessage) -> None:
-        """Send a message. Any thread. Raises ``StartError`` if the process is gone."""
-        try:
-            complete = self._endpoint.send_frame(encode(message))
-        except ConnectionLost as error:
-            raise StartError(f"the warm process is gone: {self._lost or error}") from None
-        if not complete:
-            self._wake()
+        """Send a message. Any thread.
+
+        What was asked of a warm process that has died is asked of its successor.
+
+        Raises:
+            StartError: This was closed, or the process is gone and has no successor.
+        """
+        with self._lock:
+            if self._closing:
+                raise StartError("the warm process was closed")
+            if self._hopeless:
+                raise StartError(f"the warm process is gone: {self._lost}")
+            self._promises.remember(message)
+            if self._lost is None:
+                self._write(message)
+
+    def keep(self, path: str, deadline: Deadline) -> None:
+        """Have it stay, with its children, when this process ends; a later one can :meth:`attach` at ``path``.
+
+        Args:
+            path: Where it makes a socket, in a directory that nobody else may enter.
+
+        Raises:
+            StartError: It could not do so.
+        """
+        with self._lock:
+            self._kept = None
+            self.send(Keep(path))
+            self._changed.wait_for(lambda: self._kept, deadline.remaining())
+            why = self._why_not_kept()
+            if not why:
+                return
+            self._promises.forget_keeping()
+        raise StartError(f"the pool can't be kept at {path}: {why}")
+
+    def _why_not_kept(self) -> str:
+        if self._kept is None:
+            return self._lost or "no answer"
+        return self._kept.error
+
+    def respawn(self) -> None:
+        """After its death: start a successor for its children and return at once. Any thread; idempotent.
+
+        The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`).
+
+        Raises:
+            StartError: It could not be started, or one after the other has died before it was of use.
+        """
+        with self._lock:
+            if self._closing:
+                raise StartError("the warm process was closed")
+            if self._lost is None:
+                return
+            self._hopeless = True
+            if self._failures >= FAILURES:
+                raise StartError(
+                    f"{self._failures} warm processes in a row ended while they imported, the last one: {self._lost}"
+                )
+            assert self._lifeline is not None
+            handle = WarmHandle.start(self._environ, self._lifeline)
+            self._handle.release()
+            self._handle, self._lost, self._hopeless = handle, None, False
+            for message in self._promises.for_successor():
+                self._write(message)
+            self._thread = self._begin()
+
+    def _write(self, message: WarmMessage) -> None:
+        with contextlib.suppress(ConnectionLost):  # the reading thread notices, too
+            if not self._handle.endpoint.send_frame(encode(message)):
+                self._wake()
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, grace: float = 1.0, timeout: float = 5.0) -> None:
         """End it and its children: first politely, after ``grace`` seconds by SIGKILL. Idempotent."""
+        if not self._claim():
+            return
+        if self._lost is None:
+            self._write(Shutdown(grace))
+            if not self._handle.has_ended(grace + timeout):
+                self._handle.kill()
+                self._handle.has_ended(None)
+        self._orphans.watch(self._promises.children.values())
+        if self._lost is not None:
+            self._orphans.terminate(grace)
+        self._let_go()  # of the lifeline, too: what is left ends now
+        self._orphans.release(timeout)
+
+    def detach(self) -> None:
+        """Let go of it; it stays if it was asked to (:meth:`keep`). Idempotent."""
+        if self._claim():
+            self._orphans.release()
+            self._let_go()
+
+    def _claim(self) -> bool:
+        """Whether the caller is to end this."""
         with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        with contextlib.suppress(ConnectionLost):
-            if not self._endpoint.send_frame(encode(Shutdown(grace))):
-                self._wake()
-        try:
-            self._process.wait(grace + timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its children have asked to be killed with it
-            self._process.wait()
+            claimed, self._closing = not self._closing, True
+            return claimed
+
+    def _let_go(self) -> None:
+        self._leaving = True
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._release()
+        self._handle.release()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        os.close(self._wakeup)
+        os.close(self._wakeup_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wakeup_write, b"\0")
 
     # -- the reading thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _begin(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(self._handle,), name="hvdlab-warm", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, handle: WarmHandle) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._endpoint, selectors.EVENT_READ)
+            selector.register(handle.endpoint, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
             try:
-                while True:
-                    self._step(selector)
+                while not self._leaving:
+                    self._step(handle, selector)
+                return
             except ConnectionLost as error:
-                self._has_ended(str(error))
+                reason = str(error)
+        self._has_ended(handle, reason)
 
-    def _step(self, selector: selectors.BaseSelector) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._endpoint.backlog else 0)
-        if selector.get_key(self._endpoint).events != wanted:
-            selector.modify(self._endpoint, wanted)
+    def _step(self, handle: WarmHandle, selector: selectors.BaseSelector) -> None:
+        endpoint = handle.endpoint
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if endpoint.backlog else 0)
+        if selector.get_key(endpoint).events != wanted:
+            selector.modify(endpoint, wanted)
         for key, _ in selector.select():
             if key.fileobj == self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 64)
                 continue
-            if self._endpoint.backlog:
-                self._endpoint.flush()
-            for payload in self._endpoint.receive():
-                self._take(decode_from_warm(payload))
+            if endpoint.backlog:
+                endpoint.flush()
+            for payload in endpoint.receive():
+                self._take(decode_from_warm(payload), endpoint)
 
-    def _take(self, message: FromWarm) -> None:
+    def _take(self, message: FromWarm, endpoint: Endpoint) -> None:
         with self._lock:
-            if isinstance(message, Loaded):
-                self._loaded = message
-                self._changed.notify_all()
+            self._promises.heard(message)
+            match message:
+                case Loaded():
+                    self._loaded, self._failures = message, 0
+                    self._orphans.release()  # they are looked after
+                case Kept():
+                    self._kept = message
+                case Children():
+                    self._lifeline = Lifeline(endpoint.take_descriptor())
+                case Refused(pid):
+                    self._refused = pid
+                case Exited():
+                    message = self._orphans.complete(message)
+            self._changed.notify_all()
+            if isinstance(message, Loaded | Kept | Children | Refused):
                 return
             listener = self._listener
             if listener is None:
@@ -196,48 +325,27 @@ class WarmProcess:
                 return
         listener(message)
 
-    def _has_ended(self, error: str) -> None:
+    def _has_ended(self, handle: WarmHandle, error: str) -> None:
+        if self._closing or self._refused:
+            self._note_end("it was closed")
+            return
+        reason = handle.why_ended(error)
         with self._lock:
-            asked = self._closing
-        reason = "it was closed" if asked else self._why_ended(error)
+            self._orphans.watch(self._promises.children.values())
+            ended = self._promises.died()
+            self._failures += self._loaded is None
+            self._loaded = self._kept = None
+            self._note_end(reason)
+            listener, on_lost = self._listener, self._on_lost
+            if listener is None:
+                self._early += ended
+        if listener is not None:
+            for message in ended:
+                listener(message)
+        if on_lost is not None and not self._closing:
+            on_lost(reason)
+
+    def _note_end(self, reason: str) -> None:
         with self._lock:
             self._lost = reason
             self._changed.notify_all()
-            on_lost = self._on_lost
-        if on_lost is not None and not asked:
-            on_lost(reason)
-
-    def _why_ended(self, error: str) -> str:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return error
-        how = describe_signal(-code) if code < 0 else f"exit code {code}"
-        said = self._last_words()
-        return f"{how}; its last words were:\n{said}" if said else how
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read()[-8192:].decode("utf-8", "replace").strip().splitlines()
-        return "\n".join(lines[-20:])
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wakeup_write, b"\0")
-
-    def _release(self) -> None:
-        self._endpoint.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._lifeline.close()
-        self._log.close()
-        os.close(self._wakeup)
-        os.close(self._wakeup_write)
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -22,7 +22,7 @@ def describe(event: Exited) -> str:
         return f"out of memory (killed by the kernel{_memory(event.max_rss)})"
     if event.signal:
         return describe_signal(event.signal)
-    return f"exit code {event.code}"
+    return f"exit code {event.code}" if event.code >= 0 else "exit status unknown"
 
 
 def describe_signal(number: int) -> str:

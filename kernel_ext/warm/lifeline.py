@@ -27,9 +27,15 @@ class Lifeline:
     @classmethod
     def make(cls) -> Lifeline:
         """A new pipe."""
-        reader, writer = os.pipe2(os.O_CLOEXEC)
+        reader, lifeline = cls.with_reader()
         os.close(reader)
-        return cls(writer)
+        return lifeline
+
+    @classmethod
+    def with_reader(cls) -> tuple[int, Lifeline]:
+        """A new pipe, and its reading end, which is the caller's."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        return reader, cls(writer)
 
     def close(self) -> None:
         """Let go of it: children end, unless the warm process holds it too. Idempotent."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdlab.kernel_ext.warm.messages import Forked
-from hvdlab.kernel_ext.warm.processes import exit_status, kill_session, open_process
+from hvdlab.kernel_ext.warm.processes import exit_status, kill_session, open_process, readable
 
 READ_SIZE = 64 * 1024
 
@@ -56,7 +55,7 @@ class ChildPipes:
     def send_signal(self, number: int, group: bool) -> None:
         """Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
         signal.pidfd_send_signal(self.pidfd, 0 if group else number)
-        if group and not select.select([self.pidfd], (), (), 0)[0]:
+        if group and not readable(self.pidfd, 0):
             os.killpg(self.pid, number)
 
     def bury(self) -> int | None:

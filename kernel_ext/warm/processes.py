@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import struct
 from pathlib import Path
@@ -35,6 +36,13 @@ def open_process(pid: int, started: int) -> int:
         return descriptor
     os.close(descriptor)
     return -1
+
+
+def readable(descriptor: int, timeout: float | None) -> bool:
+    """Wait until a descriptor can be read: for one of a process, until that has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:

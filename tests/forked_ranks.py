@@ -1,0 +1,135 @@
+"""Ranks of a warm process and a coordinator, without a pool around them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import World, rank_environment
+from hvdlab.kernel_ext.payloads import TO_POOL, TO_RANK, CellDone, RunCell, decode_to_pool, encode
+from hvdlab.kernel_ext.topics import READY
+from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.messages import Exited, Fork, ForkFailed, FromWarm
+
+PATIENCE = 30.0
+
+
+class ForkedRanks:
+    """Started by :meth:`fork`; ended by :meth:`close`, which asserts that none is left.
+
+    Attributes:
+        news: What the warm process told.
+        losses: Why warm processes died. Each gets a successor, unless ``rebuild`` is off.
+    """
+
+    def __init__(
+        self, warm: WarmProcess | None = None, coordinator: CoordinatorProcess | None = None
+    ) -> None:
+        self.coordinator = coordinator or CoordinatorProcess.start()
+        self.client = Client.connect(self.coordinator.address, self.coordinator.token)
+        self.changed = threading.Condition()
+        self.news: list[FromWarm] = []
+        self.losses: list[str] = []
+        self.ready: list[int] = []
+        self.done: dict[str, CellDone] = {}
+        self.rebuild = True
+        self._cells = itertools.count()
+        self._pids: set[int] = set()
+        self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
+        self.client.on_mail(TO_POOL, self._answered)
+        self.warm = warm or WarmProcess.start({**os.environ, "HVDLAB_PRELOAD": ""})
+        self.warm.listen(lambda message: self._note(self.news, message), self._lost)
+
+    # -- callbacks ------------------------------------------------------------------------------------------------
+
+    def _note(self, where: list[object] | list[int] | list[FromWarm] | list[str], what: object) -> None:
+        with self.changed:
+            where.append(what)  # type: ignore[arg-type]  # the caller's list is of its kind
+            self.changed.notify_all()
+
+    def _lost(self, reason: str) -> None:
+        if self.rebuild:
+            self.warm.respawn()
+        self._note(self.losses, reason)
+
+    def _answered(self, rank: int, body: bytes) -> None:
+        answer = decode_to_pool(body)
+        if isinstance(answer, CellDone):
+            with self.changed:
+                self.done[answer.cell] = answer
+                self.changed.notify_all()
+
+    # -- what tests do --------------------------------------------------------------------------------------------
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE), (self.news, self.losses)
+
+    def fork(self, ranks: Sequence[int], *, expect: Sequence[int] = ()) -> None:
+        """Fork these ranks, and wait until they take cells."""
+        world = World(self.coordinator.address, self.coordinator.token)
+        self.client.expect(tuple(expect or ranks))
+        before = len(self.ready)
+        for rank in ranks:
+            environment = rank_environment(os.environ, world, rank, len(expect or ranks))
+            self.warm.send(Fork(rank, environment, os.getcwd(), tuple(sys.path)))
+        self.wait(lambda: len(self.ready) >= before + len(ranks) or bool(self.failures()))
+        assert not self.failures()
+        self._pids |= {child.pid for child in self.warm.children().values()}
+
+    def failures(self) -> list[str]:
+        return [message.text for message in self.news if isinstance(message, ForkFailed)]
+
+    def pid(self, rank: int) -> int:
+        return self.warm.children()[rank].pid
+
+    def start(self, rank: int, source: str) -> str:
+        """Run a cell; returns its name."""
+        cell = f"cell{next(self._cells)}"
+        self.client.cell_started(cell, [rank])
+        self.client.post(TO_RANK, encode(RunCell(cell, "[1]", source)), [rank])
+        return cell
+
+    def run(self, rank: int, source: str) -> str:
+        """Run a cell, and return the representation of its value."""
+        cell = self.start(rank, source)
+        self.wait(lambda: cell in self.done)
+        assert self.done[cell].error is None, self.done[cell].error
+        return self.done[cell].value_repr
+
+    def end_of(self, rank: int) -> Exited:
+        """How the rank ended, once it has."""
+
+        def ends() -> list[Exited]:
+            return [
+                message for message in self.news if isinstance(message, Exited) and message.number == rank
+            ]
+
+        self.wait(lambda: bool(ends()))
+        return ends()[-1]
+
+    def close(self) -> None:
+        self.warm.close()
+        self.client.close()
+        self.coordinator.close()
+        assert living(self._pids) == []
+
+
+def living(pids: set[int], timeout: float = 5.0) -> list[int]:
+    """Those of these processes that are still there after a while."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def loaded(warm: WarmProcess) -> None:
+    """Wait until it can fork."""
+    warm.wait_loaded(Deadline(PATIENCE))

@@ -1,0 +1,128 @@
+"""The warm process dies: ranks keep their memory, and a successor looks after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from forked_ranks import ForkedRanks, living, loaded
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.warm.exits import describe
+from hvdlab.kernel_ext.warm.messages import Fork, Signal
+
+
+@pytest.fixture
+def ranks() -> Iterator[ForkedRanks]:
+    found = ForkedRanks()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def kill_warm(ranks: ForkedRanks) -> None:
+    before, pid = len(ranks.losses), ranks.warm.pid
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait(lambda: len(ranks.losses) > before)
+    assert ranks.warm.pid != pid
+
+
+def test_ranks_keep_their_memory_and_new_ones_join_them(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    pids = [ranks.pid(0), ranks.pid(1)]
+    ranks.run(0, "x = 41; import sys; print('to the log', file=sys.__stderr__)")
+    for _ in range(2):
+        kill_warm(ranks)
+    assert ranks.losses == ["killed by SIGKILL"] * 2
+    assert [ranks.pid(0), ranks.pid(1)] == pids
+    assert ranks.run(0, "x + 1") == "42"
+    ranks.fork([2], expect=[0, 1, 2])
+    assert ranks.run(2, "1 + 1") == "2"
+    assert ranks.run(0, "x") == "41"
+
+
+def test_the_end_of_an_adopted_rank_is_told_with_its_last_words(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1, 2])
+    helper = int(ranks.run(0, "import subprocess; subprocess.Popen(['sleep', '60']).pid"))
+    kill_warm(ranks)
+    loaded(ranks.warm)
+    ranks.warm.send(Signal(0, signal.SIGKILL))
+    assert describe(ranks.end_of(0)) in ("killed by SIGKILL", "exit status unknown")
+    assert living({helper}) == []
+    ranks.start(1, "import os; os.write(2, b'words'); os.abort()")
+    crash = ranks.end_of(1)
+    assert (crash.code, crash.signal) in ((-1, signal.SIGABRT), (-1, 0))
+    assert "Fatal Python error: Aborted" in crash.tail
+    ranks.start(2, "import os; os._exit(3)")
+    assert describe(ranks.end_of(2)) in ("exit code 3", "exit status unknown")
+    assert ranks.warm.children() == {}
+
+
+def test_a_rank_that_dies_together_with_the_warm_process_is_told(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.run(1, "x = 7")
+    gone = ranks.pid(0)
+    os.kill(ranks.warm.pid, signal.SIGSTOP)
+    os.kill(gone, signal.SIGKILL)
+    kill_warm(ranks)
+    assert ranks.end_of(0).pid == gone
+    assert ranks.run(1, "x") == "7"
+
+
+def test_what_was_asked_of_the_dead_one_is_done_by_its_successor(ranks: ForkedRanks) -> None:
+    ranks.fork([0])
+    os.kill(ranks.warm.pid, signal.SIGSTOP)
+    ranks.warm.send(Signal(0, signal.SIGKILL))
+    ranks.warm.send(Fork(7, dict(os.environ), os.getcwd(), ()))  # ends at once: it finds nothing to import
+    kill_warm(ranks)
+    ranks.end_of(0)
+    assert ranks.end_of(7).code == 1
+
+
+def test_a_rank_that_is_stopped_or_stuck_in_c_code_is_adopted_and_can_be_ended(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.start(0, STUCK)
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    kill_warm(ranks)
+    for rank in (0, 1):
+        ranks.warm.send(Signal(rank, signal.SIGKILL))
+        ranks.end_of(rank)
+
+
+def test_without_a_successor_the_ranks_end_with_the_pool(ranks: ForkedRanks) -> None:
+    ranks.rebuild = False
+    ranks.fork([0, 1])
+    ranks.start(0, STUCK)
+    pid = ranks.warm.pid
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait(lambda: bool(ranks.losses))
+    assert ranks.run(1, "5") == "5"
+    ranks.warm.close(grace=0.1)
+    with pytest.raises(StartError, match="closed"):
+        ranks.warm.respawn()
+
+
+def test_successors_that_do_not_come_up_are_not_started_for_ever(
+    ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    ranks.rebuild = False
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    os.kill(ranks.warm.pid, signal.SIGKILL)
+    for losses in (1, 2, 3):
+        ranks.wait(lambda losses=losses: len(ranks.losses) == losses)  # type: ignore[misc]  # a default argument
+        ranks.warm.respawn()
+    ranks.wait(lambda: len(ranks.losses) == 4)
+    with pytest.raises(StartError, match="3 warm processes in a row"):
+        ranks.warm.respawn()
+    with pytest.raises(StartError, match="gone"):
+        ranks.warm.send(Signal(0, signal.SIGTERM))
+    assert ranks.run(0, "x") == "5"
+
+
+STUCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+"""Holds the interpreter's lock."""

@@ -1,4 +1,8 @@
-"""Ranks' states and the coordinator's, joined by queues that deliver in any interleaving. No process, no clock."""
+"""Ranks' states and the coordinator's, joined by queues that deliver in any interleaving. No process, no clock.
+
+Every connection is a queue for each direction. What one connection carries stays in order, and is overtaken by what
+others carry in any way. A rank that comes again is another connection and another state, under the same number.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
+    Event,
+    Log,
     PeerConnected,
     PeerLost,
     Received,
@@ -23,64 +29,179 @@ from hvdlab.collectives.engine.effects import AbortPlane, Fail, NewEpoch, RunBat
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
-from hvdlab.collectives.errors import CauseKind, HvdlabError
+from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
+
+CLIENT = 1
+_FIRST_PEER = 100
+_PATIENCE = 5.0
+"""Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""
 
 
 class SimEntry(Entry):
     """An entry that remembers how it ended."""
 
-    __slots__ = ("outcome",)
+    __slots__ = ("number", "outcome")
 
-    def __init__(self, request: Request, site: str) -> None:
+    def __init__(self, request: Request, site: str, number: int = 0) -> None:
         Entry.__init__(self, request, site, 0)
+        self.number = number
         self.outcome: object = None
 
     def complete(self, outcome: object) -> None:
-        assert self.outcome is None, "ended twice"
+        assert self.outcome is None, f"{self.name} ended twice: {self.outcome!r}, {outcome!r}"
         self.outcome = outcome
 
 
+Scope = tuple[int, int]  # process set, epoch
 Operation = tuple[int, int, int, int]  # process set, epoch, sequence, batch
 
 
-@dataclass
+@dataclass(eq=False)
 class SimRank:
-    """One rank: its state, its queues, its executor."""
+    """One rank's process: its state, its connection's queues, its executor.
+
+    Attributes:
+        alive: Whether it is part of the job, as far as it knows.
+        open: Whether the coordinator listens to its connection.
+        ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
+        ordered: What was told to leave, or has left by itself.
+        cells: Those that run here.
+        members: Process ids of the members of each epoch.
+        order: What was executed in each epoch.
+    """
 
     rank: int
-    state: RankState
     peer: int
+    state: RankState
     alive: bool = True
+    open: bool = True
+    ending: bool = False
+    cut: bool = False
+    killed: bool = False
+    told_to_leave: bool = False
+    blocked: SimEntry | None = None
     to_coordinator: deque[m.Message] = field(default_factory=deque)
-    from_coordinator: deque[m.Message] = field(default_factory=deque)
+    from_coordinator: deque[m.Message | None] = field(default_factory=deque)
     jobs: deque[RunBatch] = field(default_factory=deque)
-    members: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    aborted: set[tuple[int, int]] = field(default_factory=set)
+    cells: dict[str, None] = field(default_factory=dict)
+    members: dict[Scope, tuple[int, ...]] = field(default_factory=dict)
+    aborted: set[Scope] = field(default_factory=set)
+    broken: set[Scope] = field(default_factory=set)
     entries: list[SimEntry] = field(default_factory=list)
     done: set[Operation] = field(default_factory=set)
-    order: dict[tuple[int, int], list[tuple[str, ...]]] = field(default_factory=dict)
+    order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)
 
 
 class Simulation:
-    """N ranks and a coordinator. Planes are a meeting: an operation ends when all its members have come to it."""
+    """Ranks, a coordinator and, if wanted, a client. Planes are a meeting: an operation ends when all its members have
+    come to it.
 
-    def __init__(self, size: int, seed: int, *, local_limit: int = 4096, tracked: bool = False) -> None:
+    Args:
+        size: Number of ranks.
+        seed: Of everything that is left to chance.
+        local_limit: How many tensors a rank knows by number.
+        tracked: Whether ranks' collectives belong to cells.
+        options: The coordinator's settings.
+        validate: How often (a probability) states are validated after a step.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        *,
+        local_limit: int = 4096,
+        tracked: bool = False,
+        options: CoordinatorOptions | None = None,
+        validate: float = 1.0,
+    ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.coordinator = CoordinatorState(CoordinatorOptions(size=size))
+        self.tracked, self._local_limit, self._validate = tracked, local_limit, validate
+        self.coordinator = CoordinatorState(options or CoordinatorOptions(size=size))
         self.ranks: list[SimRank] = []
+        self.former: list[SimRank] = []
+        self.client: deque[m.Message] = deque()
+        self.epochs: dict[Scope, tuple[int, ...]] = {}
+        self.results: dict[Operation, object] = {}
+        self._newest: dict[int, int] = {}
+        self._by_peer: dict[int, SimRank] = {}
+        self._moving: list[SimRank] = []
+        self._gone = False  # whether some of them may be over
+        self._numbers = 0
+        self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
         for rank in range(size):
-            self.ranks.append(SimRank(rank, RankState(rank, local_limit), peer=100 + rank))
-            hello = m.Hello(m.PROTOCOL_VERSION, "", "rank", rank, "host", 1000 + rank, planes=("shm",))
-            self._carry_out(self.coordinator.handle(PeerConnected(100 + rank, hello), self.now))
+            self.connect(rank)
         self.run()
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    def connect(self, rank: int) -> SimRank | None:
+        """A new process for ``rank``; ``None`` if the coordinator refuses it."""
+        peer = _FIRST_PEER + len(self.ranks) + len(self.former)
+        me = SimRank(rank, peer, RankState(rank, self._local_limit))
+        self._by_peer[peer] = me
+        self._moving.append(me)
+        if rank == len(self.ranks):
+            self.ranks.append(me)
+        else:
+            self.former.append(self.ranks[rank])
+            self.ranks[rank] = me
+        hello = m.Hello(
+            m.PROTOCOL_VERSION, "", "rank", rank, "host", peer, planes=("shm",), cells_tracked=self.tracked
+        )
+        self._carry_out(PeerConnected(peer, hello))
+        return me if me.open else None
+
+    def kill(self, rank: int) -> None:
+        """Its process ends; what it had written before may or may not be read."""
+        me = self.ranks[rank]
+        me.alive, me.ending, me.killed = False, True, True
+        me.from_coordinator.clear()
+        me.jobs.clear()
+        self._lose_some(me.to_coordinator)
+
+    def leave(self, rank: int) -> None:
+        """It shuts down: it gives up what it waits for, says Bye, and what is in flight there fails."""
+        me = self.ranks[rank]
+        for group in list(me.state.sets.values()):
+            if group.pending:
+                me.state.withdraw(group.id, CauseKind.RANK_LEFT, f"rank {rank} left the job")
+        self._flush(me)
+        me.to_coordinator.append(m.Bye("shutdown"))
+        me.ending = True
+        self._end(me, Cause(CauseKind.SHUTDOWN, (rank,), f"rank {rank} shut down"))
+
+    def cut(self, rank: int) -> None:
+        """Its network fails for so long that both sides give the connection up, each in its own time."""
+        me = self.ranks[rank]
+        me.cut = me.ending = True
+        self._lose_some(me.to_coordinator)
+        self._lose_some(me.from_coordinator)
+        me.from_coordinator.append(None)
+
+    def _lose_some(self, queue: deque[m.Message] | deque[m.Message | None]) -> None:
+        for _ in range(self.random.randint(0, len(queue))):
+            queue.pop()
+
+    def _end(self, me: SimRank, cause: Cause) -> None:
+        """No more of this process."""
+        me.alive, self._gone = False, True
+        for effect in me.state.lose(cause):
+            if isinstance(effect, Fail) and isinstance(effect.entry, SimEntry):
+                effect.entry.complete(effect.error)
+        me.from_coordinator.clear()
+        me.jobs.clear()
 
     # -- what users do --------------------------------------------------------------------------------------------
 
     def submit(self, rank: int, request: Request, site: str = "") -> SimEntry | HvdlabError:
         me = self.ranks[rank]
-        entry = SimEntry(request, site or f"rank.py:{rank}")
+        self._numbers += 1
+        if request.input is not None:
+            request.input[...] = self._numbers % 65_521  # names its submission where it turns up
+        entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
             me.state.submit(entry)
         except HvdlabError as error:
@@ -102,72 +223,110 @@ class Simulation:
         me.state.mend(f"rank {rank} was interrupted")
         self._flush(me)
 
-    def kill(self, rank: int) -> None:
-        me = self.ranks[rank]
-        me.alive = False
-        me.from_coordinator.clear()
-        # What it had written before may or may not be read.
-        for _ in range(self.random.randint(0, len(me.to_coordinator))):
-            me.to_coordinator.pop()
-        me.jobs.clear()
+    def say(self, *messages: m.Message) -> None:
+        """What the client sends."""
+        self.client.extend(messages)
 
     # -- the world's steps ----------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """One random thing that can happen; false if nothing can."""
+    def step(self, *, work: bool = True) -> bool:
+        """One random thing that can happen; false if nothing can. Without ``work`` nothing is executed."""
         choices = []
-        for me in self.ranks:
-            if me.alive and me.state.has_messages:
-                choices.append((self._flush, me))
-            if me.to_coordinator or (not me.alive and me.peer in self.coordinator.by_peer):
+        if self._gone:
+            self._moving = [me for me in self._moving if me.alive or me.open]
+            self._gone = False
+        for me in self._moving:
+            if me.open and (me.to_coordinator or me.ending):
                 choices.append((self._to_coordinator, me))
-            if me.alive and me.from_coordinator:
-                choices.append((self._from_coordinator, me))
-            if me.alive and me.jobs and self._can_run(me):
-                choices.append((self._run_job, me))
+            if me.alive:
+                if me.state.has_messages and not me.ending:
+                    choices.append((self._flush, me))
+                if me.from_coordinator:
+                    choices.append((self._from_coordinator, me))
+                if me.jobs and work:
+                    if self._can_run(me):
+                        choices.append((self._run_job, me))
+                    elif self._meets_nobody(me):
+                        choices.append((self._break_plane, me))
+        if self.client:
+            choices.append((self._from_client, self.ranks[0]))
         if choices:
             action, me = self.random.choice(choices)
             action(me)
             return True
         deadline = self.coordinator.next_deadline()
-        if deadline is not None and deadline < self.now + 5:
+        if deadline is not None and deadline < self.now + _PATIENCE:
             self.now = max(self.now, deadline)
-            self._carry_out(self.coordinator.handle(Tick(), self.now))
+            self._carry_out(Tick())
             return True
         return False
 
-    def run(self, limit: int = 200_000) -> None:
+    def run(self, limit: int = 200_000, *, work: bool = True) -> None:
         """Let happen what can, until nothing can any more."""
         for _ in range(limit):
-            if not self.step():
+            if not self.step(work=work):
                 return
         raise AssertionError("it does not come to rest")
 
     def _flush(self, me: SimRank) -> None:
-        me.to_coordinator.extend(me.state.take_messages())
+        messages = me.state.take_messages()
+        if not me.ending:
+            me.to_coordinator.extend(messages)
 
     def _to_coordinator(self, me: SimRank) -> None:
-        events: list[object] = []
+        events: list[Event] = []
         for _ in range(self.random.randint(1, 3)):
             if me.to_coordinator:
-                events.append(Received(me.peer, me.to_coordinator.popleft()))  # type: ignore[arg-type]
-        if not me.alive and not me.to_coordinator:
-            events.append(PeerLost(me.peer, "connection closed"))
-        self._carry_out(self.coordinator.handle_all(events, self.now))  # type: ignore[arg-type]
-        self.coordinator.validate_state()
+                events.append(Received(me.peer, me.to_coordinator.popleft()))  # type: ignore[arg-type]  # ranks say FromRank
+        if me.ending and not me.to_coordinator:
+            said_bye = events and isinstance(events[-1].message, m.Bye)  # type: ignore[union-attr]  # all are Received
+            if not said_bye:
+                events.append(PeerLost(me.peer, "connection closed"))
+                me.open, self._gone = False, True
+        self._carry_out(*events)
 
-    def _carry_out(self, effects: object) -> None:
-        for effect in effects:  # type: ignore[attr-defined]
+    def _from_client(self, _: SimRank) -> None:
+        events = [Received(CLIENT, self.client.popleft())]  # type: ignore[arg-type]  # clients say FromClient
+        self._carry_out(*events)
+
+    def _carry_out(self, *events: Event) -> None:
+        effects = self.coordinator.handle_all(events, self.now)
+        if self._validate >= 1.0 or self.random.random() < self._validate:
+            self.coordinator.validate_state()
+        for effect in effects:
             if isinstance(effect, Send | SendConfigure):
+                if isinstance(effect.message, m.Configure):
+                    self._note_epoch(effect.message)
                 for peer in effect.peers:
-                    me = self.ranks[peer - 100]
-                    if me.alive:
+                    me = self._by_peer.get(peer)
+                    if me is not None and me.alive and not me.cut:
                         me.from_coordinator.append(effect.message)
             elif isinstance(effect, CloseConnection):
-                raise AssertionError(f"the coordinator throws {effect.peer} out: {self.coordinator.outbox}")  # noqa: TRY004  # no type error: it may not happen
+                closed = self._by_peer[effect.peer]
+                closed.open, self._gone = False, True
+                closed.to_coordinator.clear()
+                if closed.alive and not closed.cut:
+                    closed.from_coordinator.append(None)
+            elif isinstance(effect, Log):
+                assert " sent " not in effect.text, effect.text
+
+    def _note_epoch(self, message: m.Configure) -> None:
+        members = tuple(member.pid for member in message.members)
+        assert message.epoch > self._newest.get(message.process_set, 0), "an epoch is used again"
+        self._newest[message.process_set] = message.epoch
+        self.epochs[message.process_set, message.epoch] = members
 
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()
+        if message is None:
+            me.ending = True
+            self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+            return
+        if isinstance(message, m.Leave):
+            me.told_to_leave = True
+        elif isinstance(message, m.Mail):
+            me.cells[message.topic] = None
+            me.state.post(m.CellBegin(message.topic))
         for effect in me.state.handle(message, 0):
             match effect:
                 case RunBatch():
@@ -176,33 +335,65 @@ class Simulation:
                     if isinstance(entry, SimEntry):
                         entry.complete(error)
                 case Succeed(entry, process_set):
-                    entry.complete(("set", process_set))  # type: ignore[attr-defined]
+                    entry.complete(("set", process_set))  # type: ignore[attr-defined]  # nobody joins a set with zeros
                 case AbortPlane(process_set, epoch):
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():
-                    me.members[effect.process_set, effect.epoch] = tuple(x.rank for x in effect.members)
-        me.state.validate()
+                    me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
+        if self._validate >= 1.0 or self.random.random() < self._validate:
+            me.state.validate()
 
     # -- planes ---------------------------------------------------------------------------------------------------
 
     def _can_run(self, me: SimRank) -> bool:
-        here = _operation(me.jobs[0])
-        if here[:2] in me.aborted:
+        job = me.jobs[0]
+        here = _operation(job)
+        if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
             return True
-        others = [self.ranks[rank] for rank in me.members[here[:2]]]
+        others = [self._by_peer[pid] for pid in me.members[here[:2]]]
         return all(here in o.done or (o.alive and o.jobs and _operation(o.jobs[0]) == here) for o in others)
+
+    def _meets_nobody(self, me: SimRank) -> bool:
+        """Whether the plane notices that somebody else will not come."""
+        here = _operation(me.jobs[0])
+        others = [self._by_peer[pid] for pid in me.members[here[:2]]]
+        return any(here not in o.done and (not o.alive or here[:2] in o.broken) for o in others)
+
+    def _break_plane(self, me: SimRank) -> None:
+        job = me.jobs.popleft()
+        me.broken.add((job.process_set, job.epoch))
+        me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
 
     def _run_job(self, me: SimRank) -> None:
         job = me.jobs.popleft()
         here = _operation(job)
-        if here[:2] in me.aborted:
+        if here[:2] in me.aborted or here[:2] in me.broken:
             return
         me.done.add(here)
         names = tuple(f"{e.request.kind.label} {e.name}" for e in job.entries)
         me.order.setdefault(here[:2], []).append(names)
+        result = self._result(me, job, names)
         for entry in job.entries:
             if me.state.finish(entry) and isinstance(entry, SimEntry):
-                entry.complete(("done", *here, names))
+                entry.complete(("done", *here, names, result))
+
+    def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
+        """What comes out on this rank, as far as it may not differ from what comes out on others."""
+        here = _operation(job)
+        if _is_local(job):
+            result: object = (names, job.tables, job.payloads)
+        elif here in self.results:
+            return self.results[here]
+        else:
+            jobs = [self._by_peer[pid].jobs for pid in me.members[here[:2]]]
+            met = [me_jobs[0] if me_jobs and _operation(me_jobs[0]) == here else job for me_jobs in jobs]
+            for other in met:
+                assert tuple(f"{e.request.kind.label} {e.name}" for e in other.entries) == names
+                assert other.tables == job.tables
+            result = (names, job.tables, tuple(map(_tag, zip(*(x.entries for x in met), strict=True))))
+        known = self.results.setdefault(here, result)
+        assert known == result, f"{here} has two results"
+        return known
 
     # -- what must hold -------------------------------------------------------------------------------------------
 
@@ -213,9 +404,13 @@ class Simulation:
                 me.state.validate()
                 for entry in me.entries:
                     assert entry.outcome is not None, (me.rank, entry.name, entry.phase)
-        scopes = {scope for me in self.ranks for scope in me.order}
-        for scope in scopes:
-            orders = [me.order.get(scope, []) for me in self.ranks if scope in me.members]
+        self.check_order()
+
+    def check_order(self) -> None:
+        """All members saw one order of operations, as far as they came."""
+        everybody = [*self.ranks, *self.former]
+        for scope in {scope for me in everybody for scope in me.order}:
+            orders = [me.order.get(scope, []) for me in everybody if scope in me.members]
             longest = max(orders, key=len)
             for order in orders:
                 assert order == longest[: len(order)], scope
@@ -231,3 +426,13 @@ def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object
 
 def _operation(job: RunBatch) -> Operation:
     return (job.process_set, job.epoch, job.sequence, job.batch)
+
+
+def _is_local(job: RunBatch) -> bool:
+    """Whether a rank does this without meeting the others."""
+    return bool(job.payloads) or job.entries[0].request.kind is OpKind.JOIN
+
+
+def _tag(entries: tuple[Entry, ...]) -> tuple[int, ...]:
+    """Which submissions met; 0 for the zeros of one that has joined."""
+    return tuple(entry.number if isinstance(entry, SimEntry) else 0 for entry in entries)

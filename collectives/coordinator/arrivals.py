@@ -8,6 +8,7 @@ from hvdlab.collectives.coordinator import elastic
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
+from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -58,9 +59,11 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
         state.membership.clients.pop(peer, None)
         state.history.unsubscribe(peer)
         return
+    past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     if rank.leaving:
         depart(state, rank)
         state.membership.leave(rank)
+        _end_past(state, past, rank, reason)
         return
     state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
     sets = state.sets.containing(rank.rank)
@@ -68,6 +71,16 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
     state.membership.die(rank, reason, now, explained=explained)
     for ps in sets:
         state.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
+    _end_past(state, past, rank, reason)
+
+
+def _end_past(
+    state: CoordinatorState, past: list[tuple[ProcessSet, int]], rank: RankPeer, reason: str
+) -> None:
+    """Others may be in the middle of what they began with a rank before it was left out."""
+    for ps, epoch in past:
+        text = f"rank {rank.rank} died: {reason}"
+        state.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
 
 
 def depart(state: CoordinatorState, rank: RankPeer) -> None:
@@ -77,6 +90,9 @@ def depart(state: CoordinatorState, rank: RankPeer) -> None:
     state.cells.drop(rank.rank)
     state.elastic.drop(rank.rank)
     state.restoring.drop(rank.rank)
+    state.blocked.discard(rank.rank)
+    for ps in state.sets:
+        ps.former.pop(rank.rank, None)
     state.history.unsubscribe(rank.peer)
 
 

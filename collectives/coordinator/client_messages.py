@@ -46,10 +46,9 @@ def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
     ranks = state.membership.ranks
-    expected = state.membership.expected or ()
     state.check_admission = True
     for rank in message.ranks:
-        if ranks[rank].tracked if rank in ranks else rank in expected:
+        if rank in ranks and ranks[rank].tracked:  # who comes later does not get it
             state.cells.begin(message.cell, rank)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from hvdlab.collectives.coordinator.matching import Matcher
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 
 
 class _Held:
-    """Rounds of a process set: until when, and how many and how large they are so far."""
+    """Rounds of a process set's epoch: until when, and how many and how large they are so far."""
 
-    __slots__ = ("count", "nbytes", "until")
+    __slots__ = ("count", "matcher", "nbytes", "until")
 
-    def __init__(self, until: float) -> None:
+    def __init__(self, matcher: Matcher, until: float) -> None:
+        self.matcher = matcher
         self.until = until
         self.count = 0
         self.nbytes = 0
@@ -45,8 +47,8 @@ class Holding:
         if delay <= 0 or not ready or matcher.rejections or matcher.conflict or ps.gone:
             return self._let_go(ps)
         held = self._held.get(ps)
-        if held is None or held.count > len(ready):
-            held = self._held[ps] = _Held(now + delay)
+        if held is None or held.matcher is not matcher or held.count > len(ready):
+            held = self._held[ps] = _Held(matcher, now + delay)
         for current in ready[held.count :]:
             if current.info.fuse_key is None:
                 return self._let_go(ps)

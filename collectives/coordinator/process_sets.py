@@ -29,12 +29,17 @@ class ProcessSet:
         members: Ranks, by position. peers: their connections, by position.
         next_members: Ranks that the epoch that is due is for (those of them that live); ``None`` if none is due.
         gone: Members that said Bye. The first collective after that ends the epoch.
+        former: Ranks that a change in order left out and that are still connected, with their connections and their
+            last epochs: they may be needed to finish what those execute.
+        aborted: The newest epoch of which nothing is executed any more.
         matcher, store, sequence: State of this epoch.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
+        past_failure: (when, epoch, rank, text) of one that is about to end what is executed of a former epoch.
     """
 
     __slots__ = (
-        "epoch", "failure", "gone", "id", "matcher", "members", "next_members", "peers", "phase", "sequence", "store",
+        "aborted", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
+        "past_failure", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -45,6 +50,9 @@ class ProcessSet:
         self.next_members: tuple[int, ...] | None = None
         self.peers: tuple[int, ...] = ()
         self.gone: set[int] = set()
+        self.former: dict[int, tuple[int, int]] = {}
+        self.aborted = 0
+        self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0
         self.matcher = Matcher(())
@@ -96,7 +104,18 @@ class ProcessSets:
         self._outbox.send(
             self._living_peers(ps), Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending)
         )
+        ps.aborted = old
         self._end(ps, ENDED)
+
+    def abort_past(
+        self, ps: ProcessSet, epoch: int, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+    ) -> None:
+        """End what is still executed of the epochs up to this one, which were changed over from in order."""
+        if ps.aborted < epoch < ps.epoch:
+            ps.aborted = epoch
+            former = tuple(peer for peer, last in ps.former.values() if last <= epoch)
+            told = (*self._living_peers(ps), *former)
+            self._outbox.send(told, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
     def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
         """Change over to new members in order: what was told to execute is finished in the old epoch, what is
@@ -124,6 +143,7 @@ class ProcessSets:
         self._next_id += 1
         self.by_id[ps.id] = ps
         ps.epoch = self._first_epoch
+        ps.aborted = ps.epoch - 1
         ps.next_members = ranks
         self.configure(ps)
         return ps
@@ -158,6 +178,12 @@ class ProcessSets:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
         members = tuple(r for r in sorted(ps.next_members or ()) if self._may_enter(ps, r))
+        if ps.phase == SWITCHING:
+            left = {
+                rank: peer for rank, peer in zip(ps.members, ps.peers, strict=True) if rank not in members
+            }
+            living = {rank: peer for rank, peer in left.items() if rank in ranks and ranks[rank].peer == peer}
+            ps.former |= {rank: (peer, ps.epoch - 1) for rank, peer in living.items()}
         ps.members = members
         ps.next_members = None
         ps.gone.clear()

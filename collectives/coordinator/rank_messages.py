@@ -10,7 +10,7 @@ from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscri
 from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer, Wait
-from hvdlab.collectives.coordinator.process_sets import OPEN
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.restoring import on_resume
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
@@ -39,13 +39,25 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
+    try:
+        kind = CauseKind(message.kind)
+    except ValueError:
+        kind = CauseKind.WITHDRAWN
     ps = state.open_set(rank, message)
     if ps is not None:
-        try:
-            kind = CauseKind(message.kind)
-        except ValueError:
-            kind = CauseKind.WITHDRAWN
         state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
+    elif (ps := _past_set(state, rank, message)) is not None:
+        state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
+
+
+def _past_set(
+    state: CoordinatorState, rank: RankPeer, message: m.Withdraw | m.PlaneFailed
+) -> ProcessSet | None:
+    """The process set that a message is about, if it is of an epoch before: some may still be executing in that."""
+    ps = state.sets.by_id.get(message.process_set)
+    if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
+        return None
+    return ps
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
@@ -53,6 +65,8 @@ def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFa
     ps = state.open_set(rank, message)
     if ps is not None and ps.failure is None:
         ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
+    elif ps is None and (ps := _past_set(state, rank, message)) is not None and ps.past_failure is None:
+        ps.past_failure = (now + state.options.failure_grace, message.epoch, rank.rank, message.text)
 
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
@@ -110,8 +124,10 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
     rank.wait = None
+    state.blocked.discard(rank.rank)
     if message.local >= 0:
         rank.wait = Wait(message.process_set, message.epoch, message.local, message.seconds)
+        state.blocked.add(rank.rank)
         state.check_blocked = True
 
 

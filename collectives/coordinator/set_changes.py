@@ -68,9 +68,15 @@ def end_failures(state: CoordinatorState, now: float) -> None:
     for ps in list(state.sets):
         if ps.failure is not None and now >= ps.failure[0]:
             _, rank, text = ps.failure
-            state.sets.abort(
-                ps, CauseKind.PLANE_FAILED, (rank,), f"the data plane failed on rank {rank}: {text}"
-            )
+            state.sets.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+        if ps.past_failure is not None and now >= ps.past_failure[0]:
+            _, epoch, rank, text = ps.past_failure
+            ps.past_failure = None
+            state.sets.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+
+
+def _plane_failure(rank: int, text: str) -> str:
+    return f"the data plane failed on rank {rank}: {text}"
 
 
 def end_deadlock(state: CoordinatorState) -> None:

@@ -38,6 +38,8 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(kind for kind in OpKind if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET))
+_CHECK_AGAIN = 0.5
+"""Seconds in which announcements may come before it is looked for ranks that wait for each other."""
 
 
 class CoordinatorState:
@@ -75,6 +77,8 @@ class CoordinatorState:
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
         self.check_admission = False
         self.check_blocked = False
+        self.blocked: set[int] = set()  # ranks that wait
+        self._check_due: float | None = None
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
         self.holding = Holding()
         self.fusion_threshold = self.options.fusion_threshold
@@ -124,12 +128,13 @@ class CoordinatorState:
 
     def _find_due(self) -> float | None:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
+        times += [ps.past_failure[0] for ps in self.sets if ps.past_failure is not None]
         for ps in self.sets:
             if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
                 times.append(since + self.options.dispute_grace)
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
-        for time in (self.stalls.due, self.holding.due, self.membership.next_report()):
+        for time in (self.stalls.due, self.holding.due, self.membership.next_report(), self._check_due):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -161,6 +166,9 @@ class CoordinatorState:
         if self.stalls.due is None:
             self.stalls.watch(now)
             self._due = None  # to be found anew
+        if self.blocked and self._check_due is None:
+            self._check_due = now + _CHECK_AGAIN  # this may be what makes the others wait in vain
+            self._due = None
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -217,6 +225,8 @@ class CoordinatorState:
         return True
 
     def _settle(self, now: float) -> None:
+        if self._check_due is not None and now >= self._check_due:
+            self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
@@ -266,6 +276,7 @@ class CoordinatorState:
         self.cells.validate(rank for rank, peer in ranks.items() if peer.tracked)
         assert self.by_peer == {peer.peer: peer for peer in ranks.values()}
         assert not self.by_peer.keys() & self.membership.clients.keys()
+        assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
         assert not self.outbox.effects
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references

@@ -28,10 +28,12 @@ class Entry:
         local: What it is announced as.
         extra: Numbers that differ between ranks.
         given_up: Whether this rank has withdrawn it: it ends with its epoch.
+        waited: Seconds that the user's thread has waited for it as it was told to the coordinator, or 0.
     """
 
     __slots__ = (
         "epoch", "extra", "given_up", "local", "name", "phase", "received", "request", "site", "submitted",
+        "waited",
     )  # fmt: skip
 
     def __init__(self, request: Request, site: str, submitted: int) -> None:
@@ -45,6 +47,7 @@ class Entry:
         self.local: Local = NO_LOCAL
         self.extra: tuple[int, ...] = ()
         self.given_up = False
+        self.waited = 0.0
 
 
 class Local:

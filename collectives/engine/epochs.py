@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     group = state.sets.get(message.process_set)
-    if group is None or message.epoch < group.epoch:
+    if group is None:
         return []
     cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    if message.epoch < group.epoch:
+        return _end_past(state, group, message.epoch, cause)
     if state.elastic and group.id == 0:
         # Others know that this attempt has failed; what this rank would still submit is of the past.
         state.failure = cause
@@ -40,6 +42,14 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     group.epoch = message.epoch
     group.configured, group.withdrawn = False, -1
     return effects
+
+
+def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
+    """What is still executed of an epoch that was changed over from in order can't come to its end."""
+    failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
+    if failed and state.elastic and group.id == 0:
+        state.failure = cause
+    return [AbortPlane(group.id, epoch), *failed]
 
 
 def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:

@@ -106,6 +106,8 @@ class RankState:
             self._outbox[process_set] = [entry]
         else:
             box.append(entry)
+        if entry.waited:
+            self.blocked(entry, entry.waited)
 
     def drop_announcements(self, set_id: int) -> None:
         """Those that were not sent are not needed; definitions in them have not been sent either."""
@@ -161,12 +163,14 @@ class RankState:
         self._messages.append(message)
 
     def blocked(self, entry: Entry, seconds: float) -> None:
-        """The user's thread waits for ``entry``; nothing is said if it ended or was not announced."""
+        """The user's thread waits for ``entry``, which is said now, and whenever it is announced (again)."""
+        entry.waited = seconds
         if entry.phase == ANNOUNCED:
             self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, entry.local.id, seconds))
 
     def unblocked(self, entry: Entry) -> None:
         """The wait that :meth:`blocked` told of is over."""
+        entry.waited = 0.0
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:

@@ -101,3 +101,12 @@ def test_groups_are_fused_apart_if_wanted() -> None:
     sim.tick(DELAY)
     sim.drain()
     assert batches(sim) == [[2, 2, 1]]
+
+
+def test_what_was_held_in_an_epoch_that_has_ended_says_nothing_about_the_next() -> None:
+    sim = simulate()
+    submit(sim, "a")
+    sim.kill(1)
+    sim.drain()
+    submit(sim, "barrier", kind=OpKind.BARRIER)
+    assert batches(sim) == [[1]], "a barrier is never held"

@@ -437,10 +437,26 @@ def test_a_newcomer_without_a_cell_does_not_break_a_running_one() -> None:
 def test_a_newcomer_with_a_cell_joins_at_once() -> None:
     sim = simulate(2, tracked=True)
     sim.kill(1)
-    sim.client_says(m.CellStarted("elastic", (1,)))
+    sim.drain()
     newcomer = sim.connect(1, tracked=True)
+    sim.client_says(m.CellStarted("elastic", (1,)))
     sim.drain()
     assert last(newcomer, m.Configure).epoch == 3
+
+
+def test_a_cell_of_one_that_has_just_died_is_not_its_successors() -> None:
+    sim = simulate(2, tracked=True)
+    sim.kill(1)
+    sim.client_says(m.Expect((0, 1)))
+    sim.client_says(m.CellStarted("next", (0, 1)))
+    for cell in ("cell", "next"):
+        sim.ranks[0].say(m.CellEnd(cell))
+    sim.drain()
+    sim.connect(1, tracked=True)
+    sim.drain()
+    start_cell(sim, "another", [0])
+    submit(sim, "x", 0)
+    assert last(sim.ranks[0], m.Abort).kind == "cell_ended"
 
 
 # -- deadlocks and stalls ---------------------------------------------------------------------------------------------

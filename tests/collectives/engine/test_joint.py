@@ -12,6 +12,7 @@ from effort import examples
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
+from hvdlab.collectives.protocol import messages as m
 from joint_simulation import SimEntry, Simulation, allreduce
 
 SEEDS = st.integers(0, 2**32)
@@ -86,6 +87,94 @@ def test_the_group_works_again_after_an_abort(how: str) -> None:
     simulation.run()
     simulation.check()
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
+
+
+def leave_out_rank_2_in_the_middle(seed: int) -> tuple[Simulation, list[SimEntry]]:
+    """All execute something large; then the world is resized in order."""
+    simulation = Simulation(3, seed)
+    entries = [simulation.submit(rank, allreduce("x", (2000,))) for rank in range(3)]
+    simulation.run(work=False)
+    assert all(me.jobs for me in simulation.ranks)
+    simulation.say(m.Expect((0, 1)))
+    simulation.run(work=False)
+    assert simulation.ranks[0].state.sets[0].epoch == 2
+    return simulation, entries[:2]  # type: ignore[return-value]  # none was refused
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("how", ["dies", "gives up"])
+def test_what_was_begun_with_one_that_is_left_out_does_not_last_for_ever(how: str, seed: int) -> None:
+    simulation, entries = leave_out_rank_2_in_the_middle(seed)
+    if how == "dies":
+        simulation.kill(2)
+    else:
+        simulation.leave(2)
+    simulation.run()
+    simulation.check()
+    kind = CauseKind.RANK_DIED if how == "dies" else CauseKind.RANK_LEFT
+    for entry in entries:
+        assert isinstance(entry.outcome, AbortedError)
+        assert (entry.outcome.cause.kind, entry.outcome.cause.ranks) == (kind, (2,))
+    again = [simulation.submit(rank, allreduce("x", (2000,))) for rank in (0, 1)]
+    simulation.run()
+    assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
+
+
+def test_a_plane_that_fails_after_its_epoch_is_told() -> None:
+    simulation, entries = leave_out_rank_2_in_the_middle(1)
+    me = simulation.ranks[0]
+    me.jobs.popleft()
+    me.broken.add((0, 1))
+    me.state.plane_failed(0, 1, "RuntimeError: connection reset")
+    simulation.run()
+    simulation.check()
+    for entry in entries:
+        assert isinstance(entry.outcome, AbortedError)
+        assert entry.outcome.cause.kind is CauseKind.PLANE_FAILED
+        assert "connection reset" in entry.outcome.cause.text
+
+
+def test_what_is_finished_before_one_is_left_out_is_right() -> None:
+    simulation, entries = leave_out_rank_2_in_the_middle(1)
+    simulation.run()
+    simulation.kill(2)
+    simulation.run()
+    assert all(isinstance(entry.outcome, tuple) for entry in entries)
+    simulation.check()
+
+
+def wait_for(simulation: Simulation, rank: int, name: str) -> SimEntry:
+    entry = simulation.submit(rank, allreduce(name))
+    assert isinstance(entry, SimEntry)
+    simulation.ranks[rank].state.blocked(entry, 0.5)
+    simulation.run()
+    return entry
+
+
+def test_a_wait_is_known_in_the_epoch_that_follows() -> None:
+    simulation = Simulation(2, 1)
+    first = wait_for(simulation, 0, "a")
+    simulation.say(m.Expect((0, 1, 2)))
+    simulation.run()
+    simulation.connect(2)
+    simulation.run()
+    assert first.outcome is None
+    entries = [first, *(wait_for(simulation, rank, "b") for rank in (1, 2))]
+    for entry in entries:
+        assert isinstance(entry.outcome, AbortedError)
+        assert entry.outcome.cause.kind is CauseKind.DEADLOCK
+
+
+def test_who_waits_in_vain_is_told_though_another_goes_on() -> None:
+    """Rank 2 has submitted what the others wait for; they wait for each other."""
+    simulation = Simulation(3, 1)
+    waiting = [wait_for(simulation, 0, "a"), wait_for(simulation, 1, "b")]
+    for name in "ab":
+        simulation.submit(2, allreduce(name))
+    simulation.run()
+    for entry in waiting:
+        assert isinstance(entry.outcome, AbortedError)
+        assert entry.outcome.cause.kind is CauseKind.DEADLOCK
 
 
 @given(seed=SEEDS, size=st.integers(1, 4), epochs=st.integers(1, 3))

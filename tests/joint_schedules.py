@@ -1,0 +1,466 @@
+"""Random schedules of a whole job: what users, processes and the network may do, in any order, and what must hold.
+
+A schedule is made from its seed alone, so that one that fails can be had again::
+
+    python tests/joint_schedules.py --seed 1234            # this one, told step by step
+    python tests/joint_schedules.py --count 1000000 --jobs 2 --progress out/schedules.json
+
+The latter notes how far it has come, and goes on from there when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import AbortedError, CauseKind
+from hvdlab.collectives.protocol import messages as m
+from joint_simulation import SimEntry, SimRank, Simulation, allreduce
+
+_SIZES = (1, 2, 2, 3, 3, 4)
+_ACTIONS = (
+    *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
+    "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
+    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "block", "wait", "cell", "end_cell", "settle",
+)  # fmt: skip
+_NAMES = (None, None, "a", "b", "c")
+_CALM = frozenset({"kill", "cut", "leave", "resize", "withdraw", "tear"})
+"""What is left out of some schedules, so that others of the things that can happen get further."""
+
+
+class Schedule:
+    """One run from one seed. Raises ``AssertionError`` where something does not hold."""
+
+    def __init__(self, seed: int, *, tell: bool = False) -> None:
+        self.chance = random.Random(seed)
+        self.tell = tell
+        chance = self.chance
+        self.size = chance.choice(_SIZES)
+        self.tracked = chance.random() < 0.4
+        options = CoordinatorOptions(
+            size=self.size,
+            fusion_threshold=chance.choice([0, 32, 1 << 20]),
+            flush_delay=chance.choice([0.0, 0.0, 0.0, 0.2]),
+        )
+        self.sim = Simulation(
+            self.size,
+            chance.getrandbits(32),
+            local_limit=chance.choice([3, 8, 4096]),
+            tracked=self.tracked,
+            options=options,
+            validate=0.05,
+        )
+        self.cells = 0
+        calm = chance.random() < 0.2
+        self.actions = [a for a in _ACTIONS if not (calm and a in _CALM)]
+
+    def run(self) -> None:
+        """All of it: random actions, then an end in order, after which nothing may be left."""
+        if self.tracked:
+            self.do_cell()
+        for _ in range(self.chance.randint(3, 40)):
+            action = self.chance.choice(self.actions)
+            self._say(action)
+            getattr(self, "do_" + action)()
+        self.rest()
+        self.finish()
+
+    def _say(self, text: str) -> None:
+        if self.tell:
+            print(f"-- {text}")
+
+    # -- who and where --------------------------------------------------------------------------------------------
+
+    def living(self) -> list[SimRank]:
+        return [me for me in self.sim.ranks if me.alive]
+
+    def free(self) -> list[SimRank]:
+        """Ranks whose users can do something."""
+        return [
+            me
+            for me in self.living()
+            if (me.blocked is None or me.blocked.outcome is not None) and (me.cells or not self.tracked)
+        ]
+
+    def someone(self) -> SimRank | None:
+        free = self.free()
+        return self.chance.choice(free) if free else None
+
+    def somewhere(self, me: SimRank) -> int:
+        return self.chance.choice([0, 0, *me.state.sets]) if me.state.sets else 0
+
+    def submit(self, me: SimRank, request: Request) -> None:
+        done = self.sim.submit(me.rank, request)
+        if self.tell:
+            print(
+                f"   rank {me.rank}: {request.kind.label} {request.name} in {request.process_set}: {done!r}"
+            )
+
+    # -- what users do --------------------------------------------------------------------------------------------
+
+    def do_submit(self) -> None:
+        me = self.someone()
+        if me is not None:
+            self.submit(me, allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
+
+    def do_everywhere(self) -> None:
+        """What programs that are right do: the same on all ranks, which are not equally fast."""
+        where = self.chance.choice([0, 0, 0, 1, 2])
+        names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
+        large = self.chance.random() < 0.3
+        shape = (2000,) if large else (4,)  # the former does not travel with its announcement
+        for me in self.free():
+            if where in me.state.sets or where == 0:
+                for name in names:
+                    self.submit(me, allreduce(name, shape, process_set=where))
+            for _ in range(self.chance.randint(0, 3)):
+                self.sim.step()
+
+    def do_mismatch(self) -> None:
+        me = self.someone()
+        if me is not None:
+            self.submit(me, allreduce(self.chance.choice(_NAMES), (5,), process_set=self.somewhere(me)))
+
+    def do_group(self) -> None:
+        members = [f"g{i}" for i in range(3)]
+        where = self.chance.choice([0, 0, 1])
+        for me in self.free():
+            if self.chance.random() < 0.8 and (where in me.state.sets or where == 0):
+                self.chance.shuffle(members)
+                for name in members:
+                    self.submit(me, allreduce(name, group=("g", 3), process_set=where))
+
+    def do_gather(self) -> None:
+        for me in self.free():
+            if self.chance.random() < 0.9:
+                rows = np.zeros((self.chance.randint(0, 3), 2), np.float32)
+                self.submit(me, Request(OpKind.ALLGATHER, None, rows, dtype=DType.F32))
+
+    def do_exchange(self) -> None:
+        for me in self.free():
+            members = len(me.state.sets[0].ranks) if 0 in me.state.sets else 1
+            splits = tuple(self.chance.randint(0, 2) for _ in range(members))
+            rows = np.zeros((sum(splits), 2), np.float32)
+            self.submit(me, Request(OpKind.ALLTOALL, "x", rows, dtype=DType.F32, splits=splits))
+
+    def do_copy(self) -> None:
+        root = self.chance.randrange(self.size)
+        for me in self.free():
+            tensor = np.zeros(3, np.float32)
+            self.submit(me, Request(OpKind.BROADCAST, "r", tensor, tensor, dtype=DType.F32, root=root))
+
+    def do_barrier(self) -> None:
+        for me in self.free():
+            if self.chance.random() < 0.9:
+                self.submit(me, Request(OpKind.BARRIER, None))
+
+    def do_join(self) -> None:
+        for me in self.free():
+            if self.chance.random() < 0.7:
+                self.submit(me, Request(OpKind.JOIN, process_set=self.somewhere(me)))
+
+    def do_add_set(self) -> None:
+        ranks = tuple(sorted(self.chance.sample(range(self.size), self.chance.randint(1, self.size))))
+        for me in self.free():
+            self.submit(me, Request(OpKind.ADD_PROCESS_SET, f"add {ranks}", ranks=ranks))
+
+    def do_remove_set(self) -> None:
+        number = self.chance.randint(1, 3)
+        for me in self.free():
+            self.submit(me, Request(OpKind.REMOVE_PROCESS_SET, f"remove {number}", root=number))
+
+    def do_withdraw(self) -> None:
+        me = self.chance.choice(self.living() or [None])
+        if me is not None:
+            self.sim.withdraw(me.rank, self.somewhere(me))
+
+    def do_tear(self) -> None:
+        me = self.chance.choice(self.living() or [None])
+        if me is not None:
+            self.sim.tear(me.rank)
+
+    def do_block(self) -> None:
+        """A user waits for something for long."""
+        me = self.someone()
+        if me is not None:
+            self.block(me)
+
+    def do_wait(self) -> None:
+        for me in self.free():
+            self.block(me)
+
+    def block(self, me: SimRank) -> None:
+        waiting = [entry for entry in me.entries if entry.outcome is None]
+        if waiting:
+            me.blocked = self.chance.choice(waiting)
+            me.state.blocked(me.blocked, 0.5)
+
+    def do_cell(self) -> None:
+        if self.tracked and self.living():
+            self.cells += 1
+            cell = f"cell {self.cells}"
+            ranks = tuple(me.rank for me in self.living() if self.chance.random() < 0.9)
+            if ranks:
+                self.sim.say(m.CellStarted(cell, ranks), m.Post(cell, b"", ranks))
+
+    def do_end_cell(self) -> None:
+        me = self.someone()
+        if me is not None and me.cells:
+            self.end_cell(me)
+
+    def end_cell(self, me: SimRank) -> None:
+        cell, _ = me.cells.popitem()
+        me.state.post(m.CellEnd(cell, self.chance.choice(["", "ValueError: no"])))
+
+    # -- coming and going -----------------------------------------------------------------------------------------
+
+    def do_kill(self) -> None:
+        if len(self.living()) > 1:
+            me = self.chance.choice(self.living())
+            self.sim.kill(me.rank)
+            if self.chance.random() < 0.5:
+                self.sim.say(m.RankLost(me.rank, me.peer, "killed by SIGKILL"))
+
+    def do_cut(self) -> None:
+        if len(self.living()) > 1:
+            self.sim.cut(self.chance.choice(self.living()).rank)
+
+    def do_leave(self) -> None:
+        me = self.someone()
+        if me is not None and not me.jobs and not me.ending:
+            self.sim.leave(me.rank)
+
+    def do_come(self) -> None:
+        gone = [me for me in self.sim.ranks if not me.alive]
+        if gone:
+            self.sim.connect(self.chance.choice(gone).rank)
+
+    def do_resize(self) -> None:
+        size = self.chance.randint(1, max(2, self.size))
+        self.sim.say(m.Expect(tuple(range(size))))
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def do_steps(self) -> None:
+        for _ in range(self.chance.randint(1, 20)):
+            self.step()
+
+    def step(self) -> bool:
+        """One step of the world, in which those that were told to leave may do so."""
+        for me in self.sim.ranks:
+            if me.told_to_leave and me.alive and not me.ending and not me.jobs and self.chance.random() < 0.3:
+                self._say(f"rank {me.rank} leaves as it was told")
+                self.sim.leave(me.rank)
+                return True
+        return self.sim.step()
+
+    def do_settle(self) -> None:
+        self.rest()
+
+    def rest(self) -> None:
+        """Let happen what can; then only what may wait does."""
+        for _ in range(100_000):
+            if not self.step():
+                if any(me.told_to_leave and me.alive and not me.ending for me in self.sim.ranks):
+                    assert not any(me.jobs for me in self.sim.ranks if me.told_to_leave and me.alive)
+                    continue
+                break
+        else:
+            raise AssertionError("it does not come to rest")
+        self.sim.check_order()
+        for me in self.living():
+            self.check_waits(me)
+        self.check_deadlock()
+
+    # -- what must hold -------------------------------------------------------------------------------------------
+
+    def members(self, me: SimRank, process_set: int) -> Iterator[SimRank]:
+        group = me.state.sets[process_set]
+        return (self.sim._by_peer[pid] for pid in me.members[process_set, group.epoch])
+
+    def check_waits(self, me: SimRank) -> None:
+        """Nothing waits for what can't come."""
+        for group in me.state.sets.values():
+            for entry in group.pending:
+                what = f"rank {me.rank}: {entry.request.kind.label} {entry.name} in {group.id}, epoch {entry.epoch}"
+                assert entry.phase != EXECUTING, f"{what} executes for ever"
+                if not group.configured:
+                    assert group.id == 0, f"{what} waits for an epoch that does not come"
+                    assert self.sim.coordinator.membership.awaited or me.told_to_leave, what
+                    continue
+                assert entry.phase == ANNOUNCED, what
+                missing = [m for m in self.members(me, group.id) if not _has(m, group.id, entry.name)]
+                if entry.request.kind is not OpKind.JOIN:
+                    missing = [m for m in missing if not _has(m, group.id, "join.noname")]
+                for other in missing:
+                    assert other.alive, f"{what} waits for rank {other.rank}, which is gone"
+                    assert other.cells or not self.tracked, (
+                        f"{what} waits for rank {other.rank}, which is idle"
+                    )
+                assert missing or entry.request.group, f"{what} waits for nobody"
+
+    def check_deadlock(self) -> None:
+        """Ranks that wait for each other are told."""
+        stuck: dict[SimRank, list[SimRank]] = {}
+        for me in self.living():
+            entry = me.blocked
+            if entry is None or entry.outcome is not None or entry.request.group or entry.phase != ANNOUNCED:
+                continue
+            others = [o for o in self.members(me, entry.request.process_set) if o is not me]
+            names = (entry.name,) if entry.request.kind is OpKind.JOIN else (entry.name, "join.noname")
+            stuck[me] = [o for o in others if not any(_has(o, entry.request.process_set, n) for n in names)]
+        while free := [me for me, missing in stuck.items() if any(o not in stuck for o in missing)]:
+            for me in free:
+                del stuck[me]
+        assert not stuck, f"ranks {[me.rank for me in stuck]} wait for each other"
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Users give up what is left; then what remains of the group works, goes, and leaves nothing behind."""
+        sim = self.sim
+        for _ in range(4):
+            for me in self.living():
+                while me.cells:
+                    self.end_cell(me)
+                for group in list(me.state.sets.values()):
+                    if group.pending and self.chance.random() < 0.7:
+                        sim.withdraw(me.rank, group.id)
+            self.rest()
+        for _ in range(8):
+            waiting = [me for me in self.living() if any(e.outcome is None for e in me.entries)]
+            if not waiting:
+                break
+            for me in waiting:
+                for group in list(me.state.sets.values()):
+                    sim.withdraw(me.rank, group.id)
+            self.rest()
+        sim.check()
+        self.work()
+        for me in self.chance.sample(self.living(), len(self.living())):
+            sim.leave(me.rank)
+            self.rest()
+        self.check_empty()
+
+    def work(self) -> None:
+        """The next collective of those that are left is right; but for the one that tells them who has left."""
+        for me in self.living():
+            me.blocked = None
+        if self.tracked:
+            ranks = tuple(me.rank for me in self.living())
+            self.sim.say(m.CellStarted("last", ranks), m.Post("last", b"", ranks))
+            self.rest()
+        for _ in range(2):
+            world = [me for me in self.living() if 0 in me.state.sets and me.state.sets[0].configured]
+            entries = [self.sim.submit(me.rank, allreduce("last")) for me in world]
+            self.rest()
+            outcomes = [entry.outcome if isinstance(entry, SimEntry) else entry for entry in entries]
+            if not any(_tells_who_left(outcome) for outcome in outcomes):
+                break
+        for outcome in outcomes:
+            assert isinstance(outcome, tuple), outcome
+
+    def check_empty(self) -> None:
+        state = self.sim.coordinator
+        assert not state.membership.ranks
+        assert not state.by_peer
+        assert len(state.signatures) == 0
+        assert set(state.sets.by_id) == {0}, "process sets of nobody"
+        assert not state.sets.world.matcher.pending
+        assert not state.sets.world.matcher.debts
+        assert not state.cells.idle
+        assert not state.touched
+        assert not state.answers
+        for me in [*self.sim.ranks, *self.sim.former]:
+            for group in me.state.sets.values() if not me.killed else ():
+                assert not group.pending
+                assert not group.names
+
+
+def _has(me: SimRank, process_set: int, name: str) -> bool:
+    group = me.state.sets.get(process_set)
+    return group is not None and any(entry.name == name for entry in group.pending)
+
+
+def _tells_who_left(outcome: object) -> bool:
+    return isinstance(outcome, AbortedError) and outcome.cause.kind is CauseKind.RANK_LEFT
+
+
+def run_seed(seed: int) -> str:
+    """Run one schedule; what went wrong, or an empty text."""
+    try:
+        Schedule(seed).run()
+    except Exception:  # noqa: BLE001  # whatever it is, it is told with its seed
+        return traceback.format_exc(limit=-3)
+    return ""
+
+
+def _run_range(start: int, stop: int) -> tuple[int, dict[int, str]]:
+    failed = {}
+    for seed in range(start, stop):
+        told = run_seed(seed)
+        if told:
+            failed[seed] = told
+    return stop - start, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="run this one, and tell what happens in it")
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after that long")
+    parser.add_argument("--progress", type=Path, help="a file that says how many have been run")
+    given = parser.parse_args()
+    if given.seed is not None:
+        Schedule(given.seed, tell=True).run()
+        return 0
+    return soak(given.count, given.start, given.jobs, given.seconds, given.progress)
+
+
+def soak(count: int, start: int, jobs: int, seconds: float, progress: Path | None) -> int:
+    """Run many; the number that failed, at most 255."""
+    done, failed, spent = 0, {}, 0.0
+    if progress is not None and progress.exists():
+        known = json.loads(progress.read_text())
+        done, failed, spent = known["done"], known["failed"], known["seconds"]
+    begin = time.monotonic()
+    piece = 500
+    with ProcessPoolExecutor(jobs) as pool:
+        while done < count and time.monotonic() - begin < seconds:
+            starts = range(start + done, min(start + count, start + done + 4 * jobs * piece), piece)
+            stops = [min(first + piece, start + count) for first in starts]
+            for number, wrong in pool.map(_run_range, starts, stops):
+                done += number
+                failed |= {str(seed): told for seed, told in wrong.items()}
+            elapsed = spent + time.monotonic() - begin
+            report = {"done": done, "failed": failed, "seconds": round(elapsed, 1)}
+            if progress is not None:
+                progress.write_text(json.dumps(report, indent=1))
+            print(f"{done} schedules, {len(failed)} failed, {done / elapsed:.0f}/s", flush=True)
+    last = Counter(told.strip().splitlines()[-1][:150] for told in failed.values())
+    for told, number in last.most_common(20):
+        example = next(seed for seed, text in failed.items() if text.strip().splitlines()[-1][:150] == told)
+        print(f"{number} times, such as seed {example}: {told}")
+    return min(len(failed), 255)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

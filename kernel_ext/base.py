@@ -20,6 +20,7 @@ from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
+from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
@@ -54,7 +55,7 @@ class PoolBase:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
-        self.joining = Joining(lambda rank, connection: self.client.post(JOIN, connection.encode(), [rank]))
+        self.joining = Joining(lambda rank, connection: self.runs.post(JOIN, connection.encode(), [rank]))
         self.group = Group(base.client, died=self._died, ready=lambda rank: self.joining.add([rank]))
         self.companion = Companion(base.warm, self.group.pids, self.joining.connected)
         self.runs = Runs(
@@ -68,8 +69,17 @@ class PoolBase:
         self._local: LocalRanks | None = None
         self._foreign: ForeignRanks | None = None
         self.group.use(self._starter())
+        self._news: list[str] = []
+        self.rebuilder = Rebuilder(
+            base.coordinator,
+            base.client,
+            self.group,
+            self.runs,
+            tell=self.tell,
+            give_up=self._break,
+            rebuilt=self.joining.ask_again,
+        )
         base.client.on_mail(JOINED, self._joined)
-        base.client.on_lost(self._break)
         base.warm.listen(self._hear, self._warm_lost)
 
     @classmethod
@@ -160,6 +170,16 @@ class PoolBase:
     def _warm_lost(self, reason: str) -> None:
         self._break(f"the process that ranks are forked from ended: {reason}")
 
+    def tell(self, text: str) -> None:
+        """Say this to the user: under the cells that run, else before the next one. Any thread."""
+        if not self._closed and not self.runs.tell(text):
+            self._news.append(text)
+
+    def news(self) -> list[str]:
+        """What was to be said while no cell ran; the second time it is gone."""
+        news, self._news = self._news, []
+        return news
+
     def _break(self, reason: str) -> None:
         if not self._closed:
             self.broken = reason
@@ -192,6 +212,7 @@ class PoolBase:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
+        self.rebuilder.close()
         with contextlib.suppress(CoordinatorLostError):
             self.client.expect(())
         if self._foreign is not None:
@@ -200,6 +221,7 @@ class PoolBase:
         for rank in self.group.pids():
             self.runs.rank_died(rank, "the pool was stopped")
         self._base.close()
+        self.rebuilder.join()
 
 
 def _base_for(local: bool, far: bool, warm: WarmPool | None, deadline: Deadline) -> Base:
@@ -212,7 +234,9 @@ def _base_for(local: bool, far: bool, warm: WarmPool | None, deadline: Deadline)
     try:
         base.client.close()
         base.coordinator.close()
-        base.coordinator = CoordinatorProcess.start(tcp_host="0.0.0.0", timeout=deadline.remaining() or 10)
+        base.coordinator = CoordinatorProcess.start(
+            keep=True, tcp_host="0.0.0.0", timeout=deadline.remaining() or 10
+        )
         base.client = Client.connect(base.coordinator.address, base.coordinator.token)
     except BaseException:
         base.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
@@ -27,7 +28,7 @@ from hvdlab.kernel_ext.members import (
     Start,
     Wanted,
 )
-from hvdlab.kernel_ext.topics import ENVIRONMENT, READY
+from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
 
 LEAVE_WITHIN = 3.0
 """Seconds after which a rank that was told to leave is killed."""
@@ -95,11 +96,13 @@ class Group:
     def handle(self, event: Event) -> None:
         """Something happened to a rank. Any thread."""
         with self._changed:
+            ready = self._members.ready
             for effect in self._members.handle(event):
                 self._perform(effect)
             self._changed.notify_all()
-            if isinstance(event, Answered):
-                self._ready(event.rank)
+            for rank in self._members.ready:
+                if rank not in ready:
+                    self._ready(rank)
 
     def broken(self, reason: str) -> None:
         """What the ranks depend on is gone, and so are they. Any thread."""
@@ -109,9 +112,25 @@ class Group:
                 self.handle(Ended(rank, pid, reason))
             self._changed.notify_all()
 
+    def reconnected(self) -> None:
+        """There is another coordinator: say what may have been lost on the way to the old one. Any thread."""
+        with self._changed:
+            ready, size = self._members.ready, len(self._members.wanted)
+            for effect in (Expect(self._members.wanted), Resized(ready, size)):
+                self._perform(effect)
+            if starting := self._members.in_state(MemberState.STARTING):
+                self._client.post(WHO, b"", starting)
+
+    def cut_off(self, membership: Membership) -> list[int]:
+        """Ranks that the coordinator takes for dead, and whose process lives."""
+        deaths = {(death.rank, death.pid) for death in membership.deaths}
+        with self._changed:
+            return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
+
     def _perform(self, effect: Effect) -> None:
         assert self._starter is not None
-        try:
+        # What is said while there is no coordinator is said again once there is another.
+        with contextlib.suppress(CoordinatorLostError):
             match effect:
                 case Expect(ranks):
                     self._client.expect(ranks)
@@ -125,8 +144,6 @@ class Group:
                     self._client.rank_lost(rank, pid, reason)
                 case Leave():
                     pass  # the coordinator tells the rank; leave() sees to it
-        except CoordinatorLostError as error:
-            self._broken = self._broken or str(error)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -154,13 +171,22 @@ class Group:
         """Wait for the end of ranks that the coordinator takes for dead; a process that stays can't come back: kill it."""
 
         def cut_off() -> list[int]:
-            deaths = {(death.rank, death.pid) for death in self._client.membership().deaths}
-            return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
+            return self.cut_off(self._client.membership())
 
         with self._changed:
             if not self._changed.wait_for(lambda: not cut_off() or self._broken, CUT_OFF_WITHIN):
                 self.kill(cut_off())
                 self._changed.wait_for(lambda: not cut_off() or self._broken, deadline.remaining())
+
+    def wait_answered(self, deadline: Deadline) -> tuple[int, ...]:
+        """Wait until every rank that was found has answered or ended. Returns those that have not."""
+
+        def silent() -> tuple[int, ...]:
+            return self._members.in_state(MemberState.STARTING)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not silent() or self._broken, deadline.remaining())
+            return silent()
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """End these ranks' processes, whatever they do; they stay wanted and count as lost."""

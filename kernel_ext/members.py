@@ -6,6 +6,7 @@ of the others. A lost rank keeps its number until it is replaced (*repair*) or n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,6 +51,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The pool is made of these ranks, which another process has started; ``pids`` has those that live."""
+
+    ranks: tuple[int, ...]
+    pids: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The rank has a process."""
 
@@ -74,7 +83,7 @@ class Ended:
     tail: str = ""
 
 
-Event = Wanted | Started | Answered | Ended
+Event = Wanted | Found | Started | Answered | Ended
 
 
 # -- what to do -------------------------------------------------------------------------------------------------------
@@ -167,6 +176,10 @@ class Members:
         match event:
             case Wanted():
                 return self._want(event)
+            case Found(ranks, pids):
+                self._wanted = tuple(sorted(ranks))
+                self._members = {rank: Member(rank, pids.get(rank, 0)) for rank in self._wanted}
+                return []
             case Started(rank, pid):
                 member = self._members.get(rank)
                 if member is not None and member.state is not MemberState.LOST:

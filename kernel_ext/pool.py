@@ -134,6 +134,13 @@ class Pool:
         """Why nothing can be done with the pool any more but to stop it; empty if all is well."""
         return "" if self._stopped else self._base.broken
 
+    def news(self) -> list[str]:
+        """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
+
+        What happens while cells run is told under these. A sentence is given once.
+        """
+        return [] if self._stopped else self._base.news()
+
     @property
     def client(self) -> Client:
         """The connection to the coordinator."""
@@ -218,7 +225,7 @@ class Pool:
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
-        self.client.interrupt(self._chosen(ranks))
+        self._base.runs.interrupt(self._chosen(ranks))
 
     def _dispatch(
         self,

@@ -127,6 +127,10 @@ class Runs:
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)
 
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+        """Send mail that may be lost with a coordinator, since it is sent again then. Any thread."""
+        self._post(topic, body, ranks)
+
     def tell(self, text: str) -> bool:
         """Show this line under the cells that run; False if there are none. Any thread."""
         with self._lock:

@@ -5,6 +5,9 @@ from __future__ import annotations
 READY = "hvdlab.pool.ready"
 """Rank to pool, no body: the rank's agent listens, cells may be sent."""
 
+WHO = "hvdlab.pool.who"
+"""Pool to rank, no body: say once more that you are ready, if you are; the pool may have missed it."""
+
 JOIN = "hvdlab.pool.join"
 """Pool to rank: ipyparallel's connection information for engines, as JSON. The rank registers when it is idle."""
 

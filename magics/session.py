@@ -95,6 +95,8 @@ class Session:
         if np is not None and np != pool.size:
             with as_usage_error():
                 pool.resize(np)
+        for text in pool.news():
+            say(text)
         if pool.lost:
             say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool

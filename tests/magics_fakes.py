@@ -118,6 +118,9 @@ class FakePool:
         for thread in self._threads:
             thread.join()
 
+    def news(self) -> list[str]:
+        return []
+
     def restart(self, ranks: Sequence[int]) -> None:
         self.restarted = list(ranks)
 

@@ -42,6 +42,13 @@ class Joining:
             self._waiting.extend(ranks)
         self._next()
 
+    def ask_again(self) -> None:
+        """Ask those once more that have not answered: what was said may be lost. Ranks join a controller once."""
+        with self._lock:
+            chosen = sorted(self._under_way)
+        for rank in chosen:
+            self._ask(rank, self._connection)
+
     def answered(self, rank: int, failure: str) -> None:
         """A rank has joined, or could not."""
         with self._lock:

@@ -26,7 +26,7 @@ from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
 from hvdlab.kernel_ext.rank.join import join_controller
-from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY
+from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank gets to end by itself after it was told to leave, whatever its cell does."""
@@ -60,6 +60,7 @@ class RankProgram:
         self._agent.start()
         self._engine.on_mail(ENVIRONMENT, self._on_environment)
         self._engine.on_mail(JOIN, self._on_join)
+        self._engine.on_mail(WHO, lambda sender, body: self._engine.post(READY, b""))
         self._engine.on_leave(self._on_leave)
         self._engine.post(READY, b"")
         try:

@@ -93,7 +93,7 @@ class WarmPool:
 
     def _prepare(self) -> None:
         try:
-            coordinator = CoordinatorProcess.start()
+            coordinator = CoordinatorProcess.start(keep=True)
             try:
                 client = Client.connect(coordinator.address, coordinator.token)
             except BaseException:

@@ -1,0 +1,182 @@
+"""Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
+
+One thread, which sleeps until something has died. (The warm process and ipyparallel's controller are put back by
+whoever has them: that takes no waiting.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.group import CUT_OFF_WITHIN, Group
+from hvdlab.kernel_ext.members import Ended
+from hvdlab.kernel_ext.runs import Runs
+
+RESPAWN_WITHIN = 20.0
+RECONNECT_WITHIN = 40.0
+OFTEN = 5
+"""Coordinators that may die within a minute; more of them die for a reason that another one would not cure."""
+
+
+class Coordinator(Protocol):
+    """What is needed of the coordinator's process."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def ending(self) -> str:
+        """How it ended; empty as long as it runs."""
+
+    def respawn(self, timeout: float = ...) -> None:
+        """Start a successor."""
+
+
+class Rebuilder:
+    """Watches the coordinator, and ranks that it takes for dead.
+
+    Args:
+        coordinator: Its process.
+        client: The connection to it.
+        group: The ranks.
+        runs: The cells.
+        tell: Takes one sentence for the user.
+        give_up: Called with the reason if the pool can't be put back.
+        rebuilt: Called when there is another coordinator.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        client: Client,
+        group: Group,
+        runs: Runs,
+        *,
+        tell: Callable[[str], None],
+        give_up: Callable[[str], None],
+        rebuilt: Callable[[], None],
+    ) -> None:
+        self._coordinator, self._client, self._group, self._runs = coordinator, client, group, runs
+        self._tell, self._give_up, self._rebuilt = tell, give_up, rebuilt
+        self._closing = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._deaths: deque[float] = deque(maxlen=OFTEN)
+        self._cut_off: set[tuple[int, int]] = set()
+        self._thread = threading.Thread(target=self._run, name="hvdlab-rebuild", daemon=True)
+        self._thread.start()
+        client.on_lost(self._lost)
+        client.on_membership(self._look)
+        if client.closed:  # before anybody looked
+            self._lost("it was lost before the pool used it")
+
+    def close(self) -> None:
+        """End the thread. Call it before the coordinator is closed."""
+        self._closing = True
+        self._jobs.put(None)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until what is known to have died was put back; False if that takes longer than this many seconds."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout)
+
+    def join(self) -> None:
+        """Wait for its end; call it once the coordinator is closed, so that nothing is waited for any more."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the client's thread --------------------------------------------------------------------------------------
+
+    def _lost(self, reason: str) -> None:
+        self._runs.lost()
+        self._jobs.put(lambda: self._rebuild(reason))
+
+    def _look(self, membership: Membership) -> None:
+        """Whether ranks that the coordinator has given up (silent for long, cut off) still have a process."""
+        found = {(rank, self._group.pids().get(rank, 0)) for rank in self._group.cut_off(membership)}
+        new, self._cut_off = found - self._cut_off, found
+        if new:
+            self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            if self._later and self._later[0][0] <= time.monotonic():
+                heapq.heappop(self._later)[2]()
+                continue
+            try:
+                job = self._jobs.get(timeout=self._later[0][0] - time.monotonic() if self._later else None)
+            except queue.Empty:
+                continue
+            if job is not None:
+                job()
+
+    def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), job))
+
+    def _end_cut_off(self, ranks: set[tuple[int, int]]) -> None:
+        """They can't come back under their connection's end, and whoever waits for them must know."""
+        deaths = {(death.rank, death.pid): death.reason for death in self._client.membership().deaths}
+        for rank, pid in ranks:
+            reason = deaths.get((rank, pid))
+            if reason is not None and self._group.pids().get(rank) == pid:
+                self._group.kill([rank])
+                self._group.handle(Ended(rank, pid, reason))
+
+    def _rebuild(self, reason: str) -> None:
+        began = time.monotonic()
+        how = self._ending() or reason
+        while self._client.closed and not self._closing:
+            if len(self._deaths) == OFTEN and began - self._deaths[0] < 60:
+                self._fail(f"its coordinator ended {OFTEN} times within a minute, the last time: {how}")
+                return
+            self._deaths.append(time.monotonic())
+            try:
+                self._take_over()
+            except CoordinatorLostError:
+                how = self._ending() or how
+            except (StartError, TimeoutError, InvalidRequestError, OSError) as error:
+                self._fail(f"its coordinator ended ({how}), and no other one could take over: {error}")
+                return
+            else:
+                self._rebuilt()
+                self._tell(
+                    f"the coordinator ended ({how}) and was replaced within {time.monotonic() - began:.1f} s; the ranks "
+                    "and their variables are intact"
+                )
+
+    def _ending(self) -> str:
+        """How it ended, or an empty text. A process ends a moment after its connections."""
+        with contextlib.suppress(OSError):
+            process = os.pidfd_open(self._coordinator.pid)
+            try:
+                select.select([process], [], [], CUT_OFF_WITHIN)
+            finally:
+                os.close(process)
+        return self._coordinator.ending()
+
+    def _take_over(self) -> None:
+        self._coordinator.respawn(RESPAWN_WITHIN)
+        told = self._runs.running()
+        world = self._client.reconnect(told, RECONNECT_WITHIN)
+        self._group.reconnected()
+        self._runs.resync(world.ranks, told)
+
+    def _fail(self, reason: str) -> None:
+        if not self._closing:
+            self._give_up(reason)

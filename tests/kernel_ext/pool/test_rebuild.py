@@ -1,0 +1,256 @@
+"""A pool whose coordinator, warm process or controller is killed goes on with the ranks that live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.warm import prewarm
+from pool_recorder import Recorder
+
+StartPool = Callable[..., Pool]
+
+SET_UP = """
+import os, time
+import numpy as np
+import hvdlab.collectives.api as hvd
+from hvdlab.collectives import context
+context.init()
+me = int(os.environ["RANK"])
+memory = np.random.default_rng(me).integers(0, 1 << 30, 1 << 16)
+secret = hash(memory.tobytes())
+"""
+INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(3) * (me + 1), op=hvd.Sum).tolist())"
+
+
+class Watched:
+    """A pool whose ranks' memory is known."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        assert pool.run(SET_UP).errors == {}
+        self.pids = pool.pull("os.getpid()")
+
+    @property
+    def coordinator(self) -> int:
+        """Its process id."""
+        return self.pool._base._base.coordinator.pid
+
+    def kill_coordinator(self) -> None:
+        os.kill(self.coordinator, signal.SIGKILL)
+
+    def check(self) -> None:
+        """All ranks are what they were, and their next collective is right."""
+        results = self.pool.run(INTACT, timeout=60)
+        assert results.errors == {}
+        total = [sum(range(1, len(self.pids) + 1))] * 3
+        assert {rank: results[rank] for rank in results.ranks} == {
+            rank: (pid, True, total) for rank, pid in self.pids.items()
+        }
+
+
+def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(3))
+    before = watched.coordinator
+    gone = threading.Event()
+    watched.pool.client.on_reconnected(lambda world: gone.set())
+    watched.kill_coordinator()
+    assert gone.wait(30)
+    watched.check()
+    assert watched.coordinator != before
+    said = [*watched.pool.news()]
+    assert len(said) <= 1  # it may have been told under the cell
+    assert watched.pool.news() == []
+
+
+def test_it_is_told_before_the_next_cell(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(1))
+    watched.kill_coordinator()
+    wait_for_news = threading.Event()
+    watched.pool.client.on_reconnected(lambda world: wait_for_news.set())
+    assert wait_for_news.wait(30)
+    watched.pool._base.rebuilder.settle(30)
+    (said,) = watched.pool.news()
+    assert said.startswith("the coordinator ended (killed by SIGKILL) and was replaced within ")
+    assert said.endswith("; the ranks and their variables are intact")
+    watched.check()
+
+
+def test_a_cell_is_sent_while_there_is_no_coordinator(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    for _ in range(3):
+        watched.kill_coordinator()
+        watched.check()
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_the_coordinator_dies_while_cells_print(start_pool: StartPool, kills: int) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run = watched.pool.start_run("for i in range(60_000):\n    print('line', i, me)\nme + 40", out=out)
+    for _ in range(kills):
+        out.started.clear()
+        assert out.started.wait(30)
+        gone = threading.Event()
+        watched.pool.client.on_reconnected(lambda world, gone=gone: gone.set())  # type: ignore[misc]
+        watched.kill_coordinator()
+        assert gone.wait(30)
+        if run.done:
+            break
+    results = run.wait(60)
+    assert results.errors == {}
+    assert list(results) == [40, 41]
+    for rank in (0, 1):
+        assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(60_000))
+    assert "replaced within" in out.notes[0]
+    watched.check()
+
+
+def test_the_coordinator_dies_in_a_collective(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(3))
+    out = Recorder()
+    run = watched.pool.start_run(
+        "if me:\n    print('waiting', flush=True)\n    hvd.allreduce(np.ones(4), name='loss')\nelse:\n    time.sleep(60)",
+        out=out,
+    )
+    out.wait_for("waiting", ranks=(1, 2))
+    watched.pool.client.flush()
+    watched.kill_coordinator()
+    results = run.wait(60)
+    assert {rank: error.ename for rank, error in results.errors.items()} == {
+        0: "KeyboardInterrupt",
+        1: "AbortedError",
+        2: "AbortedError",
+    }
+    assert results.errors[1].cause == "coordinator_lost"
+    watched.check()
+
+
+def test_a_cell_that_catches_the_failure_goes_on(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run = watched.pool.start_run(
+        "import threading\nfailures = 0\nprint('begun', flush=True)\n"
+        "while failures < 1:\n"
+        "    try:\n        hvd.allreduce(np.ones(1000), name='step')\n"
+        "    except RuntimeError as error:\n        failures += 1\n"
+        "hvd.allreduce(np.ones(1) * me, op=hvd.Sum).tolist()",
+        out=out,
+    )
+    out.wait_for("begun", ranks=(0, 1))
+    watched.kill_coordinator()
+    results = run.wait(60)
+    assert results.errors == {}
+    assert list(results) == [[1.0], [1.0]]
+    watched.check()
+
+
+def test_variables_are_pulled_although_the_coordinator_dies(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run = watched.pool.start_run("print('on', flush=True)\ntime.sleep(1)", out=out)
+    out.wait_for("on", ranks=(0, 1))
+    found: list[object] = []
+    pulling = threading.Thread(target=lambda: found.append(watched.pool.pull("me * 7")))
+    pulling.start()
+    watched.kill_coordinator()
+    pulling.join(60)
+    assert found == [{0: 0, 1: 7}]
+    assert run.wait(30).errors == {}
+
+
+def test_an_interrupt_is_not_lost_with_the_coordinator(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run: CellHandle = watched.pool.start_run("print('on', flush=True)\nwhile True: pass", out=out)
+    out.wait_for("on", ranks=(0, 1))
+    watched.kill_coordinator()
+    run.interrupt()
+    results = run.wait(60)
+    assert {error.ename for error in results.errors.values()} == {"KeyboardInterrupt"}
+    watched.check()
+
+
+def test_a_rank_dies_with_the_coordinator(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(3))
+    watched.kill_coordinator()
+    os.kill(watched.pids[1], signal.SIGKILL)
+    while 1 not in watched.pool.lost:
+        watched.pool._base.rebuilder.settle(30)
+    assert watched.pool.repair() == (1,)
+    assert watched.pool.ranks == (0, 1, 2)
+    assert watched.pool.run(SET_UP, ranks=[1]).errors == {}
+    watched.pids[1] = watched.pool.pull("os.getpid()", [1])[1]
+    watched.check()
+
+
+def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    watched.kill_coordinator()
+    watched.pool.resize(3)
+    assert watched.pool.ranks == (0, 1, 2)
+    assert watched.pool.pull("os.environ['WORLD_SIZE']", [0, 1]) == {0: "3", 1: "3"}
+    assert watched.pool.run(SET_UP, ranks=[2]).errors == {}
+    watched.pids |= watched.pool.pull("os.getpid()", [2])
+    watched.check()
+    watched.kill_coordinator()
+    watched.pool.resize(1)
+    assert watched.pool.ranks == (0,)
+    watched.pids = {0: watched.pids[0]}
+    watched.check()
+
+
+def test_a_coordinator_that_dies_before_a_pool_takes_it_is_replaced(start_pool: StartPool) -> None:
+    warm = prewarm()
+    warm._done.wait(30)
+    assert warm._base is not None
+    os.kill(warm._base.coordinator.pid, signal.SIGKILL)
+    Watched(start_pool(2, warm=warm)).check()
+
+
+def test_a_coordinator_that_can_not_be_replaced_ends_the_pool(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(start_pool(1))
+    out = Recorder()
+    run = watched.pool.start_run("print('on', flush=True)\ntime.sleep(60)", out=out)
+    out.wait_for("on", ranks=(0,))
+
+    def fail(timeout: float) -> None:
+        raise StartError("no memory")
+
+    monkeypatch.setattr(watched.pool._base._base.coordinator, "respawn", fail)
+    watched.kill_coordinator()
+    assert set(run.wait(30).deaths) == {0}
+    with pytest.raises(
+        StartError, match=r"broken down: its coordinator ended \(killed by SIGKILL\).*no memory"
+    ):
+        watched.pool.run("1")
+
+
+def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    family = psutil.Process().children(recursive=True)
+    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    pool.stop()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(3))
+    watched.pool.restart([1])
+    assert watched.pool.ranks == (0, 1, 2)
+    assert watched.pool.run(SET_UP, ranks=[1]).errors == {}
+    new = watched.pool.pull("os.getpid()", [1])[1]
+    assert new != watched.pids[1]
+    watched.pids[1] = new
+    watched.check()

@@ -1,0 +1,44 @@
+"""A sink that keeps what a cell wrote, for tests that wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
+
+
+class Recorder:
+    """Keeps what a cell wrote.
+
+    Attributes:
+        text: Rank to what it wrote.
+        notes: Lines about the run.
+        started: Set with each output.
+    """
+
+    def __init__(self) -> None:
+        self.text: dict[int, str] = {}
+        self.notes: list[str] = []
+        self.started = threading.Event()
+        self._changed = threading.Condition()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        said = "".join(chunk.text for chunk in chunks if isinstance(chunk, Stream))
+        with self._changed:
+            self.text[rank] = self.text.get(rank, "") + said
+            self._changed.notify_all()
+        self.started.set()
+
+    def wait_for(self, text: str, ranks: Sequence[int], timeout: float = 30) -> None:
+        """Wait until each of these ranks has written this."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: all(text in self.text.get(rank, "") for rank in ranks), timeout
+            )
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)

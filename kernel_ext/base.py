@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.coordinator.launch import Launch, settings_from
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext import checks
@@ -63,6 +65,8 @@ class PoolBase:
             began=lambda: self.companion.bring_up_later(AT_LATEST),
             ended=lambda: self.companion.bring_up_later(QUIET / 4),
             reason=self._why_lost,
+            local_pid=self._local_pid,
+            stall_time=_stall_time(),
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
@@ -167,6 +171,11 @@ class PoolBase:
         member = self.group.members.get(rank)
         return member.reason if member is not None else "it left the pool"
 
+    def _local_pid(self, rank: int) -> int | None:
+        """The process of a rank on this host."""
+        members = self.client.membership().members
+        return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
+
     def _warm_lost(self, reason: str) -> None:
         self._break(f"the process that ranks are forked from ended: {reason}")
 
@@ -222,6 +231,12 @@ class PoolBase:
             self.runs.rank_died(rank, "the pool was stopped")
         self._base.close()
         self.rebuilder.join()
+
+
+def _stall_time() -> float | None:
+    """Seconds after which it is told what cells wait for, as the coordinator has it; None never."""
+    launch = Launch("", "", 0, **settings_from(os.environ))
+    return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None
 
 
 def _base_for(local: bool, far: bool, warm: WarmPool | None, deadline: Deadline) -> Base:

@@ -19,8 +19,10 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
+    AskStack,
     AskStatus,
     Complete,
     Completions,
@@ -29,6 +31,7 @@ from hvdlab.kernel_ext.payloads import (
     Inspection,
     PullValue,
     PushValue,
+    Stack,
     Status,
     Value,
 )
@@ -175,6 +178,27 @@ class Pool:
                 state = "no answer" if rank in members.ready else state
                 found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
         return found
+
+    def where(self, ranks: Sequence[int] | None = None) -> Whereabouts:
+        """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
+        chosen = self._chosen(ranks)
+        answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
+        stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
+        look = self._base.runs.lookout.look
+        return Whereabouts(stacks, {rank: look(rank) for rank in chosen if rank not in stacks})
+
+    @property
+    def hanging(self) -> dict[int, str]:
+        """Ranks that did not answer an interrupt, were given up, and still are in that cell, with its label."""
+        given_up = self._base.runs.given_up
+        if not given_up or self._stopped:
+            return {}
+        asked = [rank for rank in given_up if rank in self.ranks]
+        for rank, answer in self._base.runs.questions.ask(AskStatus, asked, Deadline(ANSWER_WITHIN)).items():
+            cell, _ = given_up[rank]
+            if isinstance(answer, Status) and answer.cell != cell:
+                self._base.runs.answers_again(rank, cell)
+        return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
 
     # -- cells ----------------------------------------------------------------------------------------------------
 

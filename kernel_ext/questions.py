@@ -15,12 +15,13 @@ from hvdlab.kernel_ext.payloads import (
     Done,
     Inspection,
     Payload,
+    Stack,
     Status,
     Value,
     encode,
 )
 
-Answer = Done | Value | Status | Completions | Inspection
+Answer = Done | Value | Status | Completions | Inspection | Stack
 
 
 @dataclass(slots=True)
@@ -43,6 +44,20 @@ class Questions:
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
         self._open: dict[int, _Question] = {}
+        self._followed: dict[int, Callable[[int, Answer], None]] = {}
+
+    def follow(self, take: Callable[[int, Answer], None]) -> int:
+        """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
+
+        It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
+        """
+        ticket = next(self._numbers)
+        self._followed[ticket] = take
+        return ticket
+
+    def unfollow(self, ticket: int) -> None:
+        """No answer is wanted any more. Any thread."""
+        self._followed.pop(ticket, None)
 
     def ask(
         self, make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
@@ -67,6 +82,9 @@ class Questions:
 
     def answered(self, rank: int, answer: Answer) -> None:
         """An answer came. Any thread; late ones are dropped."""
+        if (take := self._followed.get(answer.ticket)) is not None:
+            take(rank, answer)
+            return
         with self._changed:
             question = self._open.get(answer.ticket)
             if question is not None and rank in question.waiting:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, Told
+from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, Stalled, Told
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
+from hvdlab.kernel_ext.lookout import Lookout, Watch
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
@@ -41,11 +42,13 @@ class _Run:
         order: What the ranks were sent.
         arrivals: What has come from them.
         handle: Takes it.
+        watch: Asks ranks where they are.
     """
 
     order: RunCell
     arrivals: Arrivals
     handle: CellHandle
+    watch: Watch
 
 
 class Runs:
@@ -58,6 +61,8 @@ class Runs:
         client: The connection to the coordinator.
         began, ended: Called when a cell begins, and when the last one has ended. Must not block.
         reason: Why a rank is lost, or an empty text.
+        local_pid: The process of a rank on this host, or None.
+        stall_time: Seconds after which it is told what a cell waits for; None never.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class Runs:
         began: Callable[[], None],
         ended: Callable[[], None],
         reason: Callable[[int], str],
+        local_pid: Callable[[int], int | None] = lambda rank: None,
+        stall_time: float | None = None,
     ) -> None:
         self._client = client
         self._began, self._ended, self._reason = began, ended, reason
@@ -76,13 +83,29 @@ class Runs:
         self._connected = True
         self._lost_at = 0.0
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
+        self._stall_time = stall_time
+        self._given_up: dict[int, tuple[str, str]] = {}
         self.questions = Questions(self._post)
+        self.lookout = Lookout(self._post, self.questions, local_pid)
         client.on_mail(TO_POOL, self._take)
+        client.on_stall(self._stalled)
 
     @property
     def active(self) -> bool:
         """Whether a cell is running."""
         return bool(self._runs)
+
+    @property
+    def given_up(self) -> dict[int, tuple[str, str]]:
+        """Rank to the cell (id and label) that it did not end when it was interrupted, and may still be in."""
+        with self._lock:
+            return dict(self._given_up)
+
+    def answers_again(self, rank: int, cell: str) -> None:
+        """This rank has left a cell that was given up."""
+        with self._lock:
+            if self._given_up.get(rank, ("", ""))[0] == cell:
+                del self._given_up[rank]
 
     def dispatch(
         self,
@@ -97,15 +120,18 @@ class Runs:
         want_value: bool,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
-        arrivals = Arrivals(ranks)
+        arrivals, now = Arrivals(ranks), time.monotonic()
+        watch = self.lookout.watch(lambda event: handle.feed(event))
         handle = CellHandle(
-            CellRun(cell, ranks, label=label, now=time.monotonic(), timeout=timeout),
+            CellRun(cell, ranks, label=label, now=now, timeout=timeout, stall_time=self._stall_time),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
             interrupt=self.interrupt,
+            ask=watch.ask,
+            look=watch.look,
             finished=lambda results: self._finished(cell, results),
         )
-        run = _Run(RunCell(cell, label, source, line_offset, want_value), arrivals, handle)
+        run = _Run(RunCell(cell, label, source, line_offset, want_value), arrivals, handle, watch)
         with self._lock:
             self._runs[cell] = run
         self._began()
@@ -143,12 +169,20 @@ class Runs:
         """A rank is lost; ``tail`` is the end of its standard error. Any thread."""
         when = time.monotonic_ns()
         with self._lock:
+            self._given_up.pop(rank, None)
             runs = list(self._runs.values())
         for run in runs:
             if rank in run.handle.ranks:
                 run.arrivals.died(rank)
                 run.handle.feed(RankDied(rank, reason, when, tail))
         self.questions.rank_died(rank)
+
+    def _stalled(self, stall: Stall) -> None:
+        """A collective has been waiting for long. The client's thread."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values()]
+        for handle in handles:
+            handle.feed(Stalled(stall))
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
@@ -227,7 +261,10 @@ class Runs:
         with self._lock:
             run = self._runs.pop(cell, None)
             idle = not self._runs
+            if run is not None and results is not None:
+                self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         if run is not None:
+            run.watch.close()
             self._post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
         if idle:
             self._ended()

@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import TimedSink
+from hvdlab.kernel_ext.cells.sink import TimedSink, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Transcript
@@ -41,6 +41,7 @@ class BackgroundSink:
         self.output, self.done, self.note = inner.output, inner.done, inner.note
         self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
         self._inner = inner
+        self.status = status_of(inner)
         self._write, self._colours, self._quiet = write, colours, quiet
 
     def kept(self, transcript: Transcript) -> None:

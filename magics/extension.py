@@ -14,10 +14,11 @@ from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
+from hvdlab.magics.where import WhereMagics
 
 _ATTRIBUTE = "_hvdlab_extension"
 MAGICS = {
-    "line": ("hvd_run", "hvd_pool", "hvd_output", "hvd_pull", "hvd_push", "autohvd"),
+    "line": ("hvd_run", "hvd_pool", "hvd_output", "hvd_pull", "hvd_push", "hvd_where", "autohvd"),
     "cell": ("hvd_run", "hvd_rank", "local"),
 }
 
@@ -41,6 +42,7 @@ class Extension:
             PoolMagics(self.session),
             ExchangeMagics(self.session),
             OutputMagics(self.session),
+            WhereMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)

@@ -70,7 +70,6 @@ def _conclude(session: Session, results: CellResults, name: str | None, *, quiet
     elif quiet and results.ok and results.has_values:
         # IPython takes what the magic returns for not shown, and for not kept either.
         session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
-    session.given_up |= set(results.unanswered)
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure

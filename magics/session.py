@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.progress import StartProgress
 
@@ -29,7 +29,6 @@ class Session:
         ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
-        given_up: Ranks that did not answer an interrupt and were not waited for.
     """
 
     def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
@@ -37,7 +36,6 @@ class Session:
         self.ahead: Ahead | None = None
         self.raw_cell = ""
         self.labels: dict[str, str] = {}
-        self.given_up: set[int] = set()
         self._pool: Pool | None = None
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
@@ -103,20 +101,19 @@ class Session:
 
     def check_answering(self, pool: Pool, ranks: Sequence[int]) -> None:
         """UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
-        doubtful = self.given_up & set(ranks)
-        if not doubtful:
+        hanging = {rank: label for rank, label in pool.hanging.items() if rank in ranks}
+        if not hanging:
             return
-        hanging = [
-            s.rank for s in pool.status() if s.rank in doubtful and s.state in ("running", "no answer")
-        ]
-        self.given_up = set(hanging)
-        if hanging:
-            are = "hangs" if len(hanging) == 1 else "hang"
-            numbers = format_ranks(hanging).split(" ", 1)[1]
-            raise UsageError(
-                f"{format_ranks(hanging)} still {are} in a cell that was given up; `%hvd_pool restart {numbers}` "
-                "replaces what hangs, --ranks leaves it out"
-            )
+        late = sorted(hanging)
+        labels = {label for label in hanging.values() if label}
+        cell = f"cell {labels.pop()}" if len(labels) == 1 else "a cell"
+        hang, them = ("hangs", "it") if len(late) == 1 else ("hang", "them")
+        others = [rank for rank in ranks_of(pool) if rank not in hanging]
+        leave_out = f", `--ranks {compact_ranks(others)}` leaves {them} out" if others else ""
+        raise UsageError(
+            f"{format_ranks(late)} still {hang} in {cell}, which was given up; "
+            f"`%hvd_pool restart {compact_ranks(late)}` replaces {them}{leave_out}"
+        )
 
     def _gone(self) -> str:
         return f"the ranks are gone, and their variables with them: {self._broken}; `%hvd_pool start -np 8` starts new ones"
@@ -147,7 +144,7 @@ class Session:
                 )
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
-        self._broken, self.given_up = "", set()
+        self._broken = ""
         if not chosen:
             say(f"started {np} ranks (-np chooses how many)")
         return self._pool

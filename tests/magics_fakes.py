@@ -94,6 +94,7 @@ class FakePool:
         self.lost: dict[int, str] = {}
         self.transcripts = Transcripts(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}
+        self.hanging: dict[int, str] = {}
         self._ranks: dict[int, FakeRank] = {}
         self.resize(np or 2)
         self.restarted: list[int] = []

@@ -75,11 +75,19 @@ def _report(
 ) -> None:
     report = report_round(current, missing, ps.matcher.joined)
     state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
+    if _is_shown(state, report.waited):
+        return
     what = call_name(kind_label(report.kind), report.name)
     state.outbox.log(
         f"{what} has been waiting for {seconds:.0f} s: submitted by {_ranks(report.waited)}, "
         f"missing {_ranks(report.missing)}" + (f", joined {_ranks(report.joined)}" if report.joined else "")
     )
+
+
+def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:
+    """Whether a client runs cells on these ranks: it tells its user better than a line in the log would."""
+    ranks = state.membership.ranks
+    return bool(state.membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -17,20 +17,23 @@ from types import FrameType
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.cells.events import (
+    AskStacks,
     Deliver,
     Effect,
     Event,
     Finished,
     InterruptRanks,
     InterruptRequested,
+    LookAt,
     Note,
     RankEnded,
     SendCredit,
+    ShowStatus,
     TimePassed,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, status_of
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -47,6 +50,8 @@ class CellHandle:
         sink: Takes the output; called from the driving thread only.
         credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
         interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
+        ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
+        look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
         finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
     """
 
@@ -57,12 +62,16 @@ class CellHandle:
         *,
         credit: Callable[[int, int], None],
         interrupt: Callable[[tuple[int, ...]], None],
+        ask: Callable[[tuple[int, ...]], None] | None = None,
+        look: Callable[[tuple[int, ...]], None] | None = None,
         finished: Callable[[CellResults], None] | None = None,
     ) -> None:
         self.cell, self.ranks = run.cell, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
         self._timed = sink if isinstance(sink, TimedSink) else None
+        self._ask, self._look = ask or _nobody, look or _nobody
+        self._status = status_of(sink)
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._held: list[SendCredit] = []
@@ -81,7 +90,7 @@ class CellHandle:
         self._events.put(event)
 
     def interrupt(self) -> None:
-        """Ask the ranks to stop. Any thread; the second call names ranks that don't answer, the third gives them up."""
+        """Ask the ranks to stop. Any thread; the second call soon gives up those that don't answer."""
         self.feed(InterruptRequested())
 
     def wait(self, timeout: float | None = None) -> CellResults:
@@ -121,9 +130,9 @@ class CellHandle:
             if event is not None:
                 self._take(event, now)
                 self._drain(now)
-            elif self._run.deadline is not None and now >= self._run.deadline:
+            if self._run.deadline is not None and now >= self._run.deadline:
                 self._take(TimePassed(), now)
-            elif until is not None and now >= until:
+            elif event is None and until is not None and now >= until:
                 return
             self._tick(time.monotonic())
             if self._run.finished and self._sink_at is None:
@@ -162,6 +171,12 @@ class CellHandle:
                 self._sink.done(rank, done)
             case Note(text):
                 self._sink.note(text)
+            case AskStacks(ranks):
+                self._ask(ranks)
+            case LookAt(ranks):
+                self._look(ranks)
+            case ShowStatus(text, final):
+                self._status(text, final=final)
             case Finished(results):
                 self.results = results
 
@@ -198,3 +213,7 @@ class CellHandle:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _nobody(ranks: tuple[int, ...]) -> None:
+    """There is nobody to ask."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stack
 
 if TYPE_CHECKING:
+    from hvdlab.collectives.membership import Stall
     from hvdlab.kernel_ext.cells.results import CellResults
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -63,7 +64,40 @@ class Told:
     text: str
 
 
-Event = OutputArrived | DoneArrived | RankDied | InterruptRequested | TimePassed | Told
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The coordinator says that a collective has been waiting for long; it may be another cell's."""
+
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
+class StackArrived:
+    """A rank answered :class:`AskStacks`."""
+
+    rank: int
+    stack: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """What :class:`LookAt` found out, as it reads after ``rank 2: ``."""
+
+    rank: int
+    text: str
+
+
+Event = (
+    OutputArrived
+    | DoneArrived
+    | RankDied
+    | InterruptRequested
+    | TimePassed
+    | Told
+    | Stalled
+    | StackArrived
+    | ProcessSeen
+)
 
 # -- effects ----------------------------------------------------------------------------------------------------------
 
@@ -107,10 +141,35 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Ask these ranks where they are. They may belong to another cell."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LookAt:
+    """Look at the processes of these ranks, which do not answer."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowStatus:
+    """Show what the cell waits for, in place of what was shown before; nothing if ``text`` is empty.
+
+    ``final`` is True if it will not change any more, unless something else is waited for later.
+    """
+
+    text: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The run is over; no effect follows."""
 
     results: CellResults
 
 
-Effect = Deliver | SendCredit | InterruptRanks | RankEnded | Note | Finished
+Effect = Deliver | SendCredit | InterruptRanks | RankEnded | Note | AskStacks | LookAt | ShowStatus | Finished

@@ -55,6 +55,12 @@ class NoValue(IndexError):
         return [f"{type(self).__name__}: {self}"]
 
 
+def one_line(error: CellError) -> str:
+    """``ValueError: first line of its text``."""
+    text = error.evalue.strip().partition("\n")[0]
+    return f"{error.ename}: {text}" if text else error.ename
+
+
 def same_error(a: CellError, b: CellError) -> bool:
     """Whether two ranks failed alike; addresses in texts may differ."""
     if (a.ename, a.aborted, a.collective, a.culprits) != (b.ename, b.aborted, b.collective, b.culprits):
@@ -84,7 +90,7 @@ class CellResults(Sequence[Any]):
         deaths: Rank to death, for ranks that ended during the cell.
         interrupted: Whether the user interrupted the cell.
         timed_out: The ranks that still ran when the time limit was reached.
-        unanswered: The ranks that were not waited for any longer after repeated interrupts.
+        unanswered: The ranks that did not answer an interrupt and were not waited for any longer, and where they are.
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
@@ -98,7 +104,7 @@ class CellResults(Sequence[Any]):
         shown: Mapping[int, Display] | None = None,
         deaths: Mapping[int, Death] | None = None,
         stopped: set[int] | None = None,
-        unanswered: tuple[int, ...] = (),
+        unanswered: Mapping[int, str] | None = None,
         timed_out: tuple[int, ...] = (),
         timeout: float | None = None,
         interrupted: bool = False,
@@ -111,7 +117,8 @@ class CellResults(Sequence[Any]):
         }
         self.deaths: dict[int, Death] = dict(sorted((deaths or {}).items()))
         self.seconds: dict[int, float] = {r: d.seconds for r, d in sorted(done.items())}
-        self.interrupted, self.timed_out, self.unanswered = interrupted, timed_out, unanswered
+        self.interrupted, self.timed_out = interrupted, timed_out
+        self.unanswered: dict[int, str] = dict(unanswered or {})
         self._timeout = timeout
         self._done = dict(done)
         self._shown = dict(shown or {})

@@ -1,7 +1,7 @@
 """The life of one cell on several ranks, as a state machine without I/O.
 
 A rank's part ends with its CellDone or with its death. The run ends when every rank's part has ended, or when the
-user interrupts a third time and no longer wants to wait for those that don't answer.
+user interrupts a second time and no longer wants to wait for those that don't answer.
 
 When one rank fails, the others get :data:`GRACE` seconds to end by themselves (their collectives are aborted by the
 coordinator) and are interrupted then, so that the cell ends everywhere within a second. A death alone interrupts
@@ -20,17 +20,22 @@ from hvdlab.kernel_ext.cells.events import (
     Effect,
     Event,
     Finished,
-    InterruptRanks,
     InterruptRequested,
     Note,
     OutputArrived,
+    ProcessSeen,
     RankDied,
     RankEnded,
     SendCredit,
+    StackArrived,
+    Stalled,
     TimePassed,
     Told,
 )
-from hvdlab.kernel_ext.cells.results import CellResults, Death
+from hvdlab.kernel_ext.cells.interrupts import Interrupts
+from hvdlab.kernel_ext.cells.places import Places
+from hvdlab.kernel_ext.cells.results import CellResults, Death, one_line
+from hvdlab.kernel_ext.cells.stalls import Stalls
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
 
 GRACE = 0.5
@@ -38,9 +43,6 @@ GRACE = 0.5
 
 ANNOUNCE = 1.0
 """Seconds after a death until it is told while the others go on; the report of a run that ends before tells it."""
-
-PATIENCE = 5.0
-"""Seconds after an interrupt until the ranks that have not answered are named."""
 
 ACK_BYTES = 1 << 20
 """Output taken from a rank between two credits."""
@@ -64,6 +66,7 @@ class CellRun:
         label: str = "",
         now: float,
         timeout: float | None = None,
+        stall_time: float | None = None,
         ack_bytes: int = ACK_BYTES,
     ) -> None:
         if not ranks:
@@ -71,27 +74,35 @@ class CellRun:
         self.cell, self.label, self.ranks = cell, label, tuple(sorted(set(ranks)))
         self.running = set(self.ranks)
         self.finished = False
-        self.interrupts = 0
         self._ack_bytes = ack_bytes
         self._acked = dict.fromkeys(self.ranks, 0)
         self._timeout = timeout
         self._timeout_at = None if timeout is None else now + timeout
         self._grace_at: float | None = None
-        self._patience_at: float | None = None
+        self._failure = ""
+        self._places = Places()
+        self._interrupts = Interrupts(self._places)
+        self._stalls = Stalls(cell, self.ranks, self._places, stall_time)
         self._announce_at: float | None = None
         self._unannounced: list[Death] = []
-        self._stopped: set[int] = set()  # ranks that this run interrupted
         self._done: dict[int, CellDone] = {}
         self._deaths: dict[int, Death] = {}
         self._shown: dict[int, Display] = {}
         self._timed_out: tuple[int, ...] = ()
-        self._unanswered: tuple[int, ...] = ()
+        self._unanswered: dict[int, str] = {}
 
     @property
     def deadline(self) -> float | None:
         limits = [
             t
-            for t in (self._timeout_at, self._grace_at, self._patience_at, self._announce_at)
+            for t in (
+                self._timeout_at,
+                self._grace_at,
+                self._announce_at,
+                self._interrupts.deadline,
+                self._places.deadline,
+                self._stalls.deadline,
+            )
             if t is not None
         ]
         return None if self.finished or not limits else min(limits)
@@ -101,9 +112,13 @@ class CellRun:
         if self.finished:
             return []
         effects = self._on(event, now)
+        if self._interrupts.gave_up:
+            effects += self._give_up()
         if not self.running:
             self.finished = True
-            effects.append(Finished(self._results()))
+            results = self._results()
+            # What it waited for stands before the end of the output.
+            effects = [*self._stalls.close(results.ok, now), *effects, Finished(results)]
         return effects
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -130,8 +145,11 @@ class CellRun:
             return []
         self.running.discard(event.rank)
         self._done[event.rank] = event.done
-        if event.done.error is not None and self._grace_at is None and not self._stopped:
+        self._stalls.rank_ended(event.rank, now)
+        error = event.done.error
+        if error is not None and self._grace_at is None and not self._interrupts.stopped:
             self._grace_at = now + GRACE
+            self._failure = f"rank {event.rank} failed with {one_line(error)}"
         return [RankEnded(event.rank, event.done)]
 
     @_on.register
@@ -140,6 +158,7 @@ class CellRun:
             return []
         self.running.discard(event.rank)
         death = self._deaths[event.rank] = Death(event.rank, event.reason, event.when, event.tail)
+        self._places.gone(event.rank)
         self._unannounced.append(death)
         if self._announce_at is None:
             self._announce_at = now + ANNOUNCE
@@ -147,49 +166,57 @@ class CellRun:
 
     @_on.register
     def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
-        self.interrupts += 1
-        if self.interrupts == 1:
-            return self._stop(now)
-        waiting = format_ranks(sorted(self.running))
-        if self.interrupts == 2:
-            again = Note(
-                f"{waiting} has not answered yet; interrupt again to stop waiting"
-                if len(self.running) == 1
-                else f"{waiting} have not answered yet; interrupt again to stop waiting"
-            )
-            return [*self._stop(now), again]
-        self._unanswered = tuple(sorted(self.running))
-        effects: list[Effect] = [
-            Note(f"no longer waiting for {waiting}; `%hvd_pool restart` replaces ranks that hang")
-        ]
-        effects += [RankEnded(rank, None) for rank in self._unanswered]
-        self.running.clear()
-        return effects
+        self._grace_at = None
+        self._stalls.hush()
+        return self._interrupts.requested(self.running, now)
 
     @_on.register
     def _time(self, event: TimePassed, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if self._timeout_at is not None and now >= self._timeout_at:
-            self._timeout_at = None
+            self._timeout_at = self._grace_at = None
             self._timed_out = tuple(sorted(self.running))
             effects.append(
                 Note(f"timeout of {self._timeout:g} s reached; interrupting {format_ranks(self._timed_out)}")
             )
-            effects += self._stop(now)
+            self._stalls.hush()
+            effects += self._interrupts.time_is_up(self.running, now)
         if self._grace_at is not None and now >= self._grace_at:
             self._grace_at = None
-            if not self._stopped:
-                effects += self._stop(now)
+            self._stalls.hush()
+            effects += self._interrupts.stop(self.running, now, self._failure)
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_at = None
             effects += [Note(f"rank {death.rank} died: {death.reason}") for death in self._unannounced]
             self._unannounced.clear()
-        if self._patience_at is not None and now >= self._patience_at:
-            self._patience_at = None
-            effects.append(
-                Note(f"still waiting for {format_ranks(sorted(self.running))} to answer the interrupt")
-            )
+        return effects + self._look(now)
+
+    def _look(self, now: float) -> list[Effect]:
+        """Go on with what has to do with where the ranks are."""
+        effects: list[Effect] = []
+        if self._places.deadline is not None and now >= self._places.deadline:
+            over, effects = self._places.time()
+            if over:
+                effects += self._stalls.placed(self.running, now)
+        if self._stalls.deadline is not None and now >= self._stalls.deadline:
+            effects += self._stalls.time(self.running, now)
+        if self._interrupts.deadline is not None and now >= self._interrupts.deadline:
+            effects += self._interrupts.time(self.running, now)
         return effects
+
+    @_on.register
+    def _stalled(self, event: Stalled, now: float) -> list[Effect]:
+        return self._stalls.reported(event.stall, now)
+
+    @_on.register
+    def _stack(self, event: StackArrived, now: float) -> list[Effect]:
+        over = self._places.answered(event.rank, event.stack)
+        return self._stalls.placed(self.running, now) if over else []
+
+    @_on.register
+    def _process(self, event: ProcessSeen, now: float) -> list[Effect]:
+        over = self._places.seen(event.rank, event.text)
+        return self._stalls.placed(self.running, now) if over else []
 
     @_on.register
     def _told(self, event: Told, now: float) -> list[Effect]:
@@ -209,11 +236,11 @@ class CellRun:
                 rest.append(chunk)
         return tuple(rest)
 
-    def _stop(self, now: float) -> list[Effect]:
-        self._grace_at = None
-        self._patience_at = now + PATIENCE
-        self._stopped |= self.running
-        return [InterruptRanks(tuple(sorted(self.running)))]
+    def _give_up(self) -> list[Effect]:
+        """End without the ranks that are left."""
+        self._unanswered = {rank: self._places.text(rank) for rank in sorted(self.running)}
+        self.running.clear()
+        return [RankEnded(rank, None) for rank in self._unanswered]
 
     def _results(self) -> CellResults:
         return CellResults(
@@ -221,10 +248,10 @@ class CellRun:
             self._done,
             shown=self._shown,
             deaths=self._deaths,
-            stopped=self._stopped,
+            stopped=self._interrupts.stopped,
             unanswered=self._unanswered,
             timed_out=self._timed_out,
             timeout=self._timeout,
-            interrupted=self.interrupts > 0,
+            interrupted=self._interrupts.requests > 0,
             label=self.label,
         )

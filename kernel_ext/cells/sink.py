@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
@@ -45,11 +46,42 @@ class TimedSink(OutputSink, Protocol):
 
 
 @runtime_checkable
+class StatusSink(OutputSink, Protocol):
+    """A sink that shows what the run waits for; others get it as notes, when it begins and when it ends."""
+
+    def status(self, text: str, *, final: bool) -> None:
+        """Show this in place of what was shown last, or nothing if it is empty; ``final`` if it will stay so."""
+
+
+@runtime_checkable
 class EndingSink(OutputSink, Protocol):
     """A sink that wants to know how the run ended."""
 
     def finished(self, results: CellResults) -> None:
         """The run is over; called once, after all of its output was written."""
+
+
+class AsNotes:
+    """What the run waits for, for a sink that only knows notes: when it begins, and how it ends."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note, self._told = note, False
+
+    def __call__(self, text: str, *, final: bool) -> None:
+        if text and (final or not self._told):
+            self._note(text)
+        self._told = not final
+
+
+class ShowsStatus(Protocol):
+    """``status`` of :class:`StatusSink`."""
+
+    def __call__(self, text: str, *, final: bool) -> None: ...
+
+
+def status_of(sink: OutputSink) -> ShowsStatus:
+    """How to tell this sink what the run waits for."""
+    return sink.status if isinstance(sink, StatusSink) else AsNotes(sink.note)
 
 
 class NullSink:
@@ -62,4 +94,7 @@ class NullSink:
         pass
 
     def note(self, text: str) -> None:
+        pass
+
+    def status(self, text: str, *, final: bool) -> None:
         pass

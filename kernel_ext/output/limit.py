@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, status_of
 from hvdlab.kernel_ext.output.lines import current
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
@@ -71,6 +71,7 @@ class LimitedSink:
 
     def __init__(self, inner: TimedSink, ranks: Sequence[int], limit: int) -> None:
         self._inner = inner
+        self.status = status_of(inner)
         self._plain = len(ranks) == 1
         self._share = max(LEAST_SHARE, limit // max(1, len(ranks)))
         self._ranks = {rank: _Rank() for rank in ranks}

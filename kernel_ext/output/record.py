@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, ShowsStatus, TimedSink, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
@@ -40,6 +40,7 @@ class Recorder:
     def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
         self.transcript = transcript
         self._sinks: tuple[tuple[OutputSink, frozenset[int]], ...] = ((sink, frozenset(transcript.ranks)),)
+        self._statuses: dict[int, ShowsStatus] = {}
         self._wake: Callable[[], None] | None = None
         if isinstance(sink, KeptSink):
             sink.kept(transcript)
@@ -83,6 +84,11 @@ class Recorder:
             self.transcript.note(text)
             for sink, _ in self._sinks:
                 sink.note(text)
+
+    def status(self, text: str, *, final: bool) -> None:
+        for sink, _ in self._sinks:
+            show = self._statuses.get(id(sink)) or self._statuses.setdefault(id(sink), status_of(sink))
+            show(text, final=final)
 
     def tick(self, now: float) -> float | None:
         times = [sink.tick(now) for sink, _ in self._sinks if isinstance(sink, TimedSink)]

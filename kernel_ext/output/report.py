@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from hvdlab.collectives.errors import format_ranks
-from hvdlab.kernel_ext.cells.results import CellResults, RootCause
+from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.kernel_ext.cells.results import CellResults, RootCause, one_line
+from hvdlab.kernel_ext.output.places import grouped
 from hvdlab.kernel_ext.payloads import CellError
 
 # Bold, and not red: notebooks show errors on red, and on dark red in their dark themes.
@@ -82,11 +83,19 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
         if rank not in cause.ranks:
             folded.setdefault(_one_line(results, error), []).append(rank)
     lines += [f"{format_ranks(ranks)}: {line}" for line, ranks in folded.items()]
-    if results.unanswered:
-        lines.append(
-            f"{format_ranks(results.unanswered)}: no answer to the interrupt, not waited for any longer"
-        )
-    return lines
+    return lines + _given_up(results)
+
+
+def _given_up(results: CellResults) -> list[str]:
+    """Who is no longer waited for, where it is, and what can be done."""
+    late = tuple(results.unanswered)
+    if not late:
+        return []
+    remedy = f"`%hvd_pool restart {compact_ranks(late)}` replaces {'it' if len(late) == 1 else 'them'}"
+    if others := [rank for rank in results.ranks if rank not in late]:
+        remedy += f", `--ranks {compact_ranks(others)}` leaves {'it' if len(late) == 1 else 'them'} out"
+    lines = [f"{format_ranks(late)}: no answer to the interrupt, not waited for any longer; {remedy}"]
+    return lines + [f"  {line}" for line in grouped(results.unanswered)]
 
 
 def _one_line(results: CellResults, error: CellError) -> str:
@@ -94,9 +103,7 @@ def _one_line(results: CellResults, error: CellError) -> str:
         return "interrupted"
     if error.aborted and error.collective:
         return f"stopped in {error.collective}{_because(results, error)}"
-    return f"{error.ename}: {error.evalue.strip().splitlines()[0] if error.evalue.strip() else ''}".rstrip(
-        ": "
-    )
+    return one_line(error)
 
 
 def _because(results: CellResults, error: CellError) -> str:

@@ -19,6 +19,10 @@ class Screen(Protocol):
     def clear(self, piece: Cleared) -> None: ...
     def live(self, piece: LiveLines) -> None: ...
 
+    def status(self, text: str, *, final: bool) -> None:
+        """What the cell waits for, in place of what was told last; empty if nothing is left to say."""
+        ...
+
     def tick(self, now: float) -> float | None:
         """Show what was held back; returns when to call again, or None."""
         ...
@@ -60,6 +64,10 @@ class MergingSink:
     def note(self, text: str) -> None:
         self._show(self._merger.take(self._clock()))
         self._screen.write(Text("stderr", f"{text}\n"))
+
+    def status(self, text: str, *, final: bool) -> None:
+        self._show(self._merger.take(self._clock()))
+        self._screen.status(text, final=final)
 
     def tick(self, now: float) -> float | None:
         self._show(self._merger.take(now))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,16 @@ class NotebookScreen:
         self._outbox = Outbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False
+        self._status = _StatusArea(f"hvdlab-{cell}-status")
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
     def write(self, piece: Text) -> None:
+        self._status.passed()
         self._outbox.text(piece.name, piece.text)
 
     def show(self, piece: Shown) -> None:
+        self._status.passed()
         display, rank = piece.display, piece.ranks[0]
         known = self._areas.find(rank, display.display_id) if display.update else None
         if known is not None:
@@ -63,6 +66,7 @@ class NotebookScreen:
         if set(piece.ranks) == self._ranks:
             self._areas.forget()
             self._live_made = False
+            self._status.forget()
             self._outbox.call(partial(self._publisher.clear, piece.wait))
             return
         for rank in piece.ranks:
@@ -77,6 +81,10 @@ class NotebookScreen:
         elif self._live_filled:
             self._display(_EMPTY, {}, self._live_area, update=self._live_made)
         self._live_filled = bool(piece.lines)
+
+    def status(self, text: str, *, final: bool) -> None:
+        for area, shown, update in self._status.place(text, final):
+            self._display({"text/plain": shown} if shown else _EMPTY, {}, area, update=update)
 
     def finish(self) -> None:
         for area in self._areas.leftover():
@@ -108,3 +116,30 @@ class NotebookScreen:
 
 def _is_text(display: Display) -> bool:
     return set(display.data) == {"text/plain"}
+
+
+class _StatusArea:
+    """Where it is told what the cell waits for: in place while it lasts, and next time below what came in between."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._number = name, 0
+        self._made = self._settled = self._passed = False
+
+    def passed(self) -> None:
+        """Something else was shown."""
+        self._passed = True
+
+    def forget(self) -> None:
+        """All output is gone."""
+        self._made = False
+
+    def place(self, text: str, final: bool) -> Iterator[tuple[str, str, bool]]:
+        """Areas to be shown, with their text, and whether they exist."""
+        if self._made and self._settled and self._passed and text:
+            yield f"{self._name}-{self._number}", "", True
+            self._made = False
+            self._number += 1
+        if text or self._made:
+            yield f"{self._name}-{self._number}", text, self._made
+            self._passed = self._passed and self._made
+            self._made, self._settled = True, final

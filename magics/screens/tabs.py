@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from hvdlab.kernel_ext.cells.sink import AsNotes, ShowsStatus
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 from hvdlab.magics.screens.pages import Page, page_html, page_text
 from hvdlab.magics.screens.publisher import Publisher
@@ -21,6 +22,8 @@ class View(Protocol):
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None: ...
     def note(self, text: str) -> None: ...
+    @property
+    def status(self) -> ShowsStatus: ...
 
 
 class PagesSink:
@@ -42,6 +45,9 @@ class PagesSink:
     def note(self, text: str) -> None:
         self._view.note(text)
 
+    def status(self, text: str, *, final: bool) -> None:
+        self._view.status(text, final=final)
+
     def tick(self, now: float) -> float | None:
         if not self._changed:
             return None
@@ -60,8 +66,24 @@ class PagesSink:
         pass
 
 
+class _Area:
+    """What the cell waits for, in an area of its own."""
+
+    def __init__(self, publisher: Publisher, area: str) -> None:
+        self._publisher, self._area, self._made = publisher, area, False
+
+    def __call__(self, text: str, *, final: bool) -> None:
+        if text or self._made:
+            data = {"text/plain": text} if text else {"text/plain": "", "text/html": ""}
+            self._publisher.display(data, {}, self._area, update=self._made)
+            self._made = True
+
+
 class SectionsView:
     """A terminal: one section for each rank, when the cell has ended."""
+
+    def __init__(self) -> None:
+        self.status = AsNotes(self.note)
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
         if not final:
@@ -80,6 +102,7 @@ class DetailsView:
 
     def __init__(self, publisher: Publisher, cell: str) -> None:
         self._publisher, self._area, self._made = publisher, f"hvdlab-{cell}-pages", False
+        self.status = _Area(publisher, f"hvdlab-{cell}-status")
         self._html: dict[int, str] = {}
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
@@ -102,6 +125,7 @@ class TabsView:
         import ipywidgets  # type: ignore[import-untyped]  # it ships no types
 
         self._publisher = publisher
+        self.status = _Area(publisher, f"hvdlab-{cell}-status")
         self._outputs: dict[int, Any] = {rank: ipywidgets.Output() for rank in ranks}
         tab = ipywidgets.Tab(children=list(self._outputs.values()), titles=[f"rank {rank}" for rank in ranks])
         data: dict[str, Any] = tab._repr_mimebundle_() or {}

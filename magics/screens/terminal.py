@@ -7,26 +7,31 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from hvdlab.kernel_ext.cells.sink import AsNotes
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text, label
 
 _ERASE = "\r\x1b[K"
+_UP = "\x1b[1A"
 
 
 class TerminalScreen:
     """Writes text as it is; of a display its text form.
 
-    On a tty the live line of the lowest rank is redrawn in place; elsewhere only finished lines appear.
+    On a tty the live line of the lowest rank, and what the cell waits for, are redrawn in place below it; elsewhere
+    only finished lines appear.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._labelled = len(ranks) > 1
-        self._drawn = ""  # on screen now
-        self._wanted = ""  # to be drawn again below whatever is written
+        self._drawn = 0  # lines on screen now that are to be erased before anything is written
+        self._live = ""
+        self._status: list[str] = []
+        self._note_status = AsNotes(lambda text: self.write(Text("stderr", f"{text}\n")))
 
     def write(self, piece: Text) -> None:
         self._erase()
         write_to_terminal(piece.name, piece.text)
-        self._draw(self._wanted)
+        self._draw()
 
     def show(self, piece: Shown) -> None:
         text = str(piece.display.data.get("text/plain", ""))
@@ -39,9 +44,19 @@ class TerminalScreen:
         self._erase()
 
     def live(self, piece: LiveLines) -> None:
-        self._wanted = piece.text().split("\n", 1)[0]
+        self._live = piece.text().split("\n", 1)[0]
         self._erase()
-        self._draw(self._wanted)
+        self._draw()
+
+    def status(self, text: str, *, final: bool) -> None:
+        if not _is_tty(sys.stderr):
+            self._note_status(text, final=final)
+            return
+        self._status = [] if final else text.split("\n")
+        self._erase()
+        if final and text:
+            write_to_terminal("stderr", f"{text}\n")
+        self._draw()
 
     def tick(self, now: float) -> float | None:
         return None
@@ -53,19 +68,22 @@ class TerminalScreen:
         pass
 
     def finish(self) -> None:
-        self._wanted = ""
+        self._live, self._status = "", []
         self._erase()
 
-    def _draw(self, text: str) -> None:
-        if text and _is_tty(sys.stderr):
-            self._drawn = text[: shutil.get_terminal_size().columns - 1]
-            sys.stderr.write(self._drawn)
+    def _draw(self) -> None:
+        lines = [line for line in (self._live, *self._status) if line]
+        if lines and _is_tty(sys.stderr):
+            # Lines that wrapped could not be erased.
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write("\n".join(line[:width] for line in lines))
             sys.stderr.flush()
+            self._drawn = len(lines)
 
     def _erase(self) -> None:
         if self._drawn:
-            sys.stderr.write(_ERASE)
-            self._drawn = ""
+            sys.stderr.write(_ERASE + f"{_UP}{_ERASE}" * (self._drawn - 1))
+            self._drawn = 0
 
 
 def write_to_terminal(name: str, text: str) -> None:

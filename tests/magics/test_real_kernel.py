@@ -170,19 +170,6 @@ def test_an_interrupt_stops_all_ranks_and_loses_nothing(kernel: LiveKernel) -> N
     assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20", "[3] 30"]
 
 
-def test_a_second_interrupt_names_ranks_that_do_not_answer(kernel: LiveKernel) -> None:
-    cell = kernel.send(
-        "%%hvd_run\nprint('begin')\nend = time.time() + 4\nwhile rank == 1 and time.time() < end:\n"
-        "    try:\n        time.sleep(4)\n    except KeyboardInterrupt:\n        pass\ntime.sleep(60 * (rank != 1))"
-    )
-    kernel.until(lambda: "[0-3] begin" in cell.lines())
-    kernel.interrupt()
-    time.sleep(1)  # a user's pause between two clicks
-    kernel.interrupt()
-    kernel.finish(cell)
-    assert "rank 1 has not answered yet" in cell.text("stderr")
-
-
 def test_output_without_end_can_be_interrupted(kernel: LiveKernel) -> None:
     cell = kernel.send("%%hvd_run\nwhile True: print('rank', rank, 'x' * 80)")
     kernel.until(lambda: len(cell.lines()) > 1000)
@@ -193,21 +180,6 @@ def test_output_without_end_can_be_interrupted(kernel: LiveKernel) -> None:
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run("%%hvd_run\nprint(1)").lines() == ["[0-3] 1"]
-
-
-def test_a_rank_that_hangs_can_be_given_up_and_replaced(kernel: LiveKernel) -> None:
-    cell = kernel.send(
-        "%%hvd_run\nprint('begin')\nend = time.time() + 100\nwhile rank == 1 and time.time() < end:\n"
-        "    try:\n        time.sleep(1)\n    except KeyboardInterrupt:\n        pass"
-    )
-    kernel.until(lambda: "[0-3] begin" in cell.lines())
-    for _ in range(3):
-        kernel.interrupt()
-        time.sleep(0.5)  # a user's pause between two clicks
-    kernel.finish(cell)
-    assert "no longer waiting for rank 1" in cell.text("stderr")
-    assert kernel.run("%hvd_pool restart 1").lines() == ["rank 1 started again, with empty memory"]
-    assert kernel.run("%%hvd_run\nprint('x' in globals())").lines() == ["[0,2,3] True", "[1] False"]
 
 
 def test_a_new_number_keeps_the_variables_of_those_that_stay(kernel: LiveKernel) -> None:

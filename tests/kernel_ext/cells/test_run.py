@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlab.collectives.membership import Stall
 from hvdlab.kernel_ext.cells.events import (
     Deliver,
     DoneArrived,
@@ -17,14 +18,18 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     Note,
     OutputArrived,
+    ProcessSeen,
     RankDied,
     RankEnded,
     SendCredit,
+    ShowStatus,
+    StackArrived,
+    Stalled,
     TimePassed,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import ANNOUNCE, GRACE, PATIENCE, CellRun
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, Stream
+from hvdlab.kernel_ext.cells.run import ANNOUNCE, GRACE, CellRun
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, PendingNow, Stack, Stream
 
 
 def run(ranks: int = 4, **kwargs: object) -> CellRun:
@@ -145,27 +150,6 @@ def test_the_time_limit_interrupts_and_is_the_cause() -> None:
     assert "rank 1 did not end within 3 s" in results.root_cause.evalue
 
 
-def test_interrupts_are_sent_then_explained_then_given_up() -> None:
-    machine = run(3)
-    assert machine.handle(InterruptRequested(), 1.0) == [InterruptRanks((0, 1, 2))]
-    machine.handle(done(0, error("KeyboardInterrupt", interrupted=True)), 1.1)
-    second = machine.handle(InterruptRequested(), 2.0)
-    assert InterruptRanks((1, 2)) in second
-    assert any(isinstance(e, Note) and "ranks 1,2 have not answered" in e.text for e in second)
-    results = results_of(machine.handle(InterruptRequested(), 3.0))
-    assert results.unanswered == (1, 2)
-    assert results.interrupted
-
-
-def test_ranks_that_do_not_answer_are_named_after_a_while() -> None:
-    machine = run(2)
-    machine.handle(InterruptRequested(), 1.0)
-    assert machine.deadline == 1.0 + PATIENCE
-    (note,) = machine.handle(TimePassed(), 1.0 + PATIENCE)
-    assert isinstance(note, Note)
-    assert "still waiting for ranks 0,1" in note.text
-
-
 def test_credit_is_given_as_output_is_taken() -> None:
     machine = run(1, ack_bytes=100)
     chunk = (Stream("stdout", "x"),)
@@ -198,6 +182,15 @@ def test_different_values_are_shown_by_group() -> None:
     assert repr(results) == "[0,2] 3\n[1]   4"
 
 
+def stall(waited: set[int]) -> Stall:
+    sites = tuple("cell [1] line 2" for _ in waited)
+    return Stall(0, 10.0, 0, "x", tuple(waited), tuple(set(range(RANKS)) - waited), sites)
+
+
+def stack(cell: str) -> Stack:
+    return Stack(0, cell, (), (PendingNow("allreduce", "x", "cell [1] line 2", 11.0),))
+
+
 errors = st.one_of(
     st.none(),
     st.builds(lambda when: error(when=when), st.integers(1, 100)),
@@ -215,12 +208,15 @@ events = st.one_of(
     st.builds(lambda r, w: RankDied(r, "gone", w), st.integers(0, RANKS - 1), st.integers(1, 100)),
     st.just(InterruptRequested()),
     st.just(TimePassed()),
+    st.builds(lambda waited: Stalled(stall(waited)), st.sets(st.integers(0, RANKS - 1))),
+    st.builds(lambda r, c: StackArrived(r, stack(c)), st.integers(0, RANKS - 1), st.sampled_from(["", "c1"])),
+    st.builds(lambda r: ProcessSeen(r, "stopped"), st.integers(0, RANKS - 1)),
 )
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=40), st.one_of(st.none(), st.floats(0.1, 5)))
 def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout: float | None) -> None:
-    machine = CellRun("c1", range(RANKS), now=0.0, timeout=timeout)
+    machine = CellRun("c1", range(RANKS), now=0.0, timeout=timeout, stall_time=2.0)
     now, effects = 0.0, []
     for event, step in schedule:
         now += step
@@ -237,6 +233,8 @@ def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout:
         assert not [e for e in effects[end:] if isinstance(e, Deliver) and e.rank == rank]
     results = effects[-1].results
     assert (results.root_cause is None) == results.ok
+    told = [e for e in effects if isinstance(e, ShowStatus)]
+    assert not told or told[-1].final
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
@@ -248,3 +246,16 @@ def test_only_running_ranks_are_interrupted(schedule: list) -> None:
             if isinstance(effect, InterruptRanks):
                 assert effect.ranks
                 assert set(effect.ranks) == machine.running
+
+
+@given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
+def test_time_that_has_passed_is_not_waited_for_again(schedule: list) -> None:
+    machine, now = CellRun("c1", range(RANKS), now=0.0, timeout=3.0, stall_time=2.0), 0.0
+    for event, step in schedule:
+        now += step
+        machine.handle(event, now)
+        for _ in range(8):
+            if machine.deadline is None or machine.deadline > now:
+                break
+            machine.handle(TimePassed(), now)
+        assert machine.deadline is None or machine.deadline > now

@@ -1,0 +1,91 @@
+"""Where ranks are, as far as they have said: who was asked, who answered, who has to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvdlab.kernel_ext.cells.events import AskStacks, Effect, LookAt
+from hvdlab.kernel_ext.output.places import short_place
+from hvdlab.kernel_ext.payloads import Stack
+
+ANSWER_WITHIN = 0.3
+"""Seconds that a rank has to answer; its control thread does, unless something holds the whole process."""
+
+SEEN_WITHIN = 0.3
+"""Seconds after which nothing more is expected from a look at a process."""
+
+
+class Places:
+    """One round of questions after the other. No I/O.
+
+    Attributes:
+        answers: What ranks answered in this round.
+        deadline: When the round goes on by itself; None if it is over.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Stack] = {}
+        self.deadline: float | None = None
+        self._asked: frozenset[int] = frozenset()
+        self._seen: dict[int, str] = {}
+        self._looking = False
+
+    def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
+        """Begin a round. What is known from the last one is forgotten, but for looks at who did not answer."""
+        self._asked = frozenset(ranks)
+        self.answers = {}
+        self._seen = {rank: text for rank, text in self._seen.items() if rank in self._asked}
+        self._looking = False
+        self.deadline = now + ANSWER_WITHIN
+        return [AskStacks(tuple(sorted(self._asked)))]
+
+    @property
+    def running(self) -> bool:
+        """Whether a round is under way."""
+        return self.deadline is not None
+
+    def answered(self, rank: int, stack: Stack) -> bool:
+        """A rank answered. True if that ends the round."""
+        if rank not in self._asked:
+            return False
+        self.answers[rank] = stack
+        self._seen.pop(rank, None)
+        return self._all_known()
+
+    def seen(self, rank: int, text: str) -> bool:
+        """A process was looked at. True if that ends the round."""
+        if rank not in self._asked or rank in self.answers:
+            return False
+        self._seen[rank] = text
+        return self._looking and self._all_known()
+
+    def time(self) -> tuple[bool, list[Effect]]:
+        """The deadline was reached. Returns whether the round is over, and what is to be done."""
+        assert self.deadline is not None
+        silent = tuple(sorted(self._asked - set(self.answers)))
+        if self._looking or not silent:
+            self.deadline = None
+            return True, []
+        self._looking = True
+        self.deadline += SEEN_WITHIN
+        return False, [LookAt(silent)]
+
+    def gone(self, rank: int) -> None:
+        """Nothing comes from this rank any more."""
+        self._asked -= {rank}
+        self._seen.pop(rank, None)
+
+    def text(self, rank: int) -> str:
+        """Where a rank is, in words."""
+        stack = self.answers.get(rank)
+        if stack is not None:
+            return short_place(stack)
+        return self._seen.get(rank, "it does not answer")
+
+    def _all_known(self) -> bool:
+        if self.deadline is None or self._asked - set(self.answers) - (
+            set(self._seen) if self._looking else set()
+        ):
+            return False
+        self.deadline = None
+        return True

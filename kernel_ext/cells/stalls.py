@@ -1,0 +1,230 @@
+"""What a cell waits for when that takes long: told under the cell while it lasts. No I/O.
+
+Two things are told: a collective that some ranks have submitted and others have not, and ranks that are still in the
+cell long after others have ended it. The coordinator reports the first, about every ten seconds. In between, and to
+see that it is over, the ranks are asked where they are and what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from hvdlab.collectives.coordinator.signatures import kind_label
+from hvdlab.collectives.errors import call_name, format_ranks
+from hvdlab.collectives.membership import Stall
+from hvdlab.kernel_ext.cells.events import Effect, ShowStatus
+from hvdlab.kernel_ext.cells.places import Places
+from hvdlab.kernel_ext.output.places import collective_of, grouped, waits_in
+
+REFRESH = 1.0
+"""Seconds between two states of what is shown."""
+DOUBT = 2.0
+"""Seconds after which it is certain that what is no longer waited for went on, and did not fail."""
+MOST_WAITS = 3
+"""Groups of collectives that are told one by one."""
+
+_Key = tuple[int, str, str]
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A collective that waits.
+
+    Attributes:
+        kind, name: Which, in words.
+        site: Where one of the ranks called it.
+        since: When it was submitted first.
+        seen: Rank to seconds that it had been waiting when it was last asked, of ranks that have submitted it.
+        missing: Ranks that have not.
+        awaited: Those that were missing when it was shown last.
+    """
+
+    kind: str
+    name: str
+    site: str
+    since: float
+    missing: set[int]
+    awaited: tuple[int, ...] = ()
+    seen: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def head(self) -> str:
+        return call_name(self.kind, self.name) + (f" ({self.site})" if self.site else "")
+
+
+class Stalls:
+    """What one cell waits for.
+
+    Args:
+        cell: Id of the cell.
+        ranks: Its ranks.
+        places: Asks the ranks; :meth:`placed` is to be called at the end of a round.
+        every: Seconds after which ranks that have not ended the cell are told about; None never.
+    """
+
+    def __init__(self, cell: str, ranks: Collection[int], places: Places, every: float | None) -> None:
+        self._cell, self._ranks, self._places, self._every = cell, tuple(ranks), places, every
+        self._waits: dict[_Key, _Wait] = {}
+        self._ended: list[int] = []
+        self._ended_at: float | None = None
+        self._refresh_at: float | None = None
+        self._told: _Wait | None = None  # what is shown now; of several the oldest
+        self._places_told: list[str] = []
+        self._went_on: tuple[_Wait, float] | None = None  # what was last shown to have gone on, and when
+        self._behind = False  # that ranks are behind is shown now
+        self._quiet = False
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call :meth:`time`."""
+        return None if self._places.running else self._refresh_at
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def reported(self, stall: Stall, now: float) -> list[Effect]:
+        """The coordinator reported a collective."""
+        if self._quiet or not stall.missing or not set(self._ranks) & {*stall.waited, *stall.missing}:
+            return []
+        key = (stall.process_set, kind_label(stall.kind), stall.name)
+        wait = self._waits.get(key)
+        if wait is None:
+            site = stall.sites[0] if stall.sites else ""
+            wait = self._waits[key] = _Wait(key[1], key[2], site, now - stall.seconds, set())
+        wait.missing = set(stall.missing)
+        for rank in stall.waited:
+            wait.seen.setdefault(rank, 0.0)
+        for rank in stall.missing:
+            wait.seen.pop(rank, None)
+        return [] if self._places.running else self._ask(now)
+
+    def rank_ended(self, rank: int, now: float) -> None:
+        """A rank's part of the cell has ended."""
+        self._ended.append(rank)
+        if self._ended_at is None:
+            self._ended_at = now
+            if self._every is not None and self._refresh_at is None:
+                self._refresh_at = now + self._every
+
+    def time(self, running: Collection[int], now: float) -> list[Effect]:
+        """The deadline was reached; ``running`` are the ranks that have not ended the cell."""
+        self._refresh_at = None
+        if self._quiet or not (self._waits or running):
+            return []
+        return self._ask(now, running if not self._waits else ())
+
+    def placed(self, running: Collection[int], now: float) -> list[Effect]:
+        """A round of questions is over."""
+        if self._quiet:
+            return []
+        for key, wait in list(self._waits.items()):
+            if self._is_over(wait):
+                del self._waits[key]
+        own = [wait for wait in self._waits.values() if self._is_own(wait)]
+        behind = self._is_behind(running, now)
+        if self._waits or behind:
+            self._refresh_at = now + REFRESH
+        elif self._ended_at is not None and self._every is not None and running:
+            self._refresh_at = max(now + REFRESH, self._ended_at + self._every)
+        if own:
+            self._told, self._behind = min(own, key=lambda wait: wait.since), False
+            return [ShowStatus("\n".join(self._lines(own, now)))]
+        if self._told is not None:
+            self._went_on = self._told, now
+            return self._conclude(True, now)
+        if behind:
+            self._behind = True
+            return [ShowStatus("\n".join(self._lines_behind(running, now)))]
+        return []
+
+    def hush(self) -> None:
+        """The user has interrupted the cell: what is shown stays as it is until :meth:`close`."""
+        self._quiet, self._refresh_at = True, None
+
+    def close(self, ok: bool, now: float) -> list[Effect]:
+        """The cell has ended, without an error if ``ok``."""
+        self._quiet = True
+        if not ok and self._told is None and self._went_on is not None and now - self._went_on[1] < DOUBT:
+            self._told = self._went_on[0]
+        return self._conclude(ok, now) if self._told is not None or self._behind else []
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, now: float, more: Iterable[int] = ()) -> list[Effect]:
+        ranks = set(more)
+        for wait in self._waits.values():
+            ranks |= wait.missing | set(wait.seen)
+        return self._places.ask(ranks, now)
+
+    def _is_over(self, wait: _Wait) -> bool:
+        """Take what the ranks said. True if one of those that waited has gone on."""
+        for rank, stack in self._places.answers.items():
+            seconds = waits_in(stack.pending, wait.kind, wait.name)
+            if rank in wait.missing and seconds is not None:
+                wait.missing.discard(rank)
+                wait.seen[rank] = seconds
+            elif rank in wait.seen:
+                if seconds is None or seconds < wait.seen[rank]:
+                    return True
+                wait.seen[rank] = seconds
+        return not wait.missing
+
+    def _is_own(self, wait: _Wait) -> bool:
+        """Whether a rank waits in this very cell, and not in another that these ranks run before or after it."""
+        answers = self._places.answers
+        return any(rank in answers and answers[rank].cell == self._cell for rank in wait.seen)
+
+    def _is_behind(self, running: Collection[int], now: float) -> bool:
+        if not running or self._ended_at is None or self._every is None:
+            return False
+        return now - self._ended_at >= self._every
+
+    def _lines(self, waits: list[_Wait], now: float) -> list[str]:
+        groups: dict[tuple[int, ...], list[_Wait]] = {}
+        for wait in sorted(waits, key=lambda wait: wait.since):
+            groups.setdefault(tuple(sorted(wait.missing)), []).append(wait)
+        lines = []
+        for missing, members in groups.items():
+            for wait in members:
+                wait.awaited = missing
+        for missing, members in list(groups.items())[:MOST_WAITS]:
+            first, waiting = members[0], format_ranks(tuple(members[0].seen))
+            more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+            have = "has" if len(first.seen) == 1 else "have"
+            seconds = now - first.since
+            lines.append(
+                f"{first.head}{more}: {waiting} {have} waited {seconds:.0f} s for {format_ranks(missing)}"
+            )
+        if len(groups) > MOST_WAITS:
+            lines.append(f"… and others, in {len(groups) - MOST_WAITS} more groups of ranks")
+        awaited = {rank for missing in groups for rank in missing}
+        self._places_told = [f"  {line}" for line in grouped({rank: self._where(rank) for rank in awaited})]
+        return lines + self._places_told
+
+    def _lines_behind(self, running: Collection[int], now: float) -> list[str]:
+        assert self._ended_at is not None
+        late = tuple(sorted(running))
+        are = "is" if len(late) == 1 else "are"
+        head = (
+            f"{format_ranks(self._ended)} ended this cell {now - self._ended_at:.0f} s ago; "
+            f"{format_ranks(late)} {are} still in it"
+        )
+        return [head, *(f"  {line}" for line in grouped({rank: self._where(rank) for rank in late}))]
+
+    def _where(self, rank: int) -> str:
+        stack = self._places.answers.get(rank)
+        waits = collective_of(stack) if stack is not None else ""
+        return f"{waits}, {self._places.text(rank)}" if waits else self._places.text(rank)
+
+    def _conclude(self, ok: bool, now: float) -> list[Effect]:
+        wait, self._told, self._behind = self._told, None, False
+        if wait is None:
+            return [ShowStatus("", final=True)]
+        seconds, waiting = f"{now - wait.since:.0f} s", format_ranks(tuple(wait.seen))
+        awaited = format_ranks(wait.awaited)
+        if ok:
+            return [
+                ShowStatus(f"{wait.head} went on after {seconds}: {waiting} waited for {awaited}", final=True)
+            ]
+        lines = [f"{wait.head}: {waiting} waited {seconds} for {awaited}", *self._places_told]
+        return [ShowStatus("\n".join(lines), final=True)]

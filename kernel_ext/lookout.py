@@ -1,0 +1,73 @@
+"""Finds out where ranks are: asks them, and looks at the processes of those that can't answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdlab.kernel_ext.cells.events import Event, ProcessSeen, StackArrived
+from hvdlab.kernel_ext.payloads import TO_RANK, AskStack, Stack, encode
+from hvdlab.kernel_ext.processes import look_at
+from hvdlab.kernel_ext.questions import Answer, Questions
+
+ELSEWHERE = "it does not answer"
+
+
+class Lookout:
+    """Of one pool.
+
+    Args:
+        post: ``post(topic, body, ranks)``; must not block.
+        questions: Hands out tickets, and answers.
+        local_pid: The process of a rank on this host, or None.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[str, bytes, Sequence[int]], None],
+        questions: Questions,
+        local_pid: Callable[[int], int | None],
+    ) -> None:
+        self._post, self._questions, self._local_pid = post, questions, local_pid
+
+    def watch(self, feed: Callable[[Event], None]) -> Watch:
+        """For one cell, which is told by events."""
+        return Watch(self, feed)
+
+    def ask(self, ticket: int, ranks: Sequence[int]) -> None:
+        self._post(TO_RANK, encode(AskStack(ticket)), ranks)
+
+    def look(self, rank: int) -> str:
+        """What keeps a rank from answering. Any thread; does not block."""
+        pid = self._local_pid(rank)
+        return look_at(pid) if pid is not None else ELSEWHERE
+
+    def follow(self, take: Callable[[int, Answer], None]) -> int:
+        return self._questions.follow(take)
+
+    def unfollow(self, ticket: int) -> None:
+        self._questions.unfollow(ticket)
+
+
+class Watch:
+    """The questions of one cell. Any thread."""
+
+    def __init__(self, lookout: Lookout, feed: Callable[[Event], None]) -> None:
+        self._lookout, self._feed = lookout, feed
+        self._ticket = lookout.follow(self._answered)
+
+    def ask(self, ranks: Sequence[int]) -> None:
+        """Ask ranks where they are; the answers come as :class:`StackArrived`."""
+        self._lookout.ask(self._ticket, ranks)
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Look at ranks' processes; the findings come as :class:`ProcessSeen`."""
+        for rank in ranks:
+            self._feed(ProcessSeen(rank, self._lookout.look(rank)))
+
+    def close(self) -> None:
+        """No answer is wanted any more."""
+        self._lookout.unfollow(self._ticket)
+
+    def _answered(self, rank: int, answer: Answer) -> None:
+        if isinstance(answer, Stack):
+            self._feed(StackArrived(rank, answer))

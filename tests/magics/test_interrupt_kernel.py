@@ -1,0 +1,126 @@
+"""Interrupts that not all ranks answer, and cells that wait for long, in a real kernel with real ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from live_kernel import Cell, LiveKernel
+
+SETUP = (
+    "%%hvd_run -np 3\nimport os, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
+    "context.init()\nrank = context.engine('').rank\nx = rank * 10"
+)
+SUM = "%%hvd_run\nprint(api.allreduce(np.ones(1), name='again')[0], x)"
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    before = os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS")
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.5"
+    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"))
+    if before is None:
+        del os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"]
+    kernel.run("%load_ext hvdlab")
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(started: LiveKernel) -> LiveKernel:
+    cell = started.run(SETUP)
+    assert cell.error is None, cell.error
+    return started
+
+
+def told(cell: Cell) -> list[str]:
+    """What was shown below the cell while it waited, one after the other."""
+    shown = [*cell.of("display_data"), *cell.of("update_display_data")]
+    areas = {content["transient"]["display_id"] for content in shown}
+    assert len(areas) <= 1, areas
+    return [content["data"]["text/plain"] for content in shown]
+
+
+def plain(lines: list[str]) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", "\n".join(lines))
+
+
+def test_it_is_told_who_is_awaited_and_where_that_is(kernel: LiveKernel) -> None:
+    kernel.run("%%hvd_run\nimport threading\nready = threading.Event()")
+    cell = kernel.send(
+        "%%hvd_run --background\ndef step():\n    if rank == 1:\n        while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    api.allreduce(np.ones(1), name='loss')\nstep()"
+    )
+    number = cell_number(kernel, cell)
+    kernel.until(lambda: len(told(cell)) >= 2)
+    head, place = told(cell)[1].split("\n")
+    assert re.fullmatch(
+        rf"allreduce `loss` \(cell \[{number}\] line 5\): ranks 0,2 have waited \d+ s for rank 1", head
+    )
+    assert place.startswith(f"  rank 1: cell [{number}] line 4 in step: while not os.path.exists('go')")
+    where = kernel.run("%hvd_where").of("execute_result")[0]["data"]["text/plain"]
+    assert re.search(rf"ranks 0,2: in allreduce `loss` for \d+ s\n  cell \[{number}\] line 6\n", where), where
+    assert f"rank 1: running\n  cell [{number}] line 6\n    step()\n  cell [{number}] line 4 in step" in where
+    kernel.run("open('go', 'w').close()")
+    kernel.until(lambda: "went on" in told(cell)[-1])
+    assert "ranks 0,2 waited for rank 1" in told(cell)[-1]
+    assert "stderr" not in [content["name"] for content in cell.of("stream")]
+
+
+def cell_number(kernel: LiveKernel, cell: Cell) -> int:
+    kernel.finish(cell)
+    return int(cell.reply["execution_count"])
+
+
+def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> None:
+    pid = int(kernel.run("%%hvd_rank 1\nprint(os.getpid())").text())
+    cell = kernel.send(
+        "%%hvd_run\nprint('begin')\napi.allreduce(np.ones(1), name='loss') if rank != 1 else time.sleep(60)"
+    )
+    kernel.until(lambda: "[0-2] begin" in cell.lines())
+    os.kill(pid, signal.SIGSTOP)
+    kernel.interrupt()
+    kernel.until(lambda: "interrupt again" in cell.text("stderr"))
+    assert cell.lines("stderr") == [
+        "rank 1 has not answered the interrupt; interrupt again to stop waiting",
+        f"  rank 1: stopped (SIGSTOP); `kill -CONT {pid}` lets it go on",
+    ]
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert cell.error is not None
+    report = plain(cell.error["traceback"])
+    assert "ranks 0,2 were interrupted" in report
+    assert (
+        "rank 1: no answer to the interrupt, not waited for any longer; `%hvd_pool restart 1` replaces it"
+        in report
+    )
+    refused = kernel.run(SUM).text("stderr")
+    assert "rank 1 still hangs in cell [" in refused
+    assert kernel.run("%%hvd_run --ranks 0,2\nprint(x)").lines() == ["[0] 0", "[2] 20"]
+    assert kernel.run("%hvd_pool restart 1").lines() == ["rank 1 started again, with empty memory"]
+    kernel.run(SETUP.replace("%%hvd_run -np 3", "%%hvd_rank 1"))
+    assert kernel.run(SUM).lines() == ["[0] 1.0 0", "[1] 1.0 10", "[2] 1.0 20"]
+
+
+def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKernel) -> None:
+    cell = kernel.send(
+        "%%hvd_run\nimport ctypes\nif rank == 2: ctypes.PyDLL(None).system(b'touch held; exec sleep 4')\n"
+        "else:\n    while not os.path.exists('held'): time.sleep(0.01)\n    print('held')\n    time.sleep(60)\n"
+    )
+    kernel.until(lambda: "[0,1] held" in cell.lines())
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert "rank 2 has not answered the interrupt" in cell.text("stderr")
+    assert "C code that keeps the interpreter" in cell.text("stderr")
+    assert cell.error is not None
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert kernel.run(SUM).lines() == ["[0] 1.0 0", "[1] 1.0 10", "[2] 1.0 20"]

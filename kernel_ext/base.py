@@ -13,7 +13,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.launchers import names
@@ -177,7 +177,17 @@ class PoolBase:
         return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
 
     def _warm_lost(self, reason: str) -> None:
-        self._break(f"the process that ranks are forked from ended: {reason}")
+        try:
+            self._base.warm.respawn()
+        except StartError as error:
+            self._break(
+                f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
+            )
+            return
+        self.tell(
+            f"the process that ranks are forked from ended ({reason.splitlines()[0].split(';')[0]}) and was replaced; "
+            "the ranks and their variables are intact"
+        )
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""

@@ -390,18 +390,6 @@ def test_stopping_ends_a_run_in_the_background(start_pool: StartPool) -> None:
     assert set(run.wait(5).deaths) == {0, 1}
 
 
-def test_the_death_of_the_warm_process_is_told(start_pool: StartPool) -> None:
-    pool = start_pool(2)
-    (warm,) = [p for p in psutil.Process().children() if p.name() == "hvd-warm"]
-    out = Recorder()
-    run = pool.start_run("print('on', flush=True)\nwhile True: pass", out=out)
-    assert out.started.wait(10)
-    warm.kill()
-    assert set(run.wait(5).deaths) == {0, 1}
-    with pytest.raises(StartError, match=r"broken down.*SIGKILL"):
-        pool.run("1")
-
-
 def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:
     pool = start_pool(1)
     (pid,) = values(pool, "import subprocess\nsubprocess.Popen(['sleep', '600']).pid")

@@ -44,6 +44,14 @@ class Watched:
         """Its process id."""
         return self.pool._base._base.coordinator.pid
 
+    @property
+    def warm(self) -> int:
+        """The process id of the warm process."""
+        return self.pool._base._base.warm.pid
+
+    def kill_warm(self) -> None:
+        os.kill(self.warm, signal.SIGKILL)
+
     def kill_coordinator(self) -> None:
         os.kill(self.coordinator, signal.SIGKILL)
 
@@ -243,6 +251,84 @@ def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     pool.stop()
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
+
+
+# -- the warm process -------------------------------------------------------------------------------------------------
+
+
+def test_the_warm_process_dies_while_cells_compute_and_print(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run = watched.pool.start_run(
+        "for i in range(2000):\n    x = hvd.allreduce(np.ones(8) * me, op=hvd.Sum)\n    print('step', i, me)\nx[0]",
+        out=out,
+    )
+    out.wait_for("step 9 ", ranks=(0, 1))
+    before = watched.warm
+    watched.kill_warm()
+    results = run.wait(60)
+    assert results.errors == {}
+    assert list(results) == [1.0, 1.0]
+    for rank in (0, 1):
+        assert out.text[rank] == "".join(f"step {i} {rank}\n" for i in range(2000))
+    watched.check()
+    assert watched.warm != before
+    (said,) = {*out.notes, *watched.pool.news()}
+    assert said == (
+        "the process that ranks are forked from ended (killed by SIGKILL) and was replaced; the ranks and their "
+        "variables are intact"
+    )
+
+
+def test_ranks_are_added_replaced_and_ended_after_the_warm_process_has_died(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(3))
+    watched.kill_warm()
+    os.kill(watched.pids[1], signal.SIGKILL)
+    while 1 not in watched.pool.lost:
+        watched.pool._base.rebuilder.settle(30)
+    assert watched.pool.repair() == (1,)
+    watched.kill_warm()
+    watched.pool.resize(4)
+    assert watched.pool.run(SET_UP, ranks=[1, 3]).errors == {}
+    watched.pids |= watched.pool.pull("os.getpid()", [1, 3])
+    watched.check()
+    watched.kill_warm()
+    watched.pool.restart([0])
+    watched.pool.resize(2)
+    assert watched.pool.run(SET_UP, ranks=[0]).errors == {}
+    watched.pids = {1: watched.pids[1], **watched.pool.pull("os.getpid()", [0])}
+    watched.check()
+
+
+def test_coordinator_and_warm_process_die_together(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    out = Recorder()
+    run = watched.pool.start_run("for i in range(30_000):\n    print('line', i, me)", out=out)
+    out.wait_for("line 9 ", ranks=(0, 1))
+    watched.kill_warm()
+    watched.kill_coordinator()
+    assert run.wait(60).errors == {}
+    for rank in (0, 1):
+        assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(30_000))
+    watched.check()
+
+
+def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(start_pool(1))
+    out = Recorder()
+    run = watched.pool.start_run("print('on', flush=True)\ntime.sleep(60)", out=out)
+    out.wait_for("on", ranks=(0,))
+
+    def fail() -> None:
+        raise StartError("no memory")
+
+    monkeypatch.setattr(watched.pool._base._base.warm, "respawn", fail)
+    watched.kill_warm()
+    assert set(run.wait(30).deaths) == {0}
+    with pytest.raises(StartError, match=r"broken down:.*forked from ended \(killed by SIGKILL\).*no memory"):
+        watched.pool.run("1")
 
 
 def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:

@@ -68,11 +68,29 @@ class Settled(Payload, frozen=True):
 
 
 class PushValue(Payload, frozen=True):
-    """Bind ``names[i]`` to the value pickled in ``pickles[i]``."""
+    """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
+
+    With a ``lot`` one pickle of all values and its buffers were brought before, as :class:`PushPart`.
+    """
 
     ticket: int
     names: tuple[str, ...]
     pickles: tuple[bytes, ...]
+    lot: int = 0
+
+
+class PushPart(Payload, frozen=True):
+    """A piece of what a :class:`PushValue` with this ``lot`` will bind: ``data`` of one part at an offset.
+
+    ``sizes`` are the bytes of all parts. The answer is a :class:`Done`.
+    """
+
+    ticket: int
+    lot: int
+    sizes: tuple[int, ...]
+    part: int
+    offset: int
+    data: bytes
 
 
 class PullValue(Payload, frozen=True):
@@ -80,6 +98,22 @@ class PullValue(Payload, frozen=True):
 
     ticket: int
     names: tuple[str, ...]
+
+
+class Fetch(Payload, frozen=True):
+    """Ask for a :class:`Piece` of what the :class:`Value` with ticket ``lot`` did not carry."""
+
+    ticket: int
+    lot: int
+    part: int
+    offset: int
+    length: int
+
+
+class Release(Payload, frozen=True):
+    """Nothing of this lot is needed any longer."""
+
+    lot: int
 
 
 class AskStatus(Payload, frozen=True):
@@ -209,11 +243,23 @@ class Done(Payload, frozen=True):
 
 
 class Value(Payload, frozen=True):
-    """Answer to PullValue: pickles by name, or an error line for the names that could not be sent."""
+    """Answer to PullValue: pickles by name, or an error line for the names that could not be sent.
+
+    What is too large for a message has neither, but ``sizes``: the bytes of a pickle and of its buffers, which are
+    to be fetched (:class:`Fetch`) and then released (:class:`Release`). Only for a question about one name.
+    """
 
     ticket: int
     pickles: tuple[bytes | None, ...]
     errors: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+
+
+class Piece(Payload, frozen=True):
+    """Answer to Fetch; without data if the value is not kept any longer."""
+
+    ticket: int
+    data: bytes | None
 
 
 class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -283,9 +329,21 @@ class Stack(Payload, frozen=True):
 
 
 ToRank = (
-    RunCell | Credit | Resync | Settled | PushValue | PullValue | AskStatus | Complete | Inspect | AskStack
+    RunCell
+    | Credit
+    | Resync
+    | Settled
+    | PushValue
+    | PushPart
+    | PullValue
+    | Fetch
+    | Release
+    | AskStatus
+    | Complete
+    | Inspect
+    | AskStack
 )
-ToPool = Output | CellDone | Done | Value | Status | Completions | Inspection | Stack
+ToPool = Output | CellDone | Done | Value | Piece | Status | Completions | Inspection | Stack
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

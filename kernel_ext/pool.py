@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
-
-import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
-from hvdlab.kernel_ext import checks
+from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
+from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed
@@ -26,14 +24,10 @@ from hvdlab.kernel_ext.payloads import (
     AskStatus,
     Complete,
     Completions,
-    Done,
     Inspect,
     Inspection,
-    PullValue,
-    PushValue,
     Stack,
     Status,
-    Value,
 )
 from hvdlab.kernel_ext.status import RankStatus
 
@@ -288,36 +282,15 @@ class Pool:
         Raises:
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        try:
-            pickles = tuple(cloudpickle.dumps(value) for value in values.values())
-        except Exception as error:
-            raise HvdlabError(
-                f"{', '.join(values)} can't be sent: {type(error).__name__}: {error}"
-            ) from error
-        chosen = self._chosen(ranks)
-        answers = self._ask(lambda ticket: PushValue(ticket, tuple(values), pickles), chosen)
-        failed = {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
-        if failed:
-            text = next(iter(failed.values()))
-            raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(values)}: {text}")
+        transfer.push(self._base.runs.questions, values, self._chosen(ranks))
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """The value of a variable or expression on these ranks (by default all), by rank.
 
         Raises:
-            LookupError: It does not exist on a rank, or can't be sent.
+            LookupError: It does not exist on a rank, can't be sent, or there is no memory for it here.
         """
-        answers = self._ask(lambda ticket: PullValue(ticket, (name,)), self._chosen(ranks))
-        values: dict[int, Any] = {}
-        for rank, answer in sorted(answers.items()):
-            if not isinstance(answer, Value):
-                continue
-            pickled = answer.pickles[0]
-            if pickled is None:
-                raise LookupError(f"rank {rank}: {name}: {answer.errors[0]}")
-            # The bytes come from a rank that this pool started: code that the user runs with his own rights.
-            values[rank] = cloudpickle.loads(pickled)
-        return values
+        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks))
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
@@ -336,9 +309,6 @@ class Pool:
             lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
         )
         return next((a for a in answers.values() if isinstance(a, Inspection)), None)
-
-    def _ask(self, make: Callable[[int], Any], ranks: Sequence[int]) -> Mapping[int, Any]:
-        return self._base.runs.questions.ask(make, ranks, Deadline(None))
 
     def _one(self, rank: int | None) -> tuple[int, ...]:
         return self._chosen(self.ranks[:1] if rank is None else [rank])

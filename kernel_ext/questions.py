@@ -15,13 +15,14 @@ from hvdlab.kernel_ext.payloads import (
     Done,
     Inspection,
     Payload,
+    Piece,
     Stack,
     Status,
     Value,
     encode,
 )
 
-Answer = Done | Value | Status | Completions | Inspection | Stack
+Answer = Done | Value | Piece | Status | Completions | Inspection | Stack
 
 
 @dataclass(slots=True)
@@ -36,10 +37,16 @@ class Questions:
 
     Args:
         post: ``post(topic, body, ranks)``.
+        gone: Whether a rank is lost; if it is not yet, :meth:`rank_died` will tell.
     """
 
-    def __init__(self, post: Callable[[str, bytes, Sequence[int]], None]) -> None:
-        self._post = post
+    def __init__(
+        self,
+        post: Callable[[str, bytes, Sequence[int]], None],
+        *,
+        gone: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self._post, self._gone = post, gone
         # A rank may still have questions of a pool before this one.
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
@@ -74,11 +81,16 @@ class Questions:
         try:
             self._post(TO_RANK, question.body, tuple(ranks))
             with self._changed:
+                question.waiting.difference_update([rank for rank in question.waiting if self._gone(rank)])
                 self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
                 return dict(question.answers)
         finally:
             with self._changed:
                 del self._open[ticket]
+
+    def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
+        """Say something that needs no answer, and may get lost."""
+        self._post(TO_RANK, encode(payload), tuple(ranks))
 
     def answered(self, rank: int, answer: Answer) -> None:
         """An answer came. Any thread; late ones are dropped."""

@@ -85,7 +85,7 @@ class Runs:
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time = stall_time
         self._given_up: dict[int, tuple[str, str]] = {}
-        self.questions = Questions(self._post)
+        self.questions = Questions(self._post, gone=lambda rank: bool(reason(rank)))
         self.lookout = Lookout(self._post, self.questions, local_pid)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)

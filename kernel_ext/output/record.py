@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
         self.transcript = transcript
         self._sinks: tuple[tuple[OutputSink, frozenset[int]], ...] = ((sink, frozenset(transcript.ranks)),)
-        self._statuses: dict[int, ShowsStatus] = {}
+        self._statuses: tuple[ShowsStatus, ...] = (status_of(sink),)
         self._wake: Callable[[], None] | None = None
         if isinstance(sink, KeptSink):
             sink.kept(transcript)
@@ -60,6 +60,7 @@ class Recorder:
             self.transcript.replay(sink, ranks)
             if self.transcript.running:
                 self._sinks = (*self._sinks, (sink, frozenset(ranks)))
+                self._statuses = (*self._statuses, status_of(sink))
         if self._wake is not None:
             self._wake()
 
@@ -86,9 +87,11 @@ class Recorder:
                 sink.note(text)
 
     def status(self, text: str, *, final: bool) -> None:
-        for sink, _ in self._sinks:
-            show = self._statuses.get(id(sink)) or self._statuses.setdefault(id(sink), status_of(sink))
-            show(text, final=final)
+        with self.transcript.lock:
+            if text and final:
+                self.transcript.note(text)
+            for show in self._statuses:
+                show(text, final=final)
 
     def tick(self, now: float) -> float | None:
         times = [sink.tick(now) for sink, _ in self._sinks if isinstance(sink, TimedSink)]

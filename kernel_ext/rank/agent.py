@@ -20,9 +20,12 @@ from hvdlab.kernel_ext.payloads import (
     CellDone,
     Complete,
     Credit,
+    Fetch,
     Inspect,
     PullValue,
+    PushPart,
     PushValue,
+    Release,
     Resync,
     RunCell,
     Settled,
@@ -38,6 +41,7 @@ from hvdlab.kernel_ext.rank.compiler import CellCompiler
 from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.lending import Lending, Parcels
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
 
@@ -75,6 +79,7 @@ class RankAgent:
         self._setup.preparing = lambda: self._runner.preparing
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
+        self._lending, self._parcels = Lending(loop), Parcels()
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -134,6 +139,13 @@ class RankAgent:
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
+        elif isinstance(mail, Fetch):
+            self._reply(self._lending.piece(mail))
+        elif isinstance(mail, PushPart):
+            self._reply(self._parcels.put(mail))
+        elif isinstance(mail, Release):
+            self._lending.give_back(mail.lot)
+            self._parcels.drop(mail.lot)
         elif isinstance(mail, RunCell):
             self._expect(mail)
         else:
@@ -148,6 +160,9 @@ class RankAgent:
     def _ask(self, question: ToRank) -> None:
         """A question came, perhaps again: it is answered once."""
         ticket = getattr(question, "ticket", None)
+        if ticket is not None and (answer := self._lending.again(ticket)) is not None:
+            self._reply(answer)
+            return
         if all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
             self._enqueue(question)
 
@@ -160,6 +175,7 @@ class RankAgent:
 
     def _on_leave(self, reason: str) -> None:
         self._leaving = True
+        self._lending.give_back()
         self._gate.request()
         self._call_soon(self._arrived.set)
 
@@ -215,9 +231,14 @@ class RankAgent:
 
     async def _answer(self, job: ToRank) -> None:
         if isinstance(job, PushValue):
-            self._reply(values.push(self._shell, job))
+            self._reply(values.push(self._shell, job, self._parcels.take))
         elif isinstance(job, PullValue):
-            self._reply(values.pull(self._shell, job))
+            answer, parts = values.pull(self._shell, job)
+            if parts:
+                self._lending.lend(answer, parts)
+            self._reply(answer)
+            if parts:
+                await self._lending.returned(answer.ticket)
         elif isinstance(job, Complete):
             self._reply(completion.complete(self._shell, job))
         elif isinstance(job, Inspect):

@@ -13,6 +13,10 @@ from hvdlab.kernel_ext.rank.capture import Capture
 
 LONGEST_TEXT = 1 << 20
 """Characters of a ``text/plain`` that are shown."""
+LONGEST_BEGINNING = 1000
+"""Characters of a longer text that are shown as a value."""
+LARGEST_ITEM = 16 << 20
+"""Bytes of one representation of a display; no browser shows more."""
 _INT64 = range(-(1 << 63), 1 << 64)
 
 
@@ -30,6 +34,14 @@ class RankDisplayHook(DisplayHook):
         super().__call__(result)  # type: ignore[no-untyped-call]  # as above
         if result is not None and self.quiet():  # type: ignore[no-untyped-call]  # as above
             self.fill_exec_result(result)  # type: ignore[no-untyped-call]  # as above
+
+    def compute_format_data(self, result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is shown of a value; of a text too long to be shown only the beginning is formatted."""
+        if isinstance(result, (str, bytes, bytearray)) and len(result) > LONGEST_TEXT:
+            shown = f"{result[:LONGEST_BEGINNING]!r}… ({len(result):,} {'characters' if isinstance(result, str) else 'bytes'} in all)"
+            return {"text/plain": shown}, {}
+        found: tuple[dict[str, Any], dict[str, Any]] = super().compute_format_data(result)  # type: ignore[no-untyped-call]  # IPython is partly untyped
+        return found
 
     def start_displayhook(self) -> None:
         """Nothing to prepare."""
@@ -85,12 +97,32 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` bounded."""
-    clean = {str(key): wire_value(value) for key, value in bundle.items()}
+    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded."""
+    clean: dict[str, Any] = {}
+    missing: list[str] = []
+    for key, value in bundle.items():
+        size = _size(value)
+        if size <= LARGEST_ITEM or key == "text/plain":
+            clean[str(key)] = wire_value(value)
+        else:
+            missing.append(f"({key} of {size:,} bytes is too large to be shown; write it to a file instead)")
     text = clean.get("text/plain")
     if isinstance(text, str) and len(text) > LONGEST_TEXT:
         clean["text/plain"] = f"{text[:LONGEST_TEXT]}… ({len(text)} characters in all)"
+    if missing:
+        clean["text/plain"] = "\n".join([str(clean.get("text/plain", "")), *missing]).strip()
     return clean
+
+
+def _size(value: Any) -> int:
+    """Bytes that a representation takes, about."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size(key) + _size(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return sum(map(_size, value))
+    return 8
 
 
 def wire_value(value: Any) -> Any:

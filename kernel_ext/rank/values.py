@@ -5,15 +5,23 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Value
 from hvdlab.kernel_ext.rank.failures import one_line, safe_str
 
+T = TypeVar("T")
+
 LONGEST_REPR = 4096
+
+INLINE = 4 << 20
+"""Bytes of a value that go in one message."""
+
+OUT_OF_BAND = 64 << 10
+"""Bytes from which an array is a part of its own and not copied into the pickle."""
 
 
 class TooLarge(Exception):
@@ -32,25 +40,98 @@ class _Bounded(io.BytesIO):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """cloudpickle that moves torch's tensors to the CPU and drops the unused rest of what a view looks into."""
+    """cloudpickle that moves torch's tensors to the CPU and drops the unused rest of what a view looks into.
+
+    Args:
+        file: Where the pickle goes.
+        limit: Bytes that an array may have; a larger one is refused before it is copied.
+        buffers: Takes what is to stay out of the pickle, if anything is.
+        move: Whether tensors of other devices are moved.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        limit: int | None = None,
+        buffers: list[memoryview] | None = None,
+        *,
+        move: bool = True,
+    ) -> None:
+        self._limit, self._apart, self._move = limit, buffers is not None, move
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if buffers is None or raw.nbytes < OUT_OF_BAND:
+                return True
+            buffers.append(raw)
+            return False
+
+        super().__init__(
+            file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep if self._apart else None
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         tensor_type = getattr(torch, "Tensor", None)
+        self._check_size(obj)
         if tensor_type is not None and type(obj) is tensor_type and obj.layout is torch.strided:  # type: ignore[union-attr]  # has a Tensor, so it is the module
+            if not self._move and obj.device.type != "cpu":
+                return super().reducer_override(obj)
             packed = obj.detach().cpu()
+            if self._apart and _plain(packed):
+                raw = packed.contiguous().view(-1).view(torch.uint8).numpy()  # type: ignore[union-attr]  # as above
+                return make_tensor, (raw, packed.dtype, tuple(packed.shape), obj.requires_grad)
             if packed.untyped_storage().nbytes() > packed.numel() * packed.element_size():
                 packed = packed.clone()
             if packed is not obj and (packed.data_ptr() != obj.data_ptr() or obj.grad_fn is not None):
                 return packed.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
+    def _check_size(self, obj: Any) -> None:
+        if self._limit is None or type(obj).__module__ not in ("numpy", "torch"):
+            return
+        size = getattr(obj, "nbytes", 0)
+        if isinstance(size, int) and size > self._limit:
+            raise TooLarge
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
+    large: bool = tensor.numel() * tensor.element_size() >= OUT_OF_BAND
+    return large and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    """The tensor whose bytes an array has; it goes on to use them. Called by pickles."""
+    import torch
+
+    tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def dump_parts(value: Any, *, move: bool = True) -> list[memoryview]:
+    """A pickle and the buffers that belong to it: large arrays as they are, uncopied. Raises as :func:`dump` does.
+
+    Args:
+        move: Whether tensors of other devices become CPU tensors.
+    """
+    stream, buffers = io.BytesIO(), list[memoryview]()
+    _Pickler(stream, None, buffers, move=move).dump(value)
+    return [stream.getbuffer(), *buffers]
+
+
+def rough_size(size: int) -> str:
+    """``2.0 GiB``."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size} bytes"
+
 
 def dump(value: Any, limit: int | None = None) -> bytes:
     """Pickle ``value``. Raises :class:`TooLarge` beyond ``limit`` bytes, and what the value's own methods raise."""
     buffer = _Bounded(limit)
-    pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dump(value)
+    _Pickler(buffer, limit).dump(value)
     return buffer.getvalue()
 
 
@@ -81,34 +162,57 @@ def short_repr(value: Any, plain: str = "") -> str:
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}… ({len(text)} characters in all)"
 
 
-def push(shell: Any, request: PushValue) -> Done:
-    """Bind the values to their names; either all of them or none."""
+def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]) -> Done:
+    """Bind the values to their names; either all of them or none.
+
+    Args:
+        brought: Gives the parts of a lot.
+    """
     try:
         # The pool that started this rank sends what its user asked for: no less trusted than the cells themselves.
-        values = [pickle.loads(raw) for raw in request.pickles]  # noqa: S301
+        if request.lot:
+            stream, *buffers = brought(request.lot)
+            values = pickle.loads(stream, buffers=buffers)  # noqa: S301
+        else:
+            values = [pickle.loads(raw) for raw in request.pickles]  # noqa: S301
         shell.push(dict(zip(request.names, values, strict=True)))
     except BaseException as error:  # noqa: BLE001  # unpickling runs the user's code, which may also exit
         return Done(request.ticket, one_line(error))
     return Done(request.ticket)
 
 
-def pull(shell: Any, request: PullValue) -> Value:
-    """Evaluate and pickle each expression; one that fails does not keep the others back."""
+def pull(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
+    """Evaluate and pickle each expression; one that fails does not keep the others back.
+
+    Returns:
+        The answer, and the parts of which it only tells the sizes: there are some if one name is asked for and its
+        value is too large for a message.
+    """
+    if len(request.names) == 1:
+        return _pull_alone(shell, request)
     pickles: list[bytes | None] = []
     errors: list[str] = []
     for name in request.names:
-        raw, error = _pull_one(shell, name)
-        pickles.append(raw)
+        parts, error = _evaluate(shell, name, lambda value: dump(value, INLINE))
+        pickles.append(parts)
         errors.append(error)
-    return Value(request.ticket, tuple(pickles), _texts(errors))
+    return Value(request.ticket, tuple(pickles), tuple(errors)), []
 
 
-def _pull_one(shell: Any, name: str) -> tuple[bytes | None, str]:
+def _pull_alone(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
+    parts, error = _evaluate(shell, request.names[0], dump_parts)
+    if parts is None:
+        return Value(request.ticket, (None,), (error,)), []
+    if sum(part.nbytes for part in parts) > INLINE:
+        return Value(request.ticket, (None,), ("",), tuple(part.nbytes for part in parts)), parts
+    raw, error = _evaluate(shell, request.names[0], dump)
+    return Value(request.ticket, (raw,), (error,)), []
+
+
+def _evaluate(shell: Any, name: str, pack: Callable[[Any], T]) -> tuple[T | None, str]:
     try:
-        return dump(eval(name, shell.user_global_ns, shell.user_ns)), ""
+        return pack(eval(name, shell.user_global_ns, shell.user_ns)), ""
+    except TooLarge:
+        return None, f"larger than {rough_size(INLINE)}; pull it by itself"
     except BaseException as error:  # noqa: BLE001  # evaluating and pickling run the user's code, which may also exit
         return None, one_line(error)
-
-
-def _texts(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(texts)

@@ -226,6 +226,16 @@ def test_another_screen_gets_all_that_was_and_all_that_comes(tmp_path: Path) -> 
     assert third.text(0) + third.text(1) == "early\nlate\nnot asked for\n"
 
 
+def test_what_a_cell_waited_for_is_kept_once_it_is_over(tmp_path: Path) -> None:
+    seen, again = Seen(), Seen()
+    recorder = Recorder(transcript(tmp_path), seen)
+    recorder.status("waiting for rank 1", final=False)
+    recorder.status("rank 1 came after 14 s", final=True)
+    recorder.attach(again, [0, 1])
+    assert seen.events == [("note", "waiting for rank 1"), ("note", "rank 1 came after 14 s")]
+    assert again.events == [("note", "rank 1 came after 14 s")]
+
+
 def test_the_whole_is_written_as_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transcript_module, "IN_MEMORY", 10)
     kept = transcript(tmp_path)

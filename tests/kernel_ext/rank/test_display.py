@@ -156,3 +156,10 @@ def test_pdb_does_not_hang() -> None:
     ran = run_in_new_rank("import pdb\npdb.set_trace()\nx = 1", "'alive'")
     assert ran[0]["error"]
     assert ran[1]["value"] == "'alive'"
+
+
+def test_what_no_browser_could_show_is_replaced_by_a_line(rank: Rank) -> None:
+    ran = rank.run("from IPython.display import display, HTML\ndisplay(HTML('x' * 17_000_000))")
+    (shown,) = ran.displays
+    assert "text/html" not in shown.data
+    assert "(text/html of 17,000,000 bytes is too large to be shown" in shown.data["text/plain"]

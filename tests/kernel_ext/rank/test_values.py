@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
-from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Value
-from hvdlab.kernel_ext.rank.values import TooLarge, dump, short_repr
+from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
+from hvdlab.kernel_ext.rank import lending
+from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -143,3 +144,107 @@ def test_values_wait_for_the_cell(rank: Rank) -> None:
         assert load(value.pickles[0]) == 2
 
     rank.play(script)
+
+
+# -- values in pieces -------------------------------------------------------------------------------------------------
+
+
+def test_large_arrays_stay_where_they_are_until_they_are_fetched(rank: Rank) -> None:
+    rank.run("import numpy as np\nx = np.arange(1_000_000)\nbefore = x.ctypes.data")
+
+    def script(pool: Pool) -> None:
+        value = pool.ask(PullValue(5, ("x",)), Value)
+        assert (value.pickles, value.errors) == ((None,), ("",))
+        assert value.sizes[1:] == (8_000_000,)
+        # The same question again, as after the loss of a coordinator, gets the same answer.
+        assert pool.ask(PullValue(5, ("x",)), Value) == value
+        pool.engine.mail(PullValue(6, ("1 + 1",)))
+        parts = [bytearray(size) for size in value.sizes]
+        ticket = 100
+        for number, part in enumerate(parts):
+            for offset in range(0, len(part), 3_000_000):
+                ticket += 1
+                piece = pool.ask(Fetch(ticket, 5, number, offset, 3_000_000), Piece)
+                assert piece.data is not None
+                part[offset : offset + len(piece.data)] = piece.data
+        pool.engine.mail(Release(5))
+        # What was asked meanwhile is answered now, and not before.
+        assert load(pool.ask(PullValue(7, ("1 + 2",)), Value).pickles[0]) == 2
+        loaded = pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # made by the test
+        assert loaded.flags.writeable
+        assert loaded[-1] == 999_999
+        assert pool.ask(Fetch(99, 5, 0, 0, 10), Piece).data is None
+
+    rank.play(script)
+
+
+def test_a_value_that_nobody_fetches_is_kept_for_a_while_only(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "PATIENCE", 0.05)
+    rank.run("x = b'x' * 5_000_000")
+
+    def script(pool: Pool) -> None:
+        assert pool.ask(PullValue(5, ("x",)), Value).sizes
+        assert load(pool.ask(PullValue(6, ("len(x)",)), Value).pickles[0]) == 5_000_000
+
+    rank.play(script)
+
+
+def test_a_large_value_is_brought_in_pieces(rank: Rank) -> None:
+    numpy = pytest.importorskip("numpy")
+    parts = dump_parts((numpy.arange(1000 * 1000), "small"))
+    sizes = tuple(part.nbytes for part in parts)
+
+    def script(pool: Pool) -> None:
+        ticket = 0
+        for number, part in enumerate(parts):
+            for offset in range(0, part.nbytes, 3_000_000):
+                ticket += 1
+                piece = bytes(part[offset : offset + 3_000_000])
+                assert pool.ask(PushPart(ticket, 1, sizes, number, offset, piece), Done).error == ""
+        assert pool.ask(PushValue(50, ("big", "other"), (), 1), Done).error == ""
+        assert "KeyError" in pool.ask(PushValue(51, ("big", "other"), (), 1), Done).error
+        assert (
+            pool.run("(int(big.sum()), other, big.flags.writeable)").done.value_repr
+            == "(499999500000, 'small', True)"
+        )
+
+    rank.play(script)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "int64", "float8_e4m3fn"])
+def test_large_tensors_are_parts_of_their_own(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(300_000).reshape(3, -1).to(getattr(torch, dtype))[:, ::2]
+    stream, *buffers = dump_parts({"weights": tensor})
+    assert [buffer.nbytes for buffer in buffers] == [tensor.numel() * tensor.element_size()]
+    assert len(stream) < 2000
+    loaded = pickle.loads(stream, buffers=[bytearray(buffer) for buffer in buffers])["weights"]  # noqa: S301
+    assert loaded.dtype == tensor.dtype
+    assert torch.equal(loaded.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+def test_models_keep_their_parameters() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(300, 300)
+    stream, *buffers = dump_parts(model)
+    loaded = pickle.loads(stream, buffers=[bytearray(buffer) for buffer in buffers])  # noqa: S301
+    assert isinstance(loaded.weight, torch.nn.Parameter)
+    assert torch.equal(loaded.weight, model.weight)
+    assert len(buffers) == 1
+
+
+def test_large_arrays_are_not_even_copied_when_they_are_too_large() -> None:
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+
+    for value in (numpy.zeros(1 << 30, numpy.uint8), torch.empty(1 << 30, dtype=torch.uint8)):
+        with pytest.raises(TooLarge):
+            dump([value], 1 << 20)
+
+
+def test_of_a_very_long_text_only_the_beginning_is_formatted(rank: Rank) -> None:
+    ran = rank.run("x = 'ab' * 2_000_000\nx")
+    assert ran.done.value_repr == f"{('ab' * 500)!r}… (4,000,000 characters in all)"
+    assert "b'\\x00" in rank.run("bytes(5_000_000)").done.value_repr

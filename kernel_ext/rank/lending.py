@@ -1,0 +1,106 @@
+"""Values too large for one message: parts that the pool fetches from a rank, or has brought there, piece by piece.
+
+The control thread serves the pieces. While a value is lent the rank's main thread does nothing else, so that no cell
+changes what is being read; large arrays are read where they are, not copied first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Value
+
+PATIENCE = 60.0
+"""Seconds without a question after which a value is no longer kept for a pool that seems to be gone."""
+
+
+@dataclass(slots=True)
+class _Lot:
+    answer: Value
+    parts: tuple[memoryview, ...]
+    returned: asyncio.Future[None]
+    asked: int = 0
+
+
+class Lending:
+    """What the pool may fetch. Made on the main thread of a rank.
+
+    Args:
+        loop: Its loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lots: dict[int, _Lot] = {}
+
+    def lend(self, answer: Value, parts: Sequence[memoryview]) -> None:
+        """Keep the parts that an answer speaks of. Main thread, before the answer is sent."""
+        self._lots[answer.ticket] = _Lot(answer, tuple(parts), self._loop.create_future())
+
+    async def returned(self, ticket: int) -> None:
+        """Wait until the pool has everything, or seems to be gone. Main thread."""
+        lot = self._lots.get(ticket)
+        try:
+            while lot is not None:
+                asked = lot.asked
+                done, _ = await asyncio.wait((lot.returned,), timeout=PATIENCE)
+                if done or lot.asked == asked:
+                    return
+        finally:
+            self._lots.pop(ticket, None)
+
+    # -- control thread -----------------------------------------------------------------------------------------------
+
+    def again(self, ticket: int) -> Value | None:
+        """The answer that was given already, if its value is still lent."""
+        lot = self._lots.get(ticket)
+        return None if lot is None else lot.answer
+
+    def piece(self, fetch: Fetch) -> Piece:
+        """A piece of a part; without data if there is none."""
+        lot = self._lots.get(fetch.lot)
+        if lot is None or fetch.part >= len(lot.parts):
+            return Piece(fetch.ticket, None)
+        lot.asked += 1
+        return Piece(fetch.ticket, bytes(lot.parts[fetch.part][fetch.offset : fetch.offset + fetch.length]))
+
+    def give_back(self, ticket: int | None = None) -> None:
+        """The pool needs this (or nothing) any longer."""
+        for number, lot in list(self._lots.items()):
+            if ticket in (None, number):
+                self._loop.call_soon_threadsafe(_resolve, lot.returned)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Parcels:
+    """What the pool has brought so far."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[bytearray]] = {}
+
+    def put(self, part: PushPart) -> Done:
+        """Take a piece. Control thread."""
+        try:
+            parts = self._parts.get(part.lot)
+            if parts is None:
+                # Only one at a time: what is left of another belongs to a push that was given up.
+                self._parts.clear()
+                parts = self._parts[part.lot] = [bytearray(size) for size in part.sizes]
+        except MemoryError:
+            return Done(part.ticket, f"MemoryError: there is no room for {sum(part.sizes):,} bytes")
+        parts[part.part][part.offset : part.offset + len(part.data)] = part.data
+        return Done(part.ticket)
+
+    def take(self, lot: int) -> list[bytearray]:
+        """All of it; it is not kept. Main thread. Raises ``KeyError`` if it did not come."""
+        return self._parts.pop(lot)
+
+    def drop(self, lot: int) -> None:
+        """It is not wanted any more. Control thread."""
+        self._parts.pop(lot, None)

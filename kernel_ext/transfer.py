@@ -1,0 +1,144 @@
+"""Variables between the pool and its ranks: small ones in one message, large ones in pieces.
+
+A large value is in this process once, whatever its size: its arrays are received where they stay.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # no stubs
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.kernel_ext.checks import available_memory
+from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
+
+IN_FLIGHT = 32 << 20
+"""Bytes that are on their way from all ranks together."""
+
+PIECE = 8 << 20
+LEAST_PIECE = 256 << 10
+LOST = "it is lost"
+
+
+def pull(questions: Questions, name: str, ranks: Sequence[int]) -> dict[int, Any]:
+    """The value of an expression on these ranks, by rank.
+
+    Raises:
+        LookupError: It does not exist on a rank, can't be sent, or there is no room for it here.
+    """
+    lots: list[int] = []
+    lent = True  # unless the answers say otherwise
+
+    def make(ticket: int) -> PullValue:
+        lots.append(ticket)
+        return PullValue(ticket, (name,))
+
+    try:
+        answers = questions.ask(make, ranks, Deadline(None))
+        found = {rank: a for rank, a in sorted(answers.items()) if isinstance(a, Value)}
+        sizes = {rank: answer.sizes for rank, answer in found.items() if answer.sizes}
+        lent = bool(sizes)
+        for rank in ranks:
+            if rank not in found:
+                raise LookupError(f"rank {rank}: {name}: {LOST}")
+            if error := found[rank].errors[0]:
+                raise LookupError(f"rank {rank}: {name}: {error}")
+        parts = _fetch(questions, name, lots[0], sizes) if sizes else {}
+    finally:
+        if lent:
+            questions.tell(Release(lots[0]), ranks)
+    values: dict[int, Any] = {}
+    for rank, answer in found.items():
+        # The bytes come from a rank that this pool started: code that the user runs with his own rights.
+        if rank in parts:
+            stream, *buffers = parts.pop(rank)
+            values[rank] = pickle.loads(stream, buffers=buffers)  # noqa: S301
+        elif answer.pickles[0] is not None:
+            values[rank] = pickle.loads(answer.pickles[0])  # noqa: S301
+    return values
+
+
+def _fetch(
+    questions: Questions, name: str, lot: int, sizes: Mapping[int, tuple[int, ...]]
+) -> dict[int, list[bytearray]]:
+    # What is in the pickle itself is copied once more out of it.
+    needs = [sum(found) + found[0] for found in sizes.values()]
+    total, room = sum(needs), available_memory()
+    if total + IN_FLIGHT > room:
+        each = max(needs)
+        raise LookupError(
+            f"{name} takes {rough_size(each)}, and {rough_size(total)} for {format_ranks(list(sizes))} together, "
+            f"but only {rough_size(room)} of memory are free here; pull it from fewer ranks at a time, or a part of it"
+        )
+    parts = {rank: [bytearray(size) for size in found] for rank, found in sizes.items()}
+    length = max(LEAST_PIECE, min(PIECE, IN_FLIGHT // len(sizes)))
+    for part, offset in _positions(sizes.values(), length):
+        asked = [rank for rank, found in sizes.items() if part < len(found) and offset < found[part]]
+        question = _fetching(lot, part, offset, length)
+        answers = questions.ask(question, asked, Deadline(None))
+        for rank in asked:
+            piece = answers.get(rank)
+            if not isinstance(piece, Piece) or piece.data is None:
+                why = LOST if piece is None else "it does not keep the value any longer"
+                raise LookupError(f"rank {rank}: {name}: {why}")
+            parts[rank][part][offset : offset + len(piece.data)] = piece.data
+    return parts
+
+
+def _fetching(lot: int, part: int, offset: int, length: int) -> Callable[[int], Fetch]:
+    return lambda ticket: Fetch(ticket, lot, part, offset, length)
+
+
+def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
+    """``(part, offset)`` of every piece of the largest of these."""
+    for part in range(max(map(len, sizes))):
+        largest = max(found[part] for found in sizes if part < len(found))
+        for offset in range(0, largest, length):
+            yield part, offset
+
+
+def push(questions: Questions, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
+    """Bind variables on these ranks.
+
+    Raises:
+        HvdlabError: A value can't be pickled, or a rank could not take it.
+    """
+    names = tuple(values)
+    try:
+        parts = dump_parts(tuple(values.values()), move=False)
+        small = sum(part.nbytes for part in parts) <= INLINE
+        pickles = tuple(cloudpickle.dumps(value) for value in values.values()) if small else ()
+    except Exception as error:
+        raise HvdlabError(f"{', '.join(names)} can't be sent: {type(error).__name__}: {error}") from error
+    if small:
+        _check(names, questions.ask(lambda ticket: PushValue(ticket, names, pickles), ranks, Deadline(None)))
+        return
+    sizes = tuple(part.nbytes for part in parts)
+    lots: list[int] = []
+    try:
+        for part, offset in _positions([sizes], PIECE):
+            data = bytes(parts[part][offset : offset + PIECE])
+
+            def bring(ticket: int, part: int = part, offset: int = offset, data: bytes = data) -> PushPart:
+                lots.append(ticket)
+                return PushPart(ticket, lots[0], sizes, part, offset, data)
+
+            _check(names, questions.ask(bring, ranks, Deadline(None)))
+        _check(
+            names, questions.ask(lambda ticket: PushValue(ticket, names, (), lots[0]), ranks, Deadline(None))
+        )
+    finally:
+        questions.tell(Release(lots[0]), ranks)
+
+
+def _check(names: Sequence[str], answers: Mapping[int, Any]) -> None:
+    failed = {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
+    if failed:
+        text = next(iter(failed.values()))
+        raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(names)}: {text}")

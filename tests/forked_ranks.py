@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -124,10 +125,20 @@ class ForkedRanks:
 
 
 def living(pids: set[int], timeout: float = 5.0) -> list[int]:
-    """Those of these processes that are still there after a while."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
-    return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    """Those of these processes that are still there after a while. Nobody may have asked for the end of others."""
+    deadline = time.monotonic() + timeout
+    while left := [pid for pid in pids if _lives(pid)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+    return []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def loaded(warm: WarmProcess) -> None:

@@ -72,8 +72,11 @@ def _set_up(role: Role) -> None:
     os.setsid()  # Ctrl-C in the notebook's terminal is the pool's to pass on
     if order.number == CONTROLLER:
         die_with_parent(role.parent)
-    depend_on(role.lifeline)
     _connect_standard_descriptors(role)
+    depend_on(role.lifeline)
+    if not os.read(role.leave_to_live, 1):
+        os._exit(1)  # nobody has heard of this process; a successor of the warm process forks another one
+    os.close(role.leave_to_live)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     os.environ.clear()
     os.environ.update(order.environment)

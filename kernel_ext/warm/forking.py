@@ -33,6 +33,8 @@ class Role:
         channel: The controller's connection to the warm process, else -1.
         parent: Process id of the warm process.
         lifeline: The writing end of the pipe that children depend on.
+        leave_to_live: A pipe from which one byte comes when the pool knows of the child; only its end, when the warm
+            process died before that.
     """
 
     order: Fork
@@ -41,14 +43,22 @@ class Role:
     channel: int
     parent: int
     lifeline: int
+    leave_to_live: int
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """A child, in the warm process."""
+    """A child, in the warm process.
+
+    Attributes:
+        record: What the pool is told.
+        pipes: Our ends of its pipes.
+        announced: Where to write a byte when the pool was told, and to close.
+    """
 
     record: Forked
     pipes: ChildPipes
+    announced: int
 
 
 def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
@@ -64,6 +74,8 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
         opened += [log, log_child]
         pipes = StdPipes.make()
         opened += [*pipes.out, *pipes.err]
+        leave_to_live, announced = os.pipe2(os.O_CLOEXEC)
+        opened += [leave_to_live, announced]
         ours = theirs = -1
         if order.number == CONTROLLER:
             ours, theirs = (end.detach() for end in socket.socketpair())
@@ -78,15 +90,16 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
         forget()
         os.set_blocking(log_child, True)
         # Its log's reading end stays open: writing must not fail when the warm process is gone.
-        if ours >= 0:
-            os.close(ours)
-        return Role(order, log_child, pipes, theirs, parent, lifeline)
-    for descriptor in (log_child, *pipes.out, pipes.err[1], theirs):
+        for descriptor in (announced, ours):
+            if descriptor >= 0:
+                os.close(descriptor)
+        return Role(order, log_child, pipes, theirs, parent, lifeline, leave_to_live)
+    for descriptor in (log_child, *pipes.out, pipes.err[1], leave_to_live, theirs):
         if descriptor >= 0:
             os.close(descriptor)
     channel = socket.socket(fileno=ours) if ours >= 0 else None
     record = Forked(order.number, pid, start_time(pid), log, pipes.err[0])
-    return Birth(record, ChildPipes(order.number, pid, log, pipes.err[0], channel))
+    return Birth(record, ChildPipes(order.number, pid, log, pipes.err[0], channel), announced)
 
 
 def why_not(error: OSError) -> str:

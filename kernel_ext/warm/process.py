@@ -82,6 +82,7 @@ class WarmShell:
         self._memory = OutOfMemoryCounter()
         self._pipes: dict[int, ChildPipes] = {}
         self._answers: list[Event] = []
+        self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
@@ -226,6 +227,11 @@ class WarmShell:
         descriptor = self._lifeline if isinstance(message, Children) else -1
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
+        if isinstance(message, Forked):
+            announced = self._unannounced.pop(message.pid)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                os.write(announced, b"!")
+            os.close(announced)
 
     # -- children -------------------------------------------------------------------------------------------------
 
@@ -364,6 +370,7 @@ class WarmShell:
         if isinstance(outcome, Role):
             return outcome
         self._keep(outcome.pipes)
+        self._unannounced[outcome.record.pid] = outcome.announced
         self._answers.append(ForkReturned(order.number, outcome.record))
         return None
 
@@ -377,7 +384,7 @@ class WarmShell:
         self._link.forget()
         if self._door is not None:
             self._door.forget()
-        for descriptor in (self._wakeup, self._wakeup_write):
+        for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
         for pipes in self._pipes.values():
             pipes.close()

@@ -1,11 +1,37 @@
-"""A process that owns a pool: ``python owner.py RANKS [busy] [cluster] [launcher=NAME]``. Says ``up``, then sleeps."""
+"""A process that owns a pool: ``python owner.py RANKS [busy] [cluster] [hard] [launcher=NAME]``.
+
+It says ``up``, then sleeps. ``hard`` is for 4 ranks that are difficult to end, and leaves a fork of the owner behind.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import tempfile
 import threading
 
 from hvdlab.kernel_ext.pool import Pool
+
+STUCK = "import ctypes; open({!r}, 'w').close(); ctypes.PyDLL(None).sleep(60)"
+CHILDREN = (
+    "import os, subprocess; subprocess.Popen(['sleep', '60']); os.fork() or __import__('time').sleep(60)"
+)
+
+
+def make_it_hard(pool: Pool) -> None:
+    """Rank 0 holds the interpreter's lock, rank 1 is stopped, rank 2 has children, rank 3 ignores SIGTERM."""
+    pool.run(CHILDREN, ranks=[2])
+    pool.run("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", ranks=[3])
+    os.kill(next(status.pid for status in pool.status() if status.rank == 1), signal.SIGSTOP)
+    with tempfile.TemporaryDirectory() as directory:
+        now = f"{directory}/now"
+        os.mkfifo(now)
+        pool.start_run(STUCK.format(now), ranks=[0])
+        with open(now) as told:
+            told.read()
+    if os.fork() == 0:
+        threading.Event().wait(60)
 
 
 def main() -> None:
@@ -17,6 +43,8 @@ def main() -> None:
         assert pool.cluster is not None
     if "busy" in words:
         pool.start_run("while True: pass")
+    if "hard" in words:
+        make_it_hard(pool)
     print("up", flush=True)
     if "exit" not in words:
         threading.Event().wait(60)

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forked_ranks import living
+
 OWNER = Path(__file__).with_name("owner.py")
 
 
@@ -103,4 +105,29 @@ def test_ctrl_c_in_the_owner_s_terminal_does_not_reach_the_ranks() -> None:
         process.send_signal(signal.SIGINT)  # its wait is broken, and it ends in order
         process.wait(10)
         _, alive = psutil.wait_procs(family, timeout=3)
+        assert alive == []
+
+
+def warm_process(family: list[psutil.Process]) -> psutil.Process:
+    return next(process for process in family if process.name() == "hvd-warm")
+
+
+@pytest.mark.parametrize(
+    "how", ["owner", "owner and warm process", "owner while the warm process is stopped"]
+)
+def test_ranks_that_are_hard_to_end_do_not_outlive_the_owner(how: str) -> None:
+    """One holds the interpreter's lock, one is stopped, one has children, one ignores SIGTERM; the owner has a fork."""
+    with owner("4", "hard") as (process, family):
+        fork = next(child for child in family if str(OWNER) in child.cmdline())
+        warm = warm_process(family)
+        family.remove(fork)
+        assert len(family) >= 8  # coordinator, warm process, four ranks, two children of a rank's
+        if how == "owner and warm process":
+            warm.kill()
+        if how == "owner while the warm process is stopped":
+            warm.suspend()
+        process.kill()
+        process.wait()
+        alive = living({member.pid for member in family})
+        fork.kill()  # it has its owner's output open, for whose end the test would wait
         assert alive == []

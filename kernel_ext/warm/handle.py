@@ -124,6 +124,9 @@ class WarmHandle:
         self.endpoint.close()
         if self._process is not None and self._process.poll() is None:
             self._process.returncode = 0  # it stays on purpose; Popen would warn
+        if self._process is None:
+            with contextlib.suppress(ChildProcessError):  # unless this very process started it once
+                os.waitpid(self.pid, os.WNOHANG)
         if self._pulse is not None:
             self._pulse.close()
         if self._log is not None:

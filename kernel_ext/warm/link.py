@@ -75,6 +75,7 @@ class Door:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.sock.setblocking(False)
+            _clear(path)
             self.sock.bind(path)
             self.sock.listen(8)
             self._spare = os.open(os.devnull, os.O_RDONLY)
@@ -115,3 +116,12 @@ class Door:
         """In a forked child: close it."""
         self.sock.close()
         os.close(self._spare)
+
+
+def _clear(path: str) -> None:
+    """Remove the socket of a process that has ended without doing so."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(FileNotFoundError):
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

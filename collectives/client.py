@@ -65,6 +65,7 @@ class Client:
         self._membership = Membership()
         self._expected: tuple[int, ...] | None = None
         self._world_seen = False
+        self._again = False  # whether this is not the first coordinator
         self._lost = ""
         self._losses: list[m.RankLost] = []  # since the coordinator was lost
         self._closing = False
@@ -234,6 +235,7 @@ class Client:
                     endpoint.close()
                     raise CoordinatorLostError("this client was closed")
                 self._endpoint, self._generation = endpoint, welcome.generation
+                self._again = True
                 self._world_seen, self._lost, self._pongs = False, "", set()
                 losses, self._losses = self._losses, []
                 self._start()
@@ -411,8 +413,8 @@ class Client:
                 self._invoke(on_stall, stall)
 
     def _take_world(self, message: m.World) -> None:
-        if message.restoring:
-            return  # the ranks are on their way
+        if message.restoring and self._again:
+            return  # these are on their way to the coordinator's successor
         membership = Membership(
             message.expected, message.members, message.deaths, message.epoch, message.waiting
         )

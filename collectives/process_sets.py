@@ -70,7 +70,8 @@ class ProcessSet:
         if not context.is_initialized():
             return None
         known = _known()
-        return self._id if known.world == self._world and self._id in known.ranks else None
+        there = known.world == self._world and self._id in known.ranks
+        return self._id if there and context.engine().knows_process_set(self._id) else None
 
     @property
     def ranks(self) -> list[int]:
@@ -220,7 +221,7 @@ def _refuse_second(ranks: tuple[int, ...]) -> None:
     if ranks == engine.ranks():
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
     for id, others in _known().ranks.items():
-        if others == ranks:
+        if others == ranks and engine.knows_process_set(id):
             raise InvalidRequestError(
                 f"A set of the ranks {list(ranks)} is registered already, as process set {id}; use that one, or "
                 "remove it first with hvd.remove_process_set(...)."

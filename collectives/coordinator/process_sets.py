@@ -162,6 +162,7 @@ class ProcessSets:
         for id, members in sets.items():
             ps = self.by_id.setdefault(id, ProcessSet(id))
             ps.epoch = self._first_epoch
+            ps.aborted = ps.epoch - 1
             ps.next_members = members
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 

@@ -152,6 +152,13 @@ class Engine:
         """Ids of the process sets that this rank knows, and their ranks."""
         return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
 
+    def knows_process_set(self, process_set: int) -> bool:
+        """Whether a set that was added is still there, be this rank in it or not.
+
+        One that was being added or removed when the coordinator died may be gone once there is a successor.
+        """
+        return process_set in self._guarded.state.memory.sets
+
     @property
     def local_rank(self) -> int:
         """Position among the ranks of this host."""

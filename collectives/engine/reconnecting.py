@@ -45,24 +45,28 @@ class Reconnecting:
         self._dispatcher = dispatcher
         self._control = control
         self._cancelled = threading.Event()
+        self._beginning = threading.Lock()
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         dispatcher.reconnect = self.begin
 
     def begin(self, reason: str) -> None:
         """The connection is lost. Control thread."""
-        if self._cancelled.is_set() or self._settings.reattach <= 0:
-            self._dispatcher.give_up(reason)
-            return
         if self._thread is not None:
             self._thread.join()  # it has handed over what it had; there is nothing left that it waits for
         name = f"hvdlab-reconnect-{self._hello.rank}"
-        self._thread = threading.Thread(target=self._run, args=(reason,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(reason,), name=name, daemon=True)
+        with self._beginning:
+            if not self._cancelled.is_set() and self._settings.reattach > 0:
+                thread.start()
+                self._thread = thread
+                return
+        self._dispatcher.give_up(reason)
 
     def cancel(self, timeout: float) -> None:
         """Connect no more. Idempotent; any thread."""
-        self._cancelled.set()
+        with self._beginning:
+            self._cancelled.set()
         waiting = self._socket
         if waiting is not None:
             with contextlib.suppress(OSError):

@@ -35,6 +35,10 @@ class TimelineTap:
             # At exit this comes before the file closes by itself, without what has not arrived yet.
             atexit.register(self.stop)
             self._dispatcher.mailbox.event_sinks.append(self._file.feed)
+            self._dispatcher.mailbox.reconnections.append(self._subscribe)
+        self._subscribe()
+
+    def _subscribe(self) -> None:
         self._dispatcher.send(m.Subscribe(True, history=False))
 
     def stop(self, *, settle: bool = True) -> None:
@@ -54,5 +58,6 @@ class TimelineTap:
             control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
             arrived.wait(4 * LAST_EVENTS)
         self._dispatcher.mailbox.event_sinks.remove(file.feed)
+        self._dispatcher.mailbox.reconnections.remove(self._subscribe)
         self._dispatcher.send(m.Subscribe(False))
         file.close()

@@ -18,6 +18,8 @@ from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
+Opened = Callable[[socket.socket], None]
+
 _NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 _PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _TRY_AGAIN_SECONDS = 0.2
@@ -38,7 +40,7 @@ def connect(
     certificate: str | None = None,
     deadline: Deadline,
     dead_after: float = 30.0,
-    opened: Callable[[socket.socket], None] | None = None,
+    opened: Opened | None = None,
 ) -> tuple[Endpoint, Welcome]:
     """Connect and introduce oneself.
 
@@ -59,12 +61,10 @@ def connect(
         InvalidRequestError: The address can't be read.
     """
     where = parse_address(address)
-    sock = _open(where, certificate, deadline)
+    sock = _open(where, certificate, deadline, opened)
     if not isinstance(where, UnixAddress):
         _notice_silence(sock, dead_after)
     try:
-        if opened is not None:
-            opened(sock)
         welcome = _introduce(sock, hello, str(where), deadline)
     except BaseException:
         sock.close()
@@ -72,24 +72,39 @@ def connect(
     return Endpoint(sock, descriptors=hello.role == "rank"), welcome
 
 
-def _open(where: Address, certificate: str | None, deadline: Deadline) -> socket.socket:
+def _open(
+    where: Address, certificate: str | None, deadline: Deadline, opened: Opened | None
+) -> socket.socket:
     try:
-        if isinstance(where, UnixAddress):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(deadline.remaining())
-                sock.connect(where.path)
-            except BaseException:
-                sock.close()
-                raise
-            return sock
-        plain = _reach(where, deadline)
+        sock = _reach_here(where, deadline) if isinstance(where, UnixAddress) else _reach(where, deadline)
     except OSError as error:
         kind = NobodyThereError if error.errno in _NOBODY else StartError
         raise kind(
             f"No coordinator answers at {where} ({error.strerror or error}); it has ended or the address is old."
         ) from error
-    return _secure(plain, str(where), certificate, deadline)
+    if not isinstance(where, UnixAddress):
+        sock = _wrap(sock, str(where), certificate)
+    try:
+        sock.settimeout(deadline.remaining())
+        if opened is not None:
+            opened(sock)
+        if isinstance(sock, ssl.SSLSocket):
+            _shake(sock, str(where), certificate)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _reach_here(where: UnixAddress, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline.remaining())
+        sock.connect(where.path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _reach(where: TlsAddress, deadline: Deadline) -> socket.socket:
@@ -103,25 +118,27 @@ def _reach(where: TlsAddress, deadline: Deadline) -> socket.socket:
         time.sleep(min(_TRY_AGAIN_SECONDS, deadline.remaining() or _TRY_AGAIN_SECONDS))
 
 
-def _secure(plain: socket.socket, where: str, certificate: str | None, deadline: Deadline) -> ssl.SSLSocket:
+def _wrap(plain: socket.socket, where: str, certificate: str | None) -> ssl.SSLSocket:
+    """The socket as one that will be secure after :func:`_shake`."""
     try:
         if certificate is None:
             raise StartError(f"{where} needs the coordinator's certificate; set HVDLAB_CERT.")
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.settimeout(deadline.remaining())
-        secure = client_context(certificate).wrap_socket(plain)
+        return client_context(certificate).wrap_socket(plain, do_handshake_on_connect=False)
     except OSError as error:
         plain.close()
         raise StartError(f"No secure connection to {where}: {error}") from error
     except BaseException:
         plain.close()
         raise
+
+
+def _shake(secure: ssl.SSLSocket, where: str, certificate: str | None) -> None:
     try:
-        require_same_certificate(secure, certificate)
-    except BaseException:
-        secure.close()
-        raise
-    return secure
+        secure.do_handshake()
+    except OSError as error:
+        raise StartError(f"No secure connection to {where}: {error}") from error
+    require_same_certificate(secure, certificate or "")
 
 
 def _notice_silence(sock: socket.socket, seconds: float) -> None:

@@ -4,25 +4,58 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
-from ranks import Ranks
+from ranks import Ranks, Running
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    with Ranks(3, keep=True) as ranks:
+        yield ranks
 
 
 @pytest.fixture(params=["unix", "tls"])
-def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(3, keep=True, tls=request.param == "tls") as ranks:
+def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(
+        2, keep=True, tls=request.param == "tls", env={"HVDLAB_PLANE": "gloo"}, imports=["torch"]
+    ) as ranks:
         yield ranks
 
 
 def kill(ranks: Ranks) -> None:
     os.kill(ranks.coordinator.pid, signal.SIGKILL)
+
+
+def start_and_kill(group: Ranks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
+    """Kill the coordinator once those who run ``function`` say that they wait."""
+    with Client.connect(group.coordinator.address, group.coordinator.token) as client:
+        told: SimpleQueue[int] = SimpleQueue()
+        client.on_mail("waiting", lambda sender, body: told.put(sender))
+        running = group.start(function, *args, **kwargs)
+        for _ in running.numbers:
+            told.get(timeout=20)
+        kill(group)
+    return running
+
+
+def assert_lost(error: Any) -> None:
+    assert isinstance(error, AbortedError)
+    assert error.cause.kind is CauseKind.COORDINATOR_LOST
+    assert "the coordinator is gone" in str(error)
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------
@@ -43,6 +76,7 @@ def wait_for(name: str) -> None:
 
 def reduce_large_ones_until_it_fails() -> None:
     x = np.ones(1 << 22, np.float32)
+    api.allreduce(x, "large", op=api.Sum)
     context.engine().post("waiting", b"")
     while True:
         api.allreduce(x, "large", op=api.Sum)
@@ -65,10 +99,51 @@ def add(ranks: list[int]) -> int | None:
     return memory["set"].process_set_id
 
 
+def begin_to_add(ranks: tuple[int, ...]) -> None:
+    engine = context.engine()
+    name = f"process_set.add.{','.join(map(str, ranks))}"
+    handle = engine.submit(Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks))
+    engine.flush()
+    engine.post("waiting", b"")
+    handle.wait()
+
+
 def total_in_set(value: float) -> float:
     return float(
         api.allreduce(np.full(300, value), "in", op=api.Sum, process_set=memory["set"].process_set_id)[0]
     )
+
+
+def plane() -> str:
+    return context.engine().plane()
+
+
+def wait_until_lost() -> None:
+    guarded = context.engine()._guarded
+    deadline = Deadline(10)
+    while not guarded._suspended:
+        deadline.check("the loss")
+
+
+def be_interrupted() -> str:
+    operation = api.allreduce_async(np.ones(4), "held", op=api.Sum)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        api.synchronize(operation)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return ""
+
+
+def leave() -> float:
+    begin = time.monotonic()
+    context.shutdown()
+    return time.monotonic() - begin
+
+
+def init() -> None:
+    context.init()
 
 
 # -- tests --------------------------------------------------------------------------------------------------------
@@ -84,3 +159,130 @@ def test_between_collectives(three: Ranks) -> None:
     assert three.run(recall, "model") == [[1, 2, 3]] * 3
     after = three.run(epochs)
     assert all(new[0] > old[0] for new, old in zip(after, before, strict=True))
+
+
+def test_while_ranks_wait_for_another(three: Ranks) -> None:
+    waiting = start_and_kill(three, wait_for, "loss", ranks=[0, 2])
+    for error in waiting.outcomes():
+        assert_lost(error)
+        assert "allreduce `loss` (test_successors.py:" in str(error)
+    three.coordinator.respawn()
+    assert three.run(total) == [3.0] * 3
+
+
+def lose_in_the_middle_of_a_transfer(ranks: Ranks) -> None:
+    running = start_and_kill(ranks, reduce_large_ones_until_it_fails)
+    for error in running.outcomes():
+        assert_lost(error)
+    ranks.coordinator.respawn()
+    assert ranks.run(total) == [float(ranks.size)] * ranks.size
+
+
+def test_in_the_middle_of_a_transfer(three: Ranks) -> None:
+    assert three.run(plane) == ["shm"] * 3
+    lose_in_the_middle_of_a_transfer(three)
+
+
+def test_in_the_middle_of_a_transfer_between_sockets(two: Ranks) -> None:
+    assert two.run(plane) == ["gloo"] * 2
+    lose_in_the_middle_of_a_transfer(two)
+    kill(two)
+    two.run(wait_until_lost)
+    assert all(seconds < 5.0 for seconds in two.run(leave))
+
+
+def test_several_times_in_a_row(three: Ranks) -> None:
+    three.run(keep, "x", 1)
+    before = three.coordinator.generation
+    for _ in range(3):
+        kill(three)
+        three.coordinator.respawn()
+    assert three.run(total) == [3.0] * 3
+    assert three.coordinator.generation == before + 3
+    kill(three)
+    three.coordinator.respawn()
+    assert three.run(total) == [3.0] * 3
+    assert three.run(recall, "x") == [1] * 3
+
+
+def test_what_is_submitted_meanwhile_is_held(three: Ranks) -> None:
+    os.kill(three.coordinator.pid, signal.SIGKILL)
+    three.run(wait_until_lost)
+    running = three.start(total)
+    three.coordinator.respawn()
+    assert running.results() == [3.0] * 3
+
+
+def test_a_stopped_coordinator_is_replaced(three: Ranks) -> None:
+    os.kill(three.coordinator.pid, signal.SIGSTOP)
+    running = three.start(total)
+    assert three.coordinator.running
+    deadline = Deadline(10)
+    while not three.coordinator.stopped:
+        deadline.check("its stop")
+    three.coordinator.respawn()
+    assert not three.coordinator.stopped
+    for error in running.outcomes():
+        assert isinstance(error, AbortedError | float)
+    assert three.run(total) == [3.0] * 3
+
+
+def test_process_sets_keep_their_numbers(three: Ranks) -> None:
+    ids = three.run(add, [0, 2])
+    kill(three)
+    three.coordinator.respawn()
+    assert three.run(total_in_set, 2.0, ranks=[0, 2]) == [4.0] * 2
+    assert three.run(total) == [3.0] * 3
+    later = three.run(add, [0, 1])
+    assert len({*ids, *later}) == 2
+    assert three.run(total_in_set, 1.0, ranks=[0, 1]) == [2.0] * 2
+
+
+def test_adding_a_set_is_done_on_all_ranks_or_on_none(three: Ranks) -> None:
+    adding = start_and_kill(three, begin_to_add, (0, 1), ranks=[0, 1])
+    for error in adding.outcomes():
+        assert_lost(error)
+    three.coordinator.respawn()
+    assert len(set(three.run(add, [0, 1]))) == 1
+    assert three.run(total_in_set, 1.0, ranks=[0, 1]) == [2.0] * 2
+
+
+def test_a_rank_that_dies_with_it(three: Ranks) -> None:
+    kill(three)
+    three.kill(1)
+    three.coordinator.respawn()
+    with Client.connect(three.coordinator.address, three.coordinator.token) as client:
+        client.rank_lost(1, three.processes[1].pid, "killed by SIGKILL")
+        assert three.run(total, ranks=[0, 2]) == [2.0] * 2
+        three.respawn(1)
+        three.run(init, ranks=[1])
+        assert three.run(total) == [3.0] * 3
+
+
+def test_an_interrupt_while_there_is_none(three: Ranks) -> None:
+    kill(three)
+    three.run(wait_until_lost)
+    assert three.run(be_interrupted, ranks=[0]) == ["interrupted"]
+    running = three.start(total, 1.0, "held", ranks=[1, 2])
+    three.coordinator.respawn()
+    for error in running.outcomes():
+        assert isinstance(error, AbortedError)
+        assert error.cause.kind is CauseKind.INTERRUPTED
+    assert three.run(total, 2.0) == [6.0] * 3
+
+
+def test_without_a_successor_ranks_give_up() -> None:
+    with Ranks(2, keep=True, env={"HVDLAB_REATTACH": "0.3"}) as ranks:
+        kill(ranks)
+        for error in ranks.outcomes(total):
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind is CauseKind.COORDINATOR_LOST
+            assert "restart the group" in str(error)
+
+
+def test_nobody_waits_when_its_starter_closes_it() -> None:
+    with Ranks(2, keep=True) as ranks:
+        ranks.coordinator.close()
+        for error in ranks.outcomes(total, timeout=5):
+            assert isinstance(error, AbortedError)
+            assert "restart the group" in str(error)

@@ -165,7 +165,8 @@ class PoolBase:
     def _died(self, rank: int, reason: str) -> None:
         self.joining.gone(rank)
         member = self.group.members.get(rank)
-        self.runs.rank_died(rank, reason, member.tail if member is not None else "")
+        tail, detail = (member.tail, member.detail) if member is not None else ("", "")
+        self.runs.rank_died(rank, reason, tail, detail)
 
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)

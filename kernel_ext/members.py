@@ -30,6 +30,7 @@ class Member:
         state: Where it is.
         reason: Why it is lost.
         tail: The last lines of its standard error, if it is lost.
+        detail: What else is known of its end, such as its peak memory.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Member:
     state: MemberState = MemberState.STARTING
     reason: str = ""
     tail: str = ""
+    detail: str = ""
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
@@ -81,6 +83,7 @@ class Ended:
     pid: int
     reason: str
     tail: str = ""
+    detail: str = ""
 
 
 Event = Wanted | Found | Started | Answered | Ended
@@ -235,7 +238,8 @@ class Members:
         if member.state is MemberState.LEAVING:
             return self._gone(member)
         was_ready = member.state is MemberState.READY
-        member.state, member.reason, member.tail = MemberState.LOST, event.reason, event.tail
+        member.state, member.reason = MemberState.LOST, event.reason
+        member.tail, member.detail = event.tail, event.detail
         return [Died(event.rank, event.pid, event.reason)] if was_ready else []
 
     def _gone(self, member: Member) -> list[Effect]:

@@ -165,8 +165,8 @@ class Runs:
             handle.feed(Told(text))
         return bool(handles)
 
-    def rank_died(self, rank: int, reason: str, tail: str = "") -> None:
-        """A rank is lost; ``tail`` is the end of its standard error. Any thread."""
+    def rank_died(self, rank: int, reason: str, tail: str = "", detail: str = "") -> None:
+        """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread."""
         when = time.monotonic_ns()
         with self._lock:
             self._given_up.pop(rank, None)
@@ -174,7 +174,7 @@ class Runs:
         for run in runs:
             if rank in run.handle.ranks:
                 run.arrivals.died(rank)
-                run.handle.feed(RankDied(rank, reason, when, tail))
+                run.handle.feed(RankDied(rank, reason, when, tail, detail))
         self.questions.rank_died(rank)
 
     def _stalled(self, stall: Stall) -> None:

@@ -38,13 +38,15 @@ class DoneArrived:
 class RankDied:
     """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
 
-    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` what nobody read of its standard error.
+    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` what nobody read of its standard error,
+    ``detail`` what else is known, such as its peak memory.
     """
 
     rank: int
     reason: str
     when: int
     tail: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

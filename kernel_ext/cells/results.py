@@ -20,13 +20,20 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 class Death:
     """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`.
 
-    ``tail`` has the last lines of its standard error that nobody read, such as a crash report.
+    ``tail`` has the last lines of its standard error that nobody read, such as a crash report, ``detail`` what else is
+    known, such as its peak memory.
     """
 
     rank: int
     reason: str
     when: int
     tail: str = ""
+    detail: str = ""
+
+    @property
+    def line(self) -> str:
+        """All that fits in one line."""
+        return f"rank {self.rank} died: {self.reason}" + (f" ({self.detail})" if self.detail else "")
 
 
 @dataclass(frozen=True, slots=True)

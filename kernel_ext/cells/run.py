@@ -157,7 +157,9 @@ class CellRun:
         if event.rank not in self.running:
             return []
         self.running.discard(event.rank)
-        death = self._deaths[event.rank] = Death(event.rank, event.reason, event.when, event.tail)
+        death = self._deaths[event.rank] = Death(
+            event.rank, event.reason, event.when, event.tail, event.detail
+        )
         self._places.gone(event.rank)
         self._unannounced.append(death)
         if self._announce_at is None:
@@ -187,7 +189,7 @@ class CellRun:
             effects += self._interrupts.stop(self.running, now, self._failure)
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_at = None
-            effects += [Note(f"rank {death.rank} died: {death.reason}") for death in self._unannounced]
+            effects += [Note(death.line) for death in self._unannounced]
             self._unannounced.clear()
         return effects + self._look(now)
 

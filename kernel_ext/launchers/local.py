@@ -10,7 +10,7 @@ from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.members import Ended, Event, Started
 from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.exits import describe
+from hvdlab.kernel_ext.warm.exits import describe, detail
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     Exited,
@@ -54,7 +54,7 @@ class LocalRanks:
             case ForkFailed(number, text) if number != CONTROLLER:
                 self._report(Ended(number, 0, f"it could not be forked: {text}"))
             case Exited(number, pid) if number != CONTROLLER:
-                self._report(Ended(number, pid, describe(event), event.tail))
+                self._report(Ended(number, pid, describe(event), event.tail, detail(event)))
 
 
 def check_loaded(loaded: Loaded) -> None:

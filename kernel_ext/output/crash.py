@@ -11,17 +11,22 @@ LONGEST_LINE = 300
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _CELL = re.compile(r"<cell (\[\d+\]|.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
 _CRASHED = "Current thread"
+_DUMP = re.compile(
+    r"Thread 0x|Current thread|  File \"|  <|  \.\.\.|Extension modules: |Python runtime state: |Garbage-collecting"
+    r"|  Binary file |Fatal Python error: (Segmentation fault|Aborted|Bus error|Floating[ -]point|Illegal instruction)"
+)
+"""A line of the fault handler's dump; those of its headings that repeat how the process ended are, too."""
 
 
 def crash_lines(tail: str) -> list[str]:
     """What is worth reading of a dead rank's last lines on standard error, indented.
 
     Python's fault handler dumps every thread; of that, the calls from the cell down to the crash remain. Of anything
-    else, such as an abort message of the C++ runtime, the last lines do.
+    else, such as an abort message of the C++ runtime, the last lines do, whether it came before or after the dump.
     """
-    before, _, dump = tail.partition("Fatal Python error:")
-    said = [line[:LONGEST_LINE] for line in before.splitlines() if line.strip()][-MOST_LINES:]
-    return [f"  {line}" for line in said] + [f"  {call}" for call in _calls(dump)]
+    lines = tail.splitlines()
+    said = [line[:LONGEST_LINE] for line in lines if line.strip() and not _DUMP.match(line)][-MOST_LINES:]
+    return [f"  {line}" for line in said] + [f"  {call}" for call in _calls(tail)]
 
 
 def _calls(dump: str) -> list[str]:

@@ -40,13 +40,21 @@ def _headline(results: CellResults, cause: RootCause) -> str:
     if cause.nobody:
         return f"{_BOLD}{_in_lines(cause.evalue)}{_RESET}"
     if cause.ename == "RankDied":
-        return f"{_BOLD}{cause.evalue}{_RESET}"
+        return "\n".join([f"{_BOLD}{cause.evalue}{_RESET}", *_details(results, cause)])
     if cause.ename == "KeyboardInterrupt" and results.interrupted:
         return f"{_BOLD}KeyboardInterrupt: {cause.evalue}{_where(cause)}{_RESET}"
     if results.timed_out and cause.ename == "TimeoutError":
         return f"{_BOLD}TimeoutError: {cause.evalue}{_where(cause)}{_RESET}"
     how = "" if len(cause.ranks) == 1 else " with the same error"
     return f"{_BOLD}{format_ranks(cause.ranks)} failed{how}:{_RESET}"
+
+
+def _details(results: CellResults, cause: RootCause) -> list[str]:
+    """What else is known of the ranks that died."""
+    details = {rank: results.deaths[rank].detail for rank in cause.ranks if results.deaths[rank].detail}
+    if len(cause.ranks) == 1:
+        return [f"  {detail}" for detail in details.values()]
+    return [f"  {line}" for line in grouped(details)]
 
 
 def _where(cause: RootCause) -> str:
@@ -74,7 +82,7 @@ def _frames(cause: RootCause) -> list[str]:
 
 def _consequences(results: CellResults, cause: RootCause) -> list[str]:
     lines = [
-        f"rank {death.rank} died: {death.reason}"
+        death.line
         for death in results.deaths.values()
         if not (cause.ename == "RankDied" and death.rank in cause.ranks)
     ]

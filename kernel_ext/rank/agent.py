@@ -41,6 +41,7 @@ from hvdlab.kernel_ext.rank.compiler import CellCompiler
 from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.last_words import LastWords
 from hvdlab.kernel_ext.rank.lending import Lending, Parcels
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
@@ -73,6 +74,7 @@ class RankAgent:
         self._fds = fds
         self._gate = InterruptGate(loop)
         self._capture = Capture(engine.post, fds=fds)
+        self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds)
         self._runner = CellRunner(shell, engine, self._capture, self._gate, self._compiler, self._setup.hook)
@@ -95,6 +97,7 @@ class RankAgent:
         context.adopt(self._engine)
         self._setup.install()
         self._capture.start()
+        self._last_words.install()
         self._gate.install()
         self._worker = self._loop.create_task(self._work())
         self._engine.on_interrupt(self._on_interrupt)
@@ -107,6 +110,7 @@ class RankAgent:
             self._leaving, self._leave = True, lambda: None
             self._worker.cancel()
             self._worker = None
+        self._last_words.uninstall()
         self._capture.close()
         self._gate.uninstall()
         self._setup.uninstall()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import faulthandler
 import os
 import signal
 import sys
@@ -48,6 +49,8 @@ class RankProgram:
         self._log = open(self._fds.originals["stderr"], "w", buffering=1, closefd=False)  # noqa: SIM115
         # What is neither a cell's nor a request's belongs in the log, not in the notebook.
         sys.stdout = sys.stderr = self._log
+        # Into the log, which another process reads: a dump into our own pipe could come out as the cell's output.
+        faulthandler.enable(self._log)
         settings = Settings.from_env()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
         self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds)

@@ -17,12 +17,20 @@ _WORDS = {
 
 
 def describe(event: Exited) -> str:
-    """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, … with the most memory it had, if known."""
+    """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
     if event.out_of_memory:
-        return f"out of memory (killed by the kernel{_memory(event.max_rss)})"
+        return "out of memory (killed by the kernel)"
     if event.signal:
         return describe_signal(event.signal)
     return f"exit code {event.code}" if event.code >= 0 else "exit status unknown"
+
+
+def detail(event: Exited) -> str:
+    """What else is known of a process's end: the most memory it had, and who did not kill it."""
+    known = [f"peak memory {_memory(event.max_rss)}"] if event.max_rss else []
+    if event.signal == signal.SIGKILL and not event.out_of_memory:
+        known.append("not killed by the kernel for lack of memory")
+    return ", ".join(known)
 
 
 def describe_signal(number: int) -> str:
@@ -34,8 +42,8 @@ def describe_signal(number: int) -> str:
     return _WORDS.get(known, f"killed by {known.name}")
 
 
-def _memory(max_rss: int) -> str:
-    return f"; it had {max_rss / 2**30:.1f} GiB" if max_rss else ""
+def _memory(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 class OutOfMemoryCounter:

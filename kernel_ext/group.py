@@ -68,6 +68,7 @@ class Group:
         self._members = Members()
         self._changed = threading.Condition(threading.RLock())
         self._broken = ""
+        self._ending: set[int] = set()  # told to end by the user
         client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
 
     def use(self, starter: Starter) -> None:
@@ -97,6 +98,9 @@ class Group:
         """Something happened to a rank. Any thread."""
         with self._changed:
             ready = self._members.ready
+            if isinstance(event, Ended) and event.rank in self._ending:
+                self._ending.discard(event.rank)
+                event = Ended(event.rank, event.pid, "ended by a restart")
             for effect in self._members.handle(event):
                 self._perform(effect)
             self._changed.notify_all()
@@ -190,6 +194,8 @@ class Group:
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """End these ranks' processes, whatever they do; they stay wanted and count as lost."""
+        with self._changed:
+            self._ending |= set(ranks) & set(self._members.living())
         self.kill(ranks)
         with self._changed:
             self._changed.wait_for(

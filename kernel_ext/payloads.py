@@ -145,6 +145,12 @@ class AskStack(Payload, frozen=True):
     ticket: int
 
 
+class AskNames(Payload, frozen=True):
+    """Ask for :class:`Names`."""
+
+    ticket: int
+
+
 # -- rank to pool -----------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +334,14 @@ class Stack(Payload, frozen=True):
     pending: tuple[PendingNow, ...] = ()
 
 
+class Names(Payload, frozen=True):
+    """Answer to AskNames, also from a busy rank: what the user has made there, in that order; modules apart."""
+
+    ticket: int
+    variables: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
 ToRank = (
     RunCell
     | Credit
@@ -342,8 +356,9 @@ ToRank = (
     | Complete
     | Inspect
     | AskStack
+    | AskNames
 )
-ToPool = Output | CellDone | Done | Value | Piece | Status | Completions | Inspection | Stack
+ToPool = Output | CellDone | Done | Value | Piece | Status | Completions | Inspection | Stack | Names
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

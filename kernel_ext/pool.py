@@ -20,12 +20,14 @@ from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
+    AskNames,
     AskStack,
     AskStatus,
     Complete,
     Completions,
     Inspect,
     Inspection,
+    Names,
     Stack,
     Status,
 )
@@ -180,6 +182,11 @@ class Pool:
         stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
         look = self._base.runs.lookout.look
         return Whereabouts(stacks, {rank: look(rank) for rank in chosen if rank not in stacks})
+
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+        """The variables that the user has made on these ranks (by default all), in that order, and modules apart."""
+        answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, Names)}
 
     @property
     def hanging(self) -> dict[int, str]:

@@ -14,6 +14,7 @@ from hvdlab.kernel_ext.payloads import (
     Completions,
     Done,
     Inspection,
+    Names,
     Payload,
     Piece,
     Stack,
@@ -22,7 +23,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 
-Answer = Done | Value | Piece | Status | Completions | Inspection | Stack
+Answer = Done | Value | Piece | Status | Completions | Inspection | Stack | Names
 
 
 @dataclass(slots=True)

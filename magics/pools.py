@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from hvdlab.kernel_ext.lacks import back, lacking
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
 from hvdlab.magics.status_table import StatusTable
@@ -73,9 +75,11 @@ class PoolMagics(Magics):
 
     def _repair(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool repair")
+        begin = time.monotonic()
         with as_usage_error():
-            replaced = list(pool.repair() or ())
-        print(_repaired(replaced) if replaced else "no rank is missing")
+            replaced = pool.repair()
+            seconds = time.monotonic() - begin
+            print(back(pool.names(), replaced, seconds) if replaced else "no rank is missing")
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
@@ -83,7 +87,8 @@ class PoolMagics(Magics):
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():
             pool.restart(ranks)
-        print(f"{say_ranks(ranks)} started again, with empty memory")
+            lacks = lacking(pool.names(), ranks)
+        print(f"{say_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
 
     def _stop(self, options: Any) -> None:
         pool = self.session.pool
@@ -92,16 +97,6 @@ class PoolMagics(Magics):
             return
         pool.stop()
         print("all ranks have ended")
-
-
-def _repaired(ranks: list[int]) -> str:
-    """What users have to do after ranks were replaced."""
-    numbers = say_ranks(ranks).split(" ", 1)[1]
-    it_has, on_it = ("it has", "it") if len(ranks) == 1 else ("they have", "them")
-    return (
-        f"{say_ranks(ranks)} started again; {it_has} none of the others' variables: run your set-up cells on {on_it} "
-        f"with `%%hvd_rank {numbers}`, then broadcast what has changed since"
-    )
 
 
 def _number(command: str, text: str) -> int:

@@ -23,7 +23,7 @@ from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied,
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Stream
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Names, Stream
 from hvdlab.magics.extension import Extension
 
 
@@ -124,6 +124,9 @@ class FakePool:
 
     def restart(self, ranks: Sequence[int]) -> None:
         self.restarted = list(ranks)
+
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+        return {}
 
     def repair(self) -> list[int]:
         return []

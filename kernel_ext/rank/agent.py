@@ -15,6 +15,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
+    AskNames,
     AskStack,
     AskStatus,
     CellDone,
@@ -35,7 +36,7 @@ from hvdlab.kernel_ext.payloads import (
     decode_to_rank,
     encode,
 )
-from hvdlab.kernel_ext.rank import completion, stacks, status, values
+from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
 from hvdlab.kernel_ext.rank.failures import describe
@@ -143,6 +144,8 @@ class RankAgent:
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
+        elif isinstance(mail, AskNames):
+            self._reply(names.user_names(self._shell, mail.ticket))
         elif isinstance(mail, Fetch):
             self._reply(self._lending.piece(mail))
         elif isinstance(mail, PushPart):

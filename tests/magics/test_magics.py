@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import hvdlab
+from hvdlab.kernel_ext.payloads import Names
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.magics.status_table import StatusTable
 from magics_fakes import Notebook
@@ -36,8 +37,9 @@ def test_a_repaired_rank_is_empty_and_that_is_said(
 ) -> None:
     notebook.run("%hvd_pool start 2")
     monkeypatch.setattr(notebook.pool, "repair", lambda: (1,))
+    monkeypatch.setattr(notebook.pool, "names", lambda: {0: Names(0, ("x",), ()), 1: Names(0, (), ())})
     (said,) = notebook.run("%hvd_pool repair").lines
-    assert said.startswith("rank 1 started again; it has none of the others' variables")
+    assert said.startswith("rank 1 is back (0.0 s); it lacks x: ")
     assert "`%%hvd_rank 1`" in said
 
 

@@ -225,9 +225,14 @@ def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     assert cell.error["ename"] == "RankDied"
     assert "rank 3 died" in cell.error["evalue"]
     assert "SIGKILL" in cell.error["evalue"]
+    assert re.search(r"peak memory \d+ MiB, not killed by the kernel", "\n".join(cell.error["traceback"]))
     assert "rank 3 is lost" in kernel.run("%%hvd_run\nprint(x)").lines()[0]
     (repaired,) = kernel.run("%hvd_pool repair").lines()
-    assert repaired.startswith("rank 3 started again; it has none of the others' variables")
+    assert re.fullmatch(
+        r"rank 3 is back \(\d+\.\d s\); it lacks .*\brank, x\b.* and the modules os, sys, time\b.*: run your set-up cells on it "
+        r"with `%%hvd_rank 3`, then broadcast what has changed since",
+        repaired,
+    ), repaired
     assert kernel.run("%%hvd_run\nprint('x' in globals())").lines() == ["[0-2] True", "[3] False"]
 
 

@@ -164,7 +164,7 @@ def test_a_crash_is_shown_from_the_crash_to_the_cell() -> None:
 
 def test_a_deep_crash_is_cut_in_the_middle() -> None:
     frames = "".join(f'  File "<cell [4]>", line {n} in f\n' for n in range(100))
-    dump = f"Fatal Python error: x\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
+    dump = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
     found = shown(results({}, deaths={1: Death(1, "segmentation fault", 3, dump)}))
     assert len(found) == 10
     assert "  … 92 calls between" in found

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING
+from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
@@ -35,10 +35,10 @@ _SIZES = (1, 2, 2, 3, 3, 4)
 _ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
     "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
-    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "block", "wait", "cell", "end_cell", "settle",
+    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "settle",
 )  # fmt: skip
 _NAMES = (None, None, "a", "b", "c")
-_CALM = frozenset({"kill", "cut", "leave", "resize", "withdraw", "tear"})
+_CALM = frozenset({"kill", "cut", "leave", "resize", "restart", "withdraw", "tear"})
 """What is left out of some schedules, so that others of the things that can happen get further."""
 
 
@@ -52,9 +52,10 @@ class Schedule:
         self.size = chance.choice(_SIZES)
         self.tracked = chance.random() < 0.4
         options = CoordinatorOptions(
-            size=self.size,
+            size=None if self.tracked else self.size,
             fusion_threshold=chance.choice([0, 32, 1 << 20]),
             flush_delay=chance.choice([0.0, 0.0, 0.0, 0.2]),
+            reattach=1.0,
         )
         self.sim = Simulation(
             self.size,
@@ -65,6 +66,8 @@ class Schedule:
             validate=0.05,
         )
         self.cells = 0
+        self.script = False  # whether nobody but the ranks knows anything
+        self.resized = False
         calm = chance.random() < 0.2
         self.actions = [a for a in _ACTIONS if not (calm and a in _CALM)]
 
@@ -215,7 +218,7 @@ class Schedule:
             cell = f"cell {self.cells}"
             ranks = tuple(me.rank for me in self.living() if self.chance.random() < 0.9)
             if ranks:
-                self.sim.say(m.CellStarted(cell, ranks), m.Post(cell, b"", ranks))
+                self.sim.start_cell(cell, ranks)
 
     def do_end_cell(self) -> None:
         me = self.someone()
@@ -223,8 +226,7 @@ class Schedule:
             self.end_cell(me)
 
     def end_cell(self, me: SimRank) -> None:
-        cell, _ = me.cells.popitem()
-        me.state.post(m.CellEnd(cell, self.chance.choice(["", "ValueError: no"])))
+        self.sim.end_cell(me.rank, self.chance.choice(["", "ValueError: no"]))
 
     # -- coming and going -----------------------------------------------------------------------------------------
 
@@ -232,8 +234,8 @@ class Schedule:
         if len(self.living()) > 1:
             me = self.chance.choice(self.living())
             self.sim.kill(me.rank)
-            if self.chance.random() < 0.5:
-                self.sim.say(m.RankLost(me.rank, me.peer, "killed by SIGKILL"))
+            if self.chance.random() < 0.5 and not self.script:
+                self.sim.say(m.RankLost(me.rank, me.pid, "killed by SIGKILL"))
 
     def do_cut(self) -> None:
         if len(self.living()) > 1:
@@ -250,8 +252,19 @@ class Schedule:
             self.sim.connect(self.chance.choice(gone).rank)
 
     def do_resize(self) -> None:
+        if self.script:
+            return
+        self.resized = True
         size = self.chance.randint(1, max(2, self.size))
         self.sim.say(m.Expect(tuple(range(size))))
+
+    def do_restart(self) -> None:
+        """The coordinator dies; a pool's client tells the successor what it knows, scripts have none."""
+        if self.chance.random() < 0.3:
+            self.script = self.script or (
+                not self.tracked and not self.resized and self.chance.random() < 0.5
+            )
+            self.sim.restart(client=not self.script)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +303,7 @@ class Schedule:
 
     def members(self, me: SimRank, process_set: int) -> Iterator[SimRank]:
         group = me.state.sets[process_set]
-        return (self.sim._by_peer[pid] for pid in me.members[process_set, group.epoch])
+        return (self.sim.by_pid[pid] for pid in me.members[process_set, group.epoch])
 
     def check_waits(self, me: SimRank) -> None:
         """Nothing waits for what can't come."""
@@ -349,12 +362,21 @@ class Schedule:
                 for group in list(me.state.sets.values()):
                     sim.withdraw(me.rank, group.id)
             self.rest()
-        sim.check()
+        self.check_ended()
         self.work()
         for me in self.chance.sample(self.living(), len(self.living())):
             sim.leave(me.rank)
             self.rest()
         self.check_empty()
+
+    def check_ended(self) -> None:
+        """What was given up has failed, but for what waits for a world that others are awaited for."""
+        for me in self.living():
+            for entry in me.entries:
+                group = me.state.sets.get(entry.request.process_set)
+                formed = group is None or group.configured
+                held = entry.phase == HELD and not formed and self.sim.coordinator.membership.awaited
+                assert entry.outcome is not None or held, (me.rank, entry.name, entry.phase)
 
     def work(self) -> None:
         """The next collective of those that are left is right; but for the one that tells them who has left."""
@@ -362,7 +384,7 @@ class Schedule:
             me.blocked = None
         if self.tracked:
             ranks = tuple(me.rank for me in self.living())
-            self.sim.say(m.CellStarted("last", ranks), m.Post("last", b"", ranks))
+            self.sim.start_cell("last", ranks)
             self.rest()
         for _ in range(2):
             world = [me for me in self.living() if 0 in me.state.sets and me.state.sets[0].configured]

@@ -1,11 +1,13 @@
 """Ranks' states and the coordinator's, joined by queues that deliver in any interleaving. No process, no clock.
 
 Every connection is a queue for each direction. What one connection carries stays in order, and is overtaken by what
-others carry in any way. A rank that comes again is another connection and another state, under the same number.
+others carry in any way. A rank that comes again is another connection and another state, under the same number; when the
+coordinator dies, its ranks and its client look for the successor, each in its own time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import AbortPlane, Fail, NewEpoch, RunBatch, Succeed
+from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
@@ -62,29 +64,42 @@ class SimRank:
     """One rank's process: its state, its connection's queues, its executor.
 
     Attributes:
+        pid: Which process it is; no other has it.
+        peer: Its connection.
+        generation: Of the coordinator that it is, or was, connected to.
         alive: Whether it is part of the job, as far as it knows.
         open: Whether the coordinator listens to its connection.
         ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
-        ordered: What was told to leave, or has left by itself.
-        cells: Those that run here.
+        lost: Whether it looks for a successor of its coordinator.
+        cut: Whether its network has failed.
+        killed, told_to_leave: What happened to it.
+        blocked: What its user waits for.
+        world: Ranks that live, as far as it was told.
+        cells: Those that run here. known_cells: Those that ever did.
         members: Process ids of the members of each epoch.
+        aborted, broken: Epochs whose plane was ended, or has failed here.
         order: What was executed in each epoch.
     """
 
     rank: int
-    peer: int
+    pid: int
     state: RankState
+    peer: int = 0
+    generation: int = -1
     alive: bool = True
     open: bool = True
     ending: bool = False
+    lost: bool = False
     cut: bool = False
     killed: bool = False
     told_to_leave: bool = False
     blocked: SimEntry | None = None
+    world: tuple[int, ...] = ()
     to_coordinator: deque[m.Message] = field(default_factory=deque)
     from_coordinator: deque[m.Message | None] = field(default_factory=deque)
     jobs: deque[RunBatch] = field(default_factory=deque)
     cells: dict[str, None] = field(default_factory=dict)
+    known_cells: set[str] = field(default_factory=set)
     members: dict[Scope, tuple[int, ...]] = field(default_factory=dict)
     aborted: set[Scope] = field(default_factory=set)
     broken: set[Scope] = field(default_factory=set)
@@ -119,7 +134,8 @@ class Simulation:
         self.random = random.Random(seed)
         self.now = 0.0
         self.tracked, self._local_limit, self._validate = tracked, local_limit, validate
-        self.coordinator = CoordinatorState(options or CoordinatorOptions(size=size))
+        self.options = options or CoordinatorOptions(size=size)
+        self.coordinator = CoordinatorState(self.options)
         self.ranks: list[SimRank] = []
         self.former: list[SimRank] = []
         self.client: deque[m.Message] = deque()
@@ -127,10 +143,17 @@ class Simulation:
         self.results: dict[Operation, object] = {}
         self._newest: dict[int, int] = {}
         self._by_peer: dict[int, SimRank] = {}
+        self.by_pid: dict[int, SimRank] = {}
+        self._peers = _FIRST_PEER
+        self._running: dict[str, set[int]] = {}  # processes that may run each cell
+        self._told: m.World | None = None  # what the client was told of
         self._moving: list[SimRank] = []
         self._gone = False  # whether some of them may be over
         self._numbers = 0
+        self._expected: tuple[int, ...] = ()  # what the client has asked for
         self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
+        if self.options.size is None:
+            self._carry_out(Received(CLIENT, m.Expect(tuple(range(size)))))
         for rank in range(size):
             self.connect(rank)
         self.run()
@@ -139,20 +162,47 @@ class Simulation:
 
     def connect(self, rank: int) -> SimRank | None:
         """A new process for ``rank``; ``None`` if the coordinator refuses it."""
-        peer = _FIRST_PEER + len(self.ranks) + len(self.former)
-        me = SimRank(rank, peer, RankState(rank, self._local_limit))
-        self._by_peer[peer] = me
+        me = SimRank(rank, _FIRST_PEER + len(self.by_pid), RankState(rank, self._local_limit))
+        self.by_pid[me.pid] = me
         self._moving.append(me)
         if rank == len(self.ranks):
             self.ranks.append(me)
         else:
             self.former.append(self.ranks[rank])
             self.ranks[rank] = me
-        hello = m.Hello(
-            m.PROTOCOL_VERSION, "", "rank", rank, "host", peer, planes=("shm",), cells_tracked=self.tracked
-        )
-        self._carry_out(PeerConnected(peer, hello))
+        self._introduce(me)
         return me if me.open else None
+
+    def _introduce(self, me: SimRank) -> None:
+        self._peers += 1
+        me.peer, me.open = self._peers, True
+        self._by_peer[me.peer] = me
+        hello = m.Hello(
+            m.PROTOCOL_VERSION,
+            "",
+            "rank",
+            me.rank,
+            "host",
+            me.pid,
+            planes=("shm",),
+            cells_tracked=self.tracked,
+            generation=me.generation,
+        )
+        self._carry_out(PeerConnected(me.peer, hello))
+
+    def _reconnect(self, me: SimRank) -> None:
+        """It finds the coordinator, or a successor, and says what that has to know; or it is refused."""
+        me.lost = me.cut = False
+        me.from_coordinator.clear()
+        me.to_coordinator.clear()
+        self._introduce(me)
+        if me.open:
+            me.ending = False
+            me.to_coordinator.append(me.state.resume(me.world))
+            self._flush(me)
+        else:
+            me.ending = True
+            self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
     def kill(self, rank: int) -> None:
         """Its process ends; what it had written before may or may not be read."""
@@ -180,6 +230,51 @@ class Simulation:
         self._lose_some(me.to_coordinator)
         self._lose_some(me.from_coordinator)
         me.from_coordinator.append(None)
+
+    def restart(self, *, client: bool = True) -> None:
+        """The coordinator is killed and has a successor. With a client the latter is told what that one knows.
+
+        What was on its way is lost: all that was sent to the coordinator, and some of what it had sent.
+        """
+        self.options = dataclasses.replace(self.options, generation=self.options.generation + 1)
+        self.coordinator = CoordinatorState(self.options)
+        for me in self._moving:
+            if me.open:
+                me.open, self._gone = False, True
+                me.to_coordinator.clear()
+                if me.alive and not me.cut:
+                    self._lose_some(me.from_coordinator)
+                    me.from_coordinator.append(None)
+        for _ in range(self.random.randint(0, len(self.client))):
+            self.client.popleft()
+        self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
+        if client:
+            self._recall()
+
+    def _recall(self) -> None:
+        """The client tells the successor what it knows, and sends again what may have been lost."""
+        told = self._told
+        assert told is not None
+        waiting, self.client = self.client, deque()
+        cells = {
+            cell: tuple(sorted(self.by_pid[pid].rank for pid in pids if self.by_pid[pid].alive))
+            for cell, pids in self._running.items()
+        }
+        self.say(
+            m.Recall(
+                self._expected or told.expected,
+                told.members,
+                told.deaths,
+                tuple((c, r) for c, r in cells.items() if r),
+            )
+        )
+        for me in self.ranks:
+            if not me.alive:
+                self.say(m.RankLost(me.rank, me.pid, "its process has ended"))
+        for cell, ranks in cells.items():
+            if ranks:
+                self.say(m.Post(cell, b"", ranks))
+        self.client.extend(waiting)
 
     def _lose_some(self, queue: deque[m.Message] | deque[m.Message | None]) -> None:
         for _ in range(self.random.randint(0, len(queue))):
@@ -226,6 +321,22 @@ class Simulation:
     def say(self, *messages: m.Message) -> None:
         """What the client sends."""
         self.client.extend(messages)
+        for message in messages:
+            if isinstance(message, m.Expect):
+                self._expected = message.ranks
+
+    def start_cell(self, cell: str, ranks: tuple[int, ...]) -> None:
+        """The client sends a cell to ranks."""
+        self._running[cell] = {self.ranks[rank].pid for rank in ranks}
+        self.say(m.CellStarted(cell, ranks), m.Post(cell, b"", ranks))
+
+    def end_cell(self, rank: int, error: str) -> None:
+        """The last cell that runs on a rank ends. The client hears of it, sooner or later."""
+        me = self.ranks[rank]
+        cell, _ = me.cells.popitem()
+        me.state.end_cell(cell, error)
+        if self.random.random() < 0.8:
+            self._running.get(cell, set()).discard(me.pid)
 
     # -- the world's steps ----------------------------------------------------------------------------------------
 
@@ -239,6 +350,8 @@ class Simulation:
             if me.open and (me.to_coordinator or me.ending):
                 choices.append((self._to_coordinator, me))
             if me.alive:
+                if me.lost and not me.open:
+                    choices.append((self._reconnect, me))
                 if me.state.has_messages and not me.ending:
                     choices.append((self._flush, me))
                 if me.from_coordinator:
@@ -248,7 +361,7 @@ class Simulation:
                         choices.append((self._run_job, me))
                     elif self._meets_nobody(me):
                         choices.append((self._break_plane, me))
-        if self.client:
+        if self.client and not (isinstance(self.client[0], m.Post) and self.coordinator.restoring.active):
             choices.append((self._from_client, self.ranks[0]))
         if choices:
             action, me = self.random.choice(choices)
@@ -268,7 +381,15 @@ class Simulation:
                 return
         raise AssertionError("it does not come to rest")
 
+    def read_all(self) -> None:
+        """The coordinator reads all that was sent to it."""
+        for me in self._moving:
+            while me.open and me.to_coordinator:
+                self._to_coordinator(me)
+
     def _flush(self, me: SimRank) -> None:
+        if me.lost:
+            return  # kept for the successor
         messages = me.state.take_messages()
         if not me.ending:
             me.to_coordinator.extend(messages)
@@ -299,13 +420,23 @@ class Simulation:
                     self._note_epoch(effect.message)
                 for peer in effect.peers:
                     me = self._by_peer.get(peer)
-                    if me is not None and me.alive and not me.cut:
-                        me.from_coordinator.append(effect.message)
+                    if me is not None and me.alive and me.peer == peer and not me.cut:
+                        if isinstance(effect.message, m.Welcome):
+                            me.generation = effect.message.generation  # who connects waits for it
+                        else:
+                            me.from_coordinator.append(effect.message)
+                if (
+                    CLIENT in effect.peers
+                    and isinstance(effect.message, m.World)
+                    and not effect.message.restoring
+                ):
+                    self._told = effect.message
             elif isinstance(effect, CloseConnection):
                 closed = self._by_peer[effect.peer]
-                closed.open, self._gone = False, True
-                closed.to_coordinator.clear()
-                if closed.alive and not closed.cut:
+                if closed.peer == effect.peer:
+                    closed.open, self._gone = False, True
+                    closed.to_coordinator.clear()
+                if closed.alive and not closed.cut and closed.peer == effect.peer:
                     closed.from_coordinator.append(None)
             elif isinstance(effect, Log):
                 assert " sent " not in effect.text, effect.text
@@ -319,15 +450,25 @@ class Simulation:
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()
         if message is None:
-            me.ending = True
-            self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+            me.ending = me.lost = True
+            self._perform(
+                me, me.state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+            )
             return
         if isinstance(message, m.Leave):
             me.told_to_leave = True
-        elif isinstance(message, m.Mail):
+        elif isinstance(message, m.World):
+            me.world = tuple(member.rank for member in message.members)
+        elif isinstance(message, m.Mail) and message.topic not in me.known_cells:
+            me.known_cells.add(message.topic)
             me.cells[message.topic] = None
-            me.state.post(m.CellBegin(message.topic))
-        for effect in me.state.handle(message, 0):
+            me.state.begin_cell(message.topic)
+        self._perform(me, me.state.handle(message, 0))
+        if self._validate >= 1.0 or self.random.random() < self._validate:
+            me.state.validate()
+
+    def _perform(self, me: SimRank, effects: list[Effect]) -> None:
+        for effect in effects:
             match effect:
                 case RunBatch():
                     me.jobs.append(effect)
@@ -340,8 +481,6 @@ class Simulation:
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():
                     me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
-        if self._validate >= 1.0 or self.random.random() < self._validate:
-            me.state.validate()
 
     # -- planes ---------------------------------------------------------------------------------------------------
 
@@ -350,13 +489,13 @@ class Simulation:
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
             return True
-        others = [self._by_peer[pid] for pid in me.members[here[:2]]]
+        others = [self.by_pid[pid] for pid in me.members[here[:2]]]
         return all(here in o.done or (o.alive and o.jobs and _operation(o.jobs[0]) == here) for o in others)
 
     def _meets_nobody(self, me: SimRank) -> bool:
         """Whether the plane notices that somebody else will not come."""
         here = _operation(me.jobs[0])
-        others = [self._by_peer[pid] for pid in me.members[here[:2]]]
+        others = [self.by_pid[pid] for pid in me.members[here[:2]]]
         return any(here not in o.done and (not o.alive or here[:2] in o.broken) for o in others)
 
     def _break_plane(self, me: SimRank) -> None:
@@ -385,7 +524,7 @@ class Simulation:
         elif here in self.results:
             return self.results[here]
         else:
-            jobs = [self._by_peer[pid].jobs for pid in me.members[here[:2]]]
+            jobs = [self.by_pid[pid].jobs for pid in me.members[here[:2]]]
             met = [me_jobs[0] if me_jobs and _operation(me_jobs[0]) == here else job for me_jobs in jobs]
             for other in met:
                 assert tuple(f"{e.request.kind.label} {e.name}" for e in other.entries) == names

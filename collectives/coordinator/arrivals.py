@@ -8,8 +8,8 @@ from hvdlab.collectives.coordinator import elastic
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import ProcessSet
-from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
+from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         return
     newcomer = membership.join(peer, rank, hello, now)
     state.by_peer[peer] = newcomer
+    if hello.generation < 0 and state.restoring.active:
+        state.restoring.renewed.add(rank)
     if newcomer.tracked:
         state.cells.join(rank)
     outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation))
@@ -60,15 +62,13 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
         state.history.unsubscribe(peer)
         return
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
-    if rank.leaving:
-        depart(state, rank)
-        state.membership.leave(rank)
-        _end_past(state, past, rank, reason)
-        return
-    state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
     sets = state.sets.containing(rank.rank)
     depart(state, rank)
-    state.membership.die(rank, reason, now, explained=explained)
+    if rank.leaving:
+        state.membership.leave(rank)
+    else:
+        state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+        state.membership.die(rank, reason, now, explained=explained)
     for ps in sets:
         state.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
     _end_past(state, past, rank, reason)
@@ -81,6 +81,25 @@ def _end_past(
     for ps, epoch in past:
         text = f"rank {rank.rank} died: {reason}"
         state.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
+
+
+def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
+    """The world is made of these ranks from now on."""
+    dropped = state.membership.expect(ranks)
+    state.cells.keep({*ranks, *state.membership.ranks})
+    for rank in dropped:
+        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
+    leaving = {rank.rank for rank in dropped}
+    busy = any(state.cells.active(rank) for rank in leaving)
+    for ps in list(state.sets):
+        going = leaving & (set(ps.members) - ps.gone)
+        if not going:
+            continue
+        if busy or (ps.phase == OPEN and ps.matcher.pending):
+            text = f"{format_ranks(sorted(going))} left, because the world was resized"
+            state.sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
+        else:
+            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
 
 
 def depart(state: CoordinatorState, rank: RankPeer) -> None:

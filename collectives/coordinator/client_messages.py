@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hvdlab.collectives.coordinator.arrivals import lose
+from hvdlab.collectives.coordinator.arrivals import lose, resize
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
 from hvdlab.collectives.coordinator.events import CloseConnection
-from hvdlab.collectives.coordinator.process_sets import OPEN
 from hvdlab.collectives.coordinator.restoring import on_recall
-from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -26,22 +24,8 @@ def _on_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> N
 
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
-    dropped = state.membership.expect(message.ranks)
     state.restoring.recalled = True
-    state.cells.keep({*message.ranks, *state.membership.ranks})
-    for rank in dropped:
-        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
-    leaving = {rank.rank for rank in dropped}
-    busy = any(state.cells.active(rank) for rank in leaving)
-    for ps in list(state.sets):
-        going = leaving & (set(ps.members) - ps.gone)
-        if not going:
-            continue
-        if busy or (ps.phase == OPEN and ps.matcher.pending):
-            text = f"{format_ranks(sorted(going))} left, because the world was resized"
-            state.sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
-        else:
-            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+    resize(state, message.ranks)
 
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:

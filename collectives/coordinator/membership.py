@@ -176,7 +176,7 @@ class Membership:
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
-                self.awaited.discard(death.rank)
+        self.awaited -= self.deaths.keys()  # some may have died since
         self.changed = True
 
     def world(self, epoch: int, *, restoring: bool = False) -> World:

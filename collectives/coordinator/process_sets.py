@@ -102,9 +102,10 @@ class ProcessSets:
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
         pending = ps.matcher.report()
         self._outbox.send(
-            self._living_peers(ps), Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending)
+            self._all_peers(ps), Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending)
         )
         ps.aborted = old
+        ps.former.clear()
         self._end(ps, ENDED)
 
     def abort_past(
@@ -113,9 +114,9 @@ class ProcessSets:
         """End what is still executed of the epochs up to this one, which were changed over from in order."""
         if ps.aborted < epoch < ps.epoch:
             ps.aborted = epoch
-            former = tuple(peer for peer, last in ps.former.values() if last <= epoch)
-            told = (*self._living_peers(ps), *former)
+            told = self._all_peers(ps)
             self._outbox.send(told, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
+            ps.former = {rank: known for rank, known in ps.former.items() if known[1] > epoch}
 
     def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
         """Change over to new members in order: what was told to execute is finished in the old epoch, what is
@@ -232,13 +233,15 @@ class ProcessSets:
             if ps.phase != OPEN and ps.next_members is not None:
                 self.configure(ps)
 
-    def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
+    def _all_peers(self, ps: ProcessSet) -> tuple[int, ...]:
+        """Of members that live, and of those who may be in the middle of something with them."""
         ranks = self._membership.ranks
-        return tuple(
+        living = [
             peer
             for rank, peer in zip(ps.members, ps.peers, strict=True)
             if rank in ranks and ranks[rank].peer == peer
-        )
+        ]
+        return (*living, *[peer for peer, _ in ps.former.values()])
 
     def validate(self) -> None:
         """Assert what must hold between rounds."""

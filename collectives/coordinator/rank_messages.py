@@ -77,7 +77,10 @@ def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin
 
 def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
     state.check_admission = True
-    if rank.tracked and state.cells.end(message.cell, rank.rank, message.error):
+    if not rank.tracked:
+        return
+    state.restoring.cell_ended(message.cell, rank.rank)
+    if state.cells.end(message.cell, rank.rank, message.error):
         for ps in state.sets.containing(rank.rank):
             ps.matcher.debts.forgive(rank.rank)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives.coordinator import arrivals
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.protocol import messages as m
 
@@ -41,6 +42,8 @@ class Restoring:
         self.resumed: dict[int, m.Resume] = {}
         self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
+        self.ended: set[tuple[str, int]] = set()  # cells, with ranks that have said that they ended
 
     def begin(self, now: float) -> None:
         """Something happens for the first time."""
@@ -53,6 +56,11 @@ class Restoring:
         for other in said.alive:
             self.alive.setdefault(other, 0)
 
+    def cell_ended(self, cell: str, rank: int) -> None:
+        """A cell has ended on a rank, which the client need not know yet."""
+        if self.active or (self.generation > 0 and not self.recalled):
+            self.ended.add((cell, rank))
+
     def drop(self, rank: int) -> None:
         """A rank has come, and is gone again."""
         self.resumed.pop(rank, None)
@@ -60,7 +68,7 @@ class Restoring:
 
     def awaited(self, membership: Membership) -> list[int]:
         """Ranks that lived and have not come, and that still have a place in the world."""
-        known = self.resumed.keys() | membership.deaths.keys()
+        known = self.resumed.keys() | membership.deaths.keys() | self.renewed
         expected = membership.expected
         return sorted(r for r in self.alive if r not in known and (expected is None or r in expected))
 
@@ -69,6 +77,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
     """A rank that knew another coordinator; one that comes when the world is there is like any newcomer."""
     for cell, error in message.ended:
         if rank.tracked:
+            state.restoring.cell_ended(cell, rank.rank)
             state.cells.end(cell, rank.rank, error)
     for cell in message.cells:
         if rank.tracked:
@@ -86,8 +95,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
     """The client tells what it had from the coordinator before."""
-    for rank in state.membership.expect(message.expected):
-        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
+    arrivals.resize(state, message.expected)
     state.membership.recall(message.deaths)
     restoring = state.restoring
     restoring.recalled = True
@@ -163,9 +171,9 @@ def _begin_cells(state: CoordinatorState) -> None:
     restoring, ranks = state.restoring, state.membership.ranks
     for cell, on in restoring.cells:
         for rank in on:
-            said = restoring.resumed.get(rank)
-            if said is not None and any(cell == ended for ended, _ in said.ended):
-                continue
-            if ranks[rank].tracked if rank in ranks else rank in (state.membership.expected or ()):
+            there = rank in ranks and ranks[rank].tracked and rank not in restoring.renewed
+            if there and (cell, rank) not in restoring.ended:
                 state.cells.begin(cell, rank)
+    if restoring.recalled:
+        restoring.ended.clear()
     restoring.cells = ()

@@ -66,8 +66,8 @@ def _take_part(group: SetState, signature: m.Signature) -> Entry:
 
 def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
     group = state.sets.get(set_id)
-    if group is None or epoch != group.epoch:
-        return []
+    if group is None or epoch != group.epoch or group.withdrawn == epoch:
+        return []  # the ids may stand for something else by now; an abort is on its way
     entries = []
     for id in locals:
         entry = state.locals.take(id)
@@ -105,9 +105,10 @@ def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
 
 def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
     state.memory.added(message.process_set, message.ranks)
-    entry = state.locals.take(message.local)
-    if entry is None:
-        return []
+    local = state.locals.by_id.get(message.local)
+    if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
+        return []  # it was given up, and the id may stand for something else by now
+    entry = local.queue.popleft()
     state.end(entry)
     return [Succeed(entry, message.process_set)]
 

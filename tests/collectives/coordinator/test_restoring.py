@@ -1,0 +1,311 @@
+"""A successor puts together the world of the coordinator that died, from what ranks and client tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+from coordinator_simulation import CLIENT, hello, signature
+from hvdlab.collectives.coordinator.events import (
+    Event,
+    PeerConnected,
+    PeerLost,
+    Received,
+    Send,
+    SendConfigure,
+    Tick,
+)
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.restoring import EPOCHS
+from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol import messages as m
+
+M = TypeVar("M", bound=m.Message)
+
+WORLD = m.KnownSet(0, 7, (0, 1, 2))
+
+
+class Successor:
+    """The state of a coordinator of generation 1, and what it has said to each peer (a rank's is 10 + its number)."""
+
+    def __init__(self, size: int | None = 3, *, tracked: bool = False) -> None:
+        self.state = CoordinatorState(CoordinatorOptions(size=size, generation=1))
+        self.tracked = tracked
+        self.said: dict[int, list[m.Message]] = {}
+        self.now = 0.0
+
+    def __call__(self, *events: Event) -> None:
+        for effect in self.state.handle_all(events, self.now):
+            if isinstance(effect, Send | SendConfigure):
+                for peer in effect.peers:
+                    self.said.setdefault(peer, []).append(effect.message)
+        self.state.validate_state()
+
+    def connect(self, rank: int, generation: int = 0, pid: int | None = None) -> None:
+        self(PeerConnected(10 + rank, hello(rank, tracked=self.tracked, generation=generation, pid=pid)))
+
+    def comes(self, rank: int, *sets: m.KnownSet, alive: Iterable[int] = (0, 1, 2), **fields: object) -> None:
+        self.connect(rank)
+        self.says(rank, m.Resume(sets or (WORLD,), tuple(alive), **fields))  # type: ignore[arg-type]  # tests know
+
+    def says(self, rank: int, message: m.Message) -> None:
+        self(Received(10 + rank, message))  # type: ignore[arg-type]  # ranks say what ranks may say
+
+    def client(self, *messages: m.Message) -> None:
+        self(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client", generation=0)))
+        for message in messages:
+            self(Received(CLIENT, message))  # type: ignore[arg-type]  # clients say what clients may say
+
+    def last(self, peer: int, kind: type[M]) -> M:
+        return [message for message in self.said[peer] if isinstance(message, kind)][-1]
+
+    def count(self, peer: int, kind: type[m.Message]) -> int:
+        return sum(isinstance(message, kind) for message in self.said.get(peer, ()))
+
+    def configured(self, process_set: int = 0) -> tuple[int, ...]:
+        return self.state.sets.by_id[process_set].members if process_set in self.state.sets.by_id else ()
+
+    def wait(self) -> None:
+        """Until nobody is waited for any more."""
+        while self.state.restoring.active:
+            due = self.state.next_deadline()
+            assert due is not None
+            self.now = due
+            self(Tick())
+
+
+def members(*ranks: int) -> tuple[m.Member, ...]:
+    return tuple(m.Member(rank, "host", 1000 + rank) for rank in ranks)
+
+
+def test_the_world_is_there_again_when_all_have_come() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.comes(2)
+    assert successor.count(10, m.Configure) == 0
+    assert successor.last(10, m.World).restoring
+    successor.comes(1)
+    configure = successor.last(10, m.Configure)
+    assert [member.rank for member in configure.members] == [0, 1, 2]
+    assert configure.epoch > EPOCHS
+    assert not successor.last(10, m.World).restoring
+    assert successor.last(10, m.Welcome).generation == 1
+
+
+def test_epochs_go_on_above_all_that_were() -> None:
+    successor = Successor(1)
+    successor.comes(0, m.KnownSet(0, 5 * EPOCHS, (0,)), alive=[0])
+    assert successor.last(10, m.Configure).epoch > 5 * EPOCHS
+
+
+def test_who_does_not_come_in_time_is_dead() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.comes(1)
+    successor.wait()
+    assert successor.configured() == (0, 1)
+    (death,) = successor.last(10, m.World).deaths
+    assert (death.rank, death.admitted) == (2, True)
+    assert "did not come back within 10 s" in death.reason
+    successor.connect(2)
+    assert successor.count(12, m.Refused) == 0, "the launcher has not said which process it was"
+
+
+def test_who_was_declared_dead_does_not_get_in_again() -> None:
+    successor = Successor(None)
+    successor.client(m.Recall((0, 1, 2), members(0, 1, 2)))
+    successor.comes(0)
+    successor.comes(1)
+    successor.wait()
+    successor.connect(2)
+    assert "gone on without it" in successor.last(12, m.Refused).reason
+    successor.said.clear()
+    successor.connect(2, generation=-1, pid=4711)
+    assert successor.configured() == (0, 1, 2)
+
+
+def test_who_is_lost_by_this_coordinator_does_not_get_in_again() -> None:
+    successor = Successor(1)
+    successor.comes(0, m.KnownSet(0, 1, (0,)), alive=[0])
+    successor(PeerLost(10, "cut off"))
+    successor.connect(0, generation=1)
+    assert "gone on without it" in successor.last(10, m.Refused).reason
+
+
+def test_the_launcher_knows_who_died_meanwhile() -> None:
+    successor = Successor(None)
+    successor.client(m.Recall((0, 1, 2), members(0, 1, 2)))
+    successor.comes(0)
+    successor.comes(1)
+    assert successor.configured() == ()
+    successor(Received(CLIENT, m.RankLost(2, 1002, "killed by SIGKILL")))
+    assert successor.configured() == (0, 1)
+    assert successor.last(CLIENT, m.World).deaths[0].reason == "killed by SIGKILL"
+
+
+def test_one_that_dies_on_the_way_is_not_waited_for() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.comes(1)
+    successor(PeerLost(11, "it died, too"))
+    successor.comes(2)
+    assert successor.configured() == (0, 2)
+
+
+def test_deaths_from_before_are_remembered() -> None:
+    successor = Successor(None)
+    death = m.Death(1, 1001, 12.5, "killed by SIGSEGV", True)
+    successor.client(m.Recall((0, 1, 2), members(0, 2), (death,)))
+    successor.comes(0, m.KnownSet(0, 7, (0, 2)), alive=[0, 2])
+    successor.comes(2, m.KnownSet(0, 7, (0, 2)), alive=[0, 2])
+    assert successor.configured() == (0, 2)
+    assert successor.last(CLIENT, m.World).deaths == (death,)
+
+
+def test_a_pools_world_waits_for_its_client() -> None:
+    successor = Successor(None, tracked=True)
+    for rank in range(3):
+        successor.comes(rank)
+    assert successor.configured() == ()
+    successor.client(m.Recall((0, 1, 2), members(0, 1, 2)))
+    assert successor.configured() == (0, 1, 2)
+
+
+def test_a_pool_without_ranks() -> None:
+    successor = Successor(None)
+    successor.client(m.Recall((0,)))
+    successor.connect(0, generation=-1)
+    assert successor.configured() == (0,)
+
+
+def test_ranks_that_were_still_starting_are_not_dead() -> None:
+    successor = Successor(2)
+    successor.comes(0, alive=[])
+    assert successor.state.membership.deaths == {}
+    successor.connect(1, generation=-1)
+    assert successor.configured() == (0, 1)
+
+
+def test_process_sets_keep_their_ids_and_new_ones_get_others() -> None:
+    successor = Successor()
+    pair, lone = m.KnownSet(4, 3, (0, 2)), m.KnownSet(6, 1, (1,))
+    successor.comes(0, WORLD, pair, m.KnownSet(6, 0, (1,)), last_set=7)
+    successor.comes(1, WORLD, m.KnownSet(4, 0, (0, 2)), lone, last_set=7)
+    successor.comes(2, WORLD, pair, m.KnownSet(6, 0, (1,)), last_set=7)
+    assert successor.configured(4) == (0, 2)
+    assert successor.configured(6) == (1,)
+    assert successor.state.sets.add((0, 1)).id == 8
+
+
+def test_a_set_whose_members_died_is_without_them() -> None:
+    successor = Successor()
+    pair = m.KnownSet(4, 3, (0, 2))
+    successor.comes(0, WORLD, pair)
+    successor.comes(1)
+    successor.wait()
+    assert successor.configured(4) == (0,)
+
+
+def test_a_newcomer_under_an_old_number_is_no_member() -> None:
+    successor = Successor()
+    pair = m.KnownSet(4, 3, (0, 2))
+    successor.comes(0, WORLD, pair)
+    successor.comes(1)
+    successor.connect(2, generation=-1, pid=4711)
+    assert successor.configured(4) == (0,)
+    assert successor.configured() == (0, 1, 2)
+
+
+@pytest.mark.parametrize("of_two", [0, 1])
+def test_a_set_that_was_added_on_some_ranks_only_is_undone(of_two: int) -> None:
+    successor = Successor(2)
+    added = m.KnownSet(1, 2, (0, 1))
+    world = m.KnownSet(0, 7, (0, 1))
+    for rank in (0, 1):
+        if rank == of_two:
+            successor.comes(rank, world, added, alive=[0, 1], last_set=1)
+        else:
+            successor.comes(rank, world, alive=[0, 1], adding=((0, 1),))
+    assert successor.configured(1) == ()
+    assert successor.last(10 + of_two, m.Dissolve).process_set == 1
+
+
+def test_a_set_is_undone_for_the_sake_of_one_outside() -> None:
+    successor = Successor()
+    added = m.KnownSet(1, 2, (0, 1))
+    successor.comes(0, WORLD, added, last_set=1)
+    successor.comes(1, WORLD, added, last_set=1)
+    successor.comes(2, WORLD, adding=((0, 1),))
+    assert successor.configured(1) == ()
+    assert successor.count(10, m.Dissolve) == successor.count(11, m.Dissolve) == 1
+
+
+def test_an_older_set_of_the_same_ranks_stands() -> None:
+    successor = Successor()
+    pair = m.KnownSet(1, 2, (0, 1))
+    for rank in range(3):
+        known = pair if rank < 2 else m.KnownSet(1, 0, (0, 1))
+        successor.comes(rank, WORLD, known, last_set=1, adding=((0, 1),))
+    assert successor.configured(1) == (0, 1)
+
+
+def test_a_removal_that_failed_somewhere_is_done() -> None:
+    successor = Successor()
+    pair = m.KnownSet(1, 2, (0, 1))
+    successor.comes(0, WORLD, last_set=1)
+    successor.comes(1, WORLD, pair, last_set=1, removing=(1,))
+    successor.comes(2, WORLD, m.KnownSet(1, 0, (0, 1)), last_set=1, removing=(1,))
+    assert successor.configured(1) == ()
+    assert successor.count(11, m.Dissolve) == successor.count(12, m.Dissolve) == 1
+
+
+def test_cells_go_on_and_ends_count_even_if_the_client_has_not_heard_of_them() -> None:
+    successor = Successor(None, tracked=True)
+    recall = m.Recall((0, 1, 2), members(0, 1, 2), cells=(("c7", (0, 1, 2)),))
+    successor.comes(0, cells=("c7",))
+    successor.client(recall)
+    successor.comes(1, ended=(("c7", "ZeroDivisionError: no"),))
+    successor.comes(2)  # the cell was on its way to it; the pool sends it again
+    active = [successor.state.cells.active(rank) for rank in range(3)]
+    assert active == [True, False, True]
+    definition = m.Definition(1, signature("loss"), "cell [7] line 4")
+    epoch = successor.state.sets.world.epoch
+    successor.says(0, m.Announce(0, epoch, (1,), (definition,)))
+    abort = successor.last(10, m.Abort)
+    assert (abort.kind, abort.ranks) == (CauseKind.CELL_FAILED, (1,))
+    assert "ZeroDivisionError" in abort.text
+
+
+def test_elastic_training_goes_on() -> None:
+    successor = Successor(2)
+    world = m.KnownSet(0, 7, (0, 1))
+    for rank in (0, 1):
+        successor.comes(rank, world, alive=[0, 1], elastic=True)
+    assert successor.state.elastic.training == {0, 1}
+    assert successor.configured() == (0, 1)
+    for rank in (0, 1):
+        successor.says(rank, m.Regroup(5, 1, "the coordinator is gone"))
+    assert successor.last(11, m.Regrouped).ticket == 5
+
+
+def test_a_client_may_come_late_or_twice() -> None:
+    successor = Successor()
+    for rank in range(3):
+        successor.comes(rank)
+    successor.client(m.Recall((0, 1, 2), members(0, 1, 2)))
+    assert successor.configured() == (0, 1, 2)
+    assert successor.count(10, m.Configure) == 1
+    assert not successor.last(CLIENT, m.World).restoring
+
+
+def test_ranks_without_a_place_are_told_to_leave() -> None:
+    successor = Successor(None)
+    successor.comes(0)
+    successor.comes(2)
+    successor.client(m.Recall((0, 1), members(0, 1, 2)))
+    assert successor.count(12, m.Leave) == 1
+    successor.comes(1)
+    assert successor.configured() == (0, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
@@ -31,6 +33,7 @@ from hvdlab.kernel_ext.payloads import (
     Stack,
     Status,
 )
+from hvdlab.kernel_ext.recording import Recording
 from hvdlab.kernel_ext.status import RankStatus
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Pool:
         self.launcher, self.plane = base.launcher, base.plane
         self._changing = threading.RLock()
         self._stopped = False
+        self._timeline: Recording | None = None
         # Ends it at exit, and when it is forgotten.
         self._close = weakref.finalize(self, base.close)
 
@@ -200,6 +204,42 @@ class Pool:
             if isinstance(answer, Status) and answer.cell != cell:
                 self._base.runs.answers_again(rank, cell)
         return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
+
+    # -- timeline -------------------------------------------------------------------------------------------------
+
+    @property
+    def timeline(self) -> Path | None:
+        """The file that a timeline is being written to."""
+        return self._timeline.path if self._timeline is not None else None
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
+
+        Raises:
+            InvalidRequestError: One is being written already.
+            OSError: The file can't be created.
+        """
+        self._check_running()
+        with self._changing:
+            if self._timeline is not None:
+                raise InvalidRequestError(
+                    f"a timeline is being written to {self._timeline.path} already; stop it first."
+                )
+            self._timeline = Recording(self.client, Path(path).absolute())
+            return self._timeline.path
+
+    def stop_timeline(self) -> Path | None:
+        """Complete the file that :meth:`start_timeline` began, and return it; None if there is none.
+
+        Raises:
+            OSError: The disk failed; the file holds what was written before.
+        """
+        with self._changing:
+            recording, self._timeline = self._timeline, None
+        if recording is None:
+            return None
+        recording.stop()
+        return recording.path
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +432,10 @@ class Pool:
             if self._stopped:
                 return
             self._stopped = True
-            self._close()
+            try:
+                self.stop_timeline()
+            finally:
+                self._close()
 
     def __enter__(self) -> Self:
         return self

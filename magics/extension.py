@@ -14,11 +14,21 @@ from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
+from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
 
 _ATTRIBUTE = "_hvdlab_extension"
 MAGICS = {
-    "line": ("hvd_run", "hvd_pool", "hvd_output", "hvd_pull", "hvd_push", "hvd_where", "autohvd"),
+    "line": (
+        "hvd_run",
+        "hvd_pool",
+        "hvd_output",
+        "hvd_pull",
+        "hvd_push",
+        "hvd_where",
+        "hvd_timeline",
+        "autohvd",
+    ),
     "cell": ("hvd_run", "hvd_rank", "local"),
 }
 
@@ -43,6 +53,7 @@ class Extension:
             ExchangeMagics(self.session),
             OutputMagics(self.session),
             WhereMagics(self.session),
+            TimelineMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)

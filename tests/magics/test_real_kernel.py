@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -267,3 +268,21 @@ def test_status_is_a_table(kernel: LiveKernel) -> None:
     assert result["data"]["text/plain"].count(label) == 4
     kernel.run("job.interrupt()")
     assert kernel.run("job.wait()").error is not None
+
+
+def test_a_timeline_is_written(kernel: LiveKernel) -> None:
+    assert "can't be written: No such file" in kernel.run("%hvd_timeline start nowhere/run.json").text(
+        "stderr"
+    )
+    (said,) = kernel.run("%hvd_timeline start run.json").lines()
+    assert said.endswith("run.json; `%hvd_timeline stop` completes it")
+    kernel.run(
+        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
+        "api.allreduce(np.ones(3), name='loss')"
+    )
+    (said,) = kernel.run("%hvd_timeline stop").lines()
+    assert re.search(r"wrote .*run\.json \(\d+ kB\)", said)
+    kernel.run("import json\nevents = json.load(open('run.json'))")
+    found = kernel.run("print(sorted({e['pid'] for e in events if e.get('name') == 'ALLREDUCE'}))")
+    assert len(json.loads(found.text())) == 4
+    assert "no timeline is being written" in kernel.run("%hvd_timeline").text()

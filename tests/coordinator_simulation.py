@@ -165,9 +165,8 @@ class SimulatedRank:
 
     def _abort(self, message: m.Abort) -> None:
         view = self.sets[message.process_set]
-        if (
-            message.epoch < view.epoch
-        ):  # what is still executed of an epoch that was changed over from in order
+        if message.epoch < view.epoch:
+            # It is about what is still executed of an epoch that was changed over from in order.
             assert not any(s.epoch <= message.epoch for s in view.pending)
             return
         assert message.epoch == view.epoch

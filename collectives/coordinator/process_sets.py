@@ -101,11 +101,7 @@ class ProcessSets:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
         pending = ps.matcher.report()
-        self._outbox.send(
-            self._all_peers(ps), Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending)
-        )
-        ps.aborted = old
-        ps.former.clear()
+        self._tell(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
         self._end(ps, ENDED)
 
     def abort_past(
@@ -113,10 +109,17 @@ class ProcessSets:
     ) -> None:
         """End what is still executed of the epochs up to this one, which were changed over from in order."""
         if ps.aborted < epoch < ps.epoch:
-            ps.aborted = epoch
-            told = self._all_peers(ps)
-            self._outbox.send(told, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
-            ps.former = {rank: known for rank, known in ps.former.items() if known[1] > epoch}
+            self._tell(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
+
+    def _tell(self, ps: ProcessSet, abort: Abort) -> None:
+        """Send an abort to members that live, and to those who may be in the middle of something with them."""
+        ps.aborted = abort.epoch
+        self._outbox.send(self._living_peers(ps), abort)
+        for rank, (peer, last) in list(ps.former.items()):
+            mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
+            self._outbox.send((peer,), mine)
+            if last <= abort.epoch:
+                del ps.former[rank]
 
     def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
         """Change over to new members in order: what was told to execute is finished in the old epoch, what is
@@ -233,15 +236,13 @@ class ProcessSets:
             if ps.phase != OPEN and ps.next_members is not None:
                 self.configure(ps)
 
-    def _all_peers(self, ps: ProcessSet) -> tuple[int, ...]:
-        """Of members that live, and of those who may be in the middle of something with them."""
+    def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
         ranks = self._membership.ranks
-        living = [
+        return tuple(
             peer
             for rank, peer in zip(ps.members, ps.peers, strict=True)
             if rank in ranks and ranks[rank].peer == peer
-        ]
-        return (*living, *[peer for peer, _ in ps.former.values()])
+        )
 
     def validate(self) -> None:
         """Assert what must hold between rounds."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -42,8 +42,22 @@ _SETTINGS = {
 class LabPage:
     """One notebook in JupyterLab. Cells are numbered from 0, among all cells."""
 
-    def __init__(self, page: Page) -> None:
-        self.page = page
+    def __init__(self, open_page: Callable[[], Page]) -> None:
+        self._open = open_page
+        self.page = open_page()
+
+    def leave(self) -> None:
+        """Close the page, as one closes a browser; the kernel goes on."""
+        self.page.context.close()
+
+    def come_back(self) -> None:
+        """Open the notebook in a new browser window that knows nothing of the last one."""
+        self.page = self._open()
+
+    def wait_until_idle(self) -> None:
+        """Wait until the kernel is connected and waits for cells."""
+        # The notebook's own indicator also says idle before the kernel is connected; the status bar does not.
+        self.page.wait_for_selector("text=/\\| Idle/", timeout=WAIT_MS)
 
     def run(self, cell: int) -> None:
         """Begin to run a cell, as Ctrl-Enter in it does."""
@@ -105,16 +119,16 @@ def lab_page(
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         stack.callback(browser.close)
-        page = browser.new_page(viewport={"width": width, "height": height})
-        page.goto(f"{address}/doc/tree/{path.name}?token={token}", timeout=WAIT_MS)
-        page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
-        page.wait_for_function(
-            """() => document.querySelector(".jp-Notebook-ExecutionIndicator")?.dataset.status === "idle" """,
-            timeout=WAIT_MS,
-        )
-        # That indicator also says idle before the kernel is connected; the status bar does not.
-        page.wait_for_selector("text=/\\| Idle/", timeout=WAIT_MS)
-        yield LabPage(page)
+
+        def open_page() -> Page:
+            page = browser.new_context(viewport={"width": width, "height": height}).new_page()
+            page.goto(f"{address}/doc/tree/{path.name}?token={token}", timeout=WAIT_MS)
+            page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
+            return page
+
+        lab = LabPage(open_page)
+        lab.wait_until_idle()
+        yield lab
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, ProtocolError
+from hvdlab.collectives.heartbeat import Heartbeat
+from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.membership import Membership, Stall
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
@@ -57,10 +59,10 @@ class Client:
     When the coordinator is lost, whoever started it may let a successor take its place and then call :meth:`reconnect`.
     """
 
-    def __init__(self, door: Door, endpoint: Endpoint, generation: int) -> None:
+    def __init__(self, door: Door, endpoint: Endpoint, welcome: m.Welcome) -> None:
         self._door = door
         self._endpoint = endpoint
-        self._generation = generation
+        self._welcome = welcome
         self._changed = threading.Condition()
         self._membership = Membership()
         self._expected: tuple[int, ...] | None = None
@@ -103,7 +105,7 @@ class Client:
         deadline = Deadline(timeout)
         door = Door(address, token, certificate)
         endpoint, welcome = door.enter(-1, deadline)
-        client = cls(door, endpoint, welcome.generation)
+        client = cls(door, endpoint, welcome)
         try:
             client._wait(lambda: client._world_seen, deadline, "the first membership")
         except BaseException:
@@ -233,19 +235,7 @@ class Client:
         deadline = Deadline(timeout)
         with self._reconnecting:
             self._wait_lost(deadline)
-            endpoint, welcome = self._door.enter(self._generation, deadline)
-            recall = self._recollection(cells or {})
-            with self._changed:
-                if self._closing:
-                    endpoint.close()
-                    raise CoordinatorLostError("this client was closed")
-                self._endpoint, self._generation = endpoint, welcome.generation
-                self._again = True
-                self._world_seen, self._lost, self._pongs = False, "", set()
-                losses, self._losses = self._losses, []
-                self._start()
-            for message in (recall, *losses, *([m.Subscribe(True)] if self._subscribed else [])):
-                self._send(message)
+            self._go_on(*self._door.enter(self.generation, deadline), cells or {})
             self._wait(lambda: self._world_seen, deadline, "the world of the coordinator's successor")
         membership = self._membership
         for callback in tuple(self._on_reconnected):
@@ -259,7 +249,28 @@ class Client:
     @property
     def generation(self) -> int:
         """How many coordinators have died before the one that this is connected to."""
-        return self._generation
+        return self._welcome.generation
+
+    def _go_on(self, endpoint: Endpoint, welcome: m.Welcome, cells: Mapping[str, Sequence[int]]) -> None:
+        """Use this connection. What the successor has to know comes first."""
+        with self._changed:
+            losses, self._losses = self._losses, []
+            try:
+                if self._closing:
+                    raise CoordinatorLostError("this client was closed")
+                for message in (self._recollection(cells), *losses, m.Subscribe(self._subscribed)):
+                    endpoint.send(message)
+            except ConnectionLost as error:
+                self._losses = losses
+                endpoint.close()
+                raise CoordinatorLostError(str(error)) from error
+            except BaseException:
+                endpoint.close()
+                raise
+            self._endpoint, self._welcome = endpoint, welcome
+            self._again = True
+            self._world_seen, self._lost, self._pongs = False, "", set()
+            self._start()
 
     def _wait_lost(self, deadline: Deadline) -> None:
         if threading.current_thread() is self._thread:
@@ -340,27 +351,38 @@ class Client:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake_reader, selectors.EVENT_READ)
                 selector.register(self._endpoint, selectors.EVENT_READ)
+                heartbeat = Heartbeat(time.monotonic(), self._is_stopped)
                 self._receive()  # what came along with the handshake does not make the socket readable
                 while not self._closing:
-                    self._step(selector)
+                    self._step(selector, heartbeat)
                 self._linger()
         except (ConnectionLost, ProtocolError) as error:
             reason = f"the coordinator is lost: {error}"
         finally:
             self._end(reason)
 
-    def _step(self, selector: selectors.BaseSelector) -> None:
+    def _is_stopped(self) -> bool:
+        here = self._door.address.startswith("unix:")
+        return here and process_state(self._welcome.pid) in ("T", "t")
+
+    def _step(self, selector: selectors.BaseSelector, heartbeat: Heartbeat) -> None:
         writing = selectors.EVENT_WRITE if self._endpoint.backlog else 0
         selector.modify(self._endpoint, selectors.EVENT_READ | writing)
-        for key, mask in selector.select():
+        for key, mask in selector.select(heartbeat.timeout(time.monotonic())):
             if key.fileobj is self._wake_reader:
                 self._wake_reader.recv(4096)
                 continue
             if mask & selectors.EVENT_WRITE:
                 self._endpoint.flush()
             if mask & selectors.EVENT_READ:
+                heartbeat.heard(time.monotonic())
                 self._receive()
         self._run_calls()
+        now = time.monotonic()
+        if heartbeat.asks(now):
+            self._endpoint.send(m.Ping(0))
+        elif reason := heartbeat.lost(now):
+            raise ConnectionLost(reason)
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -404,6 +426,8 @@ class Client:
         elif isinstance(message, m.World):
             self._take_world(message)
         elif isinstance(message, m.Pong):
+            if message.number == 0:
+                return  # it lives
             with self._changed:
                 self._pongs.add(message.number)
                 self._changed.notify_all()

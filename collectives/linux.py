@@ -67,6 +67,15 @@ def raise_on_hangup(descriptor: int, wanted: bool) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
 
 
+def process_state(pid: int) -> str:
+    """The letter of a process's state: ``R``, ``S``, ``T`` (stopped), ``Z`` (ended) …; empty if there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[0]
+
+
 def living_children() -> list[int]:
     """Process ids of this process's children, adopted ones included."""
     pid = os.getpid()

@@ -22,7 +22,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     if hello.role == "client":
         membership.clients[peer] = None
         state.history.limit = state.options.history_bytes
-        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation))
+        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         outbox.send((peer,), state.world())
         if hello.events:
             state.history.subscribe(peer, outbox)
@@ -41,7 +41,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         state.restoring.renewed.add(rank)
     if newcomer.tracked:
         state.cells.join(rank)
-    outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation))
+    outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
 
 
 def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-from pathlib import Path
 
+from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
@@ -24,6 +24,7 @@ class Connection:
             left).
         name: For log lines.
         client: Whether the peer is a client (else a rank).
+        tracked: Whether it is a rank of a pool.
         deadline: When it has to be past its present phase, unless ``OPEN``.
         heard: When the last bytes came.
         writing: Whether the selector watches for writability.
@@ -31,7 +32,7 @@ class Connection:
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "writing",
+        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "tracked", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
@@ -40,7 +41,7 @@ class Connection:
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.phase = SHAKING if self.tls else STRANGER
         self.name = f"connection {peer}"
-        self.client = False
+        self.client = self.tracked = False
         self.deadline = deadline
         self.heard = 0.0
         self.writing = False
@@ -68,15 +69,12 @@ class Connection:
         """Whether a silent peer can only be busy: its process is on this host, and not stopped.
 
         The end of a local process closes its socket, so silence alone says nothing; one that holds the interpreter
-        for a minute is healthy and must not lose its place.
+        for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory,
+        and the user, who is told, decides.
         """
         if not self.pid:
             return False
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
+        return process_state(self.pid) not in (("Z", "X", "") if self.tracked else ("T", "t", "Z", "X", ""))
 
 
 def _peer_pid(sock: socket.socket) -> int:

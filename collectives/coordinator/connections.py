@@ -65,6 +65,7 @@ class Connections:
         del self._unsettled[connection]
         connection.phase = OPEN
         connection.client = hello.role == "client"
+        connection.tracked = hello.cells_tracked
         connection.name = f"client {connection.peer}" if connection.client else f"rank {hello.rank}"
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()

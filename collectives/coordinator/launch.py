@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,4 +110,5 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         tuning=tuning,
         generation=launch.generation,
         reattach=launch.reattach,
+        pid=os.getpid(),
     )

@@ -28,6 +28,7 @@ class CoordinatorOptions:
         tuning: How to tune the parameters above, or ``None``.
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
+        pid: Process id that peers are told, or 0.
     """
 
     size: int | None = None
@@ -44,6 +45,7 @@ class CoordinatorOptions:
     tuning: TuningOptions | None = None
     generation: int = 0
     reattach: float = 10.0
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
 from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT
 
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
@@ -124,11 +125,7 @@ class CoordinatorProcess:
     @property
     def stopped(self) -> bool:
         """Whether it is there but stopped (SIGSTOP, a debugger), so that nobody gets an answer."""
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+        return process_state(self.pid) in ("T", "t")
 
     def ending(self) -> str:
         """How it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""

@@ -341,11 +341,12 @@ class RankLost(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Hello was accepted."""
+    """Hello was accepted. ``pid`` is the coordinator's, or 0."""
 
     rank: int
     clock: int
     generation: int = 0
+    pid: int = 0
 
 
 class Refused(Message, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import select
+import signal
 import threading
 from collections.abc import Iterator
 from typing import TypeVar
@@ -14,7 +15,7 @@ import pytest
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership, Stall
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import connect
@@ -205,3 +206,107 @@ def test_waits_have_an_end(client: Client) -> None:
 def test_a_wrong_token(coordinator: CoordinatorProcess) -> None:
     with pytest.raises(StartError, match="token"):
         Client.connect(coordinator.address, "guess")
+
+
+# -- a successor of the coordinator -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept() -> Iterator[CoordinatorProcess]:
+    with CoordinatorProcess.start(keep=True) as process:
+        yield process
+
+
+def come_back(kept: CoordinatorProcess, rank: int, alive: tuple[int, ...]) -> Endpoint:
+    hello = m.Hello(
+        m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=0
+    )
+    endpoint, _ = connect(kept.address, hello, deadline=Deadline(10))
+    endpoint.send(m.Resume((m.KnownSet(0, 1, alive),), alive))
+    return endpoint
+
+
+def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    again: queue.SimpleQueue[Membership] = queue.SimpleQueue()
+    seen: list[Membership] = []
+    with Client.connect(kept.address, kept.token) as client:
+        client.on_lost(lost.put)
+        client.on_mail("t", lambda sender, body: mail.put((sender, body)))
+        client.on_reconnected(again.put)
+        client.expect([0, 1])
+        old = [join(kept, rank) for rank in (0, 1)]
+        client.wait_for(lambda now: now.complete, 10)
+        client.on_membership(seen.append)
+        client.flush()
+        os.kill(kept.pid, signal.SIGKILL)
+        assert "lost" in lost.get(timeout=10)
+        with pytest.raises(CoordinatorLostError):
+            client.post("t", b"", [0])
+        assert client.membership().ranks == (0, 1), "as it was"
+        client.rank_lost(1, os.getpid(), "killed by SIGBUS")
+        assert kept.ending() == "killed by SIGKILL"
+        kept.respawn()
+        assert (kept.ending(), kept.generation) == ("", 1)
+        new = come_back(kept, 0, (0, 1))
+        membership = client.reconnect()
+        assert membership.ranks == (0,)
+        assert [(death.rank, death.reason) for death in membership.deaths] == [(1, "killed by SIGBUS")]
+        assert again.get(timeout=10) == membership
+        assert client.generation == 1
+        new.send(m.Post("t", b"hello"))
+        assert mail.get(timeout=10) == (0, b"hello")
+        client.flush()
+        assert all(0 in now.ranks for now in seen), "nobody sees ranks on their way as missing"
+        for endpoint in (*old, new):
+            endpoint.close()
+
+
+def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
+    with Client.connect(kept.address, kept.token) as client:
+        client.expect([0, 1])
+        os.kill(kept.pid, signal.SIGKILL)
+        kept.respawn()
+        client.reconnect({"cell": [0, 1]}, timeout=10)  # no rank was there
+        ranks = [join(kept, rank, tracked=True) for rank in (0, 1)]
+        configure = wait_for(ranks[0], m.Configure)
+        ranks[0].send(m.CellBegin("cell"))
+        definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
+        ranks[0].send(m.Announce(0, configure.epoch, (0,), (definition,)))
+        assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "the cell was not for newcomers"
+        for endpoint in ranks:
+            endpoint.close()
+
+
+def test_reconnecting_when_nothing_was_lost(client: Client) -> None:
+    with pytest.raises(TimeoutError, match="not lost"):
+        client.reconnect(timeout=0.01)
+    client.flush()
+
+
+def test_a_closed_client_does_not_come_back(kept: CoordinatorProcess) -> None:
+    client = Client.connect(kept.address, kept.token)
+    client.close()
+    with pytest.raises(CoordinatorLostError, match="closed"):
+        client.reconnect()
+
+
+def test_without_a_successor_there_is_an_error(coordinator: CoordinatorProcess) -> None:
+    with Client.connect(coordinator.address, coordinator.token) as client:
+        coordinator.close()
+        with pytest.raises(StartError, match="No coordinator answers"):
+            client.reconnect()
+    with pytest.raises(InvalidRequestError, match="keep=True"):
+        coordinator.respawn()
+
+
+def test_a_stopped_coordinator_is_lost(kept: CoordinatorProcess) -> None:
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Client.connect(kept.address, kept.token) as client:
+        client.on_lost(reasons.put)
+        os.kill(kept.pid, signal.SIGSTOP)
+        assert "stopped (SIGSTOP)" in reasons.get(timeout=30)
+        kept.respawn()
+        client.reconnect()
+        client.flush()

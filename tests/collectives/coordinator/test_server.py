@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from hvdlab.collectives.coordinator import connection
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import Server
@@ -289,6 +290,21 @@ def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None
     silent.endpoint.send(m.Ping(3))
     assert silent.wait_for(m.Pong).number == 3
     silent.endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "script", "pool"), [("R", 1, 1), ("T", 0, 1), ("t", 0, 1), ("Z", 0, 0), ("", 0, 0)]
+)
+def test_a_stopped_rank_of_a_pool_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch, state: str, script: int, pool: int
+) -> None:
+    monkeypatch.setattr(connection, "process_state", lambda pid: state)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer = connection.Connection(ours, 1, 0.0)
+        assert peer.may_live() == bool(script)
+        peer.tracked = True
+        assert peer.may_live() == bool(pool)
 
 
 def test_who_does_not_read_is_dropped(start: Start) -> None:

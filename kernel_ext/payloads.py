@@ -269,12 +269,13 @@ class Piece(Payload, frozen=True):
 
 
 class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A collective the rank is in."""
+    """A collective the rank is in; ``executing`` once all ranks have submitted it."""
 
     collective: str
     name: str
     site: str
     seconds: float
+    executing: bool = False
 
 
 class Status(Payload, frozen=True):

@@ -41,7 +41,7 @@ from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
 GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""
 
-ANNOUNCE = 1.0
+ANNOUNCE = 0.5
 """Seconds after a death until it is told while the others go on; the report of a run that ends before tells it."""
 
 ACK_BYTES = 1 << 20
@@ -82,7 +82,7 @@ class CellRun:
         self._failure = ""
         self._places = Places()
         self._interrupts = Interrupts(self._places)
-        self._stalls = Stalls(cell, self.ranks, self._places, stall_time)
+        self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
         self._announce_at: float | None = None
         self._unannounced: list[Death] = []
         self._done: dict[int, CellDone] = {}

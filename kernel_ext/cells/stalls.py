@@ -1,8 +1,9 @@
 """What a cell waits for when that takes long: told under the cell while it lasts. No I/O.
 
-Two things are told: a collective that some ranks have submitted and others have not, and ranks that are still in the
-cell long after others have ended it. The coordinator reports the first, about every ten seconds. In between, and to
-see that it is over, the ranks are asked where they are and what they wait for.
+Three things are told: a collective that some ranks have submitted and others have not, one that all have submitted
+and that does not end, and ranks that are still in the cell long after others have ended it. The coordinator reports the
+first. For the second, every so often the ranks are asked what they are in; and for all of them, each second while it
+lasts, where they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MOST_WAITS = 3
 """Groups of collectives that are told one by one."""
 
 _Key = tuple[int, str, str]
+_EXECUTING = -1
+"""In place of a process set."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class _Wait:
         seen: Rank to seconds that it had been waiting when it was last asked, of ranks that have submitted it.
         missing: Ranks that have not.
         awaited: Those that were missing when it was shown last.
+        executing: Whether all have submitted it; then those that do not answer are missing.
     """
 
     kind: str
@@ -46,6 +50,7 @@ class _Wait:
     since: float
     missing: set[int]
     awaited: tuple[int, ...] = ()
+    executing: bool = False
     seen: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -60,20 +65,24 @@ class Stalls:
         cell: Id of the cell.
         ranks: Its ranks.
         places: Asks the ranks; :meth:`placed` is to be called at the end of a round.
-        every: Seconds after which ranks that have not ended the cell are told about; None never.
+        every: Seconds after which something has taken long; None if nothing is to be told.
+        now: When the cell began.
     """
 
-    def __init__(self, cell: str, ranks: Collection[int], places: Places, every: float | None) -> None:
+    def __init__(
+        self, cell: str, ranks: Collection[int], places: Places, every: float | None, now: float
+    ) -> None:
         self._cell, self._ranks, self._places, self._every = cell, tuple(ranks), places, every
         self._waits: dict[_Key, _Wait] = {}
         self._ended: list[int] = []
         self._ended_at: float | None = None
-        self._refresh_at: float | None = None
+        self._refresh_at = None if every is None else now + every
         self._told: _Wait | None = None  # what is shown now; of several the oldest
         self._places_told: list[str] = []
         self._went_on: tuple[_Wait, float] | None = None  # what was last shown to have gone on, and when
         self._behind = False  # that ranks are behind is shown now
         self._quiet = False
+        self._oldest = 0.0  # seconds of the collective that executes longest
 
     @property
     def deadline(self) -> float | None:
@@ -103,15 +112,13 @@ class Stalls:
         self._ended.append(rank)
         if self._ended_at is None:
             self._ended_at = now
-            if self._every is not None and self._refresh_at is None:
-                self._refresh_at = now + self._every
 
     def time(self, running: Collection[int], now: float) -> list[Effect]:
         """The deadline was reached; ``running`` are the ranks that have not ended the cell."""
         self._refresh_at = None
         if self._quiet or not (self._waits or running):
             return []
-        return self._ask(now, running if not self._waits else ())
+        return self._ask(now, running)
 
     def placed(self, running: Collection[int], now: float) -> list[Effect]:
         """A round of questions is over."""
@@ -120,12 +127,10 @@ class Stalls:
         for key, wait in list(self._waits.items()):
             if self._is_over(wait):
                 del self._waits[key]
+        self._find_executing(running, now)
         own = [wait for wait in self._waits.values() if self._is_own(wait)]
         behind = self._is_behind(running, now)
-        if self._waits or behind:
-            self._refresh_at = now + REFRESH
-        elif self._ended_at is not None and self._every is not None and running:
-            self._refresh_at = max(now + REFRESH, self._ended_at + self._every)
+        self._refresh_at = self._next_look(now, at_once=bool(self._waits) or behind)
         if own:
             self._told, self._behind = min(own, key=lambda wait: wait.since), False
             return [ShowStatus("\n".join(self._lines(own, now)))]
@@ -156,18 +161,50 @@ class Stalls:
             ranks |= wait.missing | set(wait.seen)
         return self._places.ask(ranks, now)
 
+    def _next_look(self, now: float, *, at_once: bool) -> float | None:
+        if at_once:
+            return now + REFRESH
+        if self._every is None:
+            return None
+        if self._oldest:  # it will have taken long at that moment
+            return now + max(REFRESH, self._every - self._oldest)
+        behind_at = now if self._ended_at is None else self._ended_at
+        return behind_at + self._every if now < behind_at + self._every else now + self._every
+
+    def _find_executing(self, running: Collection[int], now: float) -> None:
+        """Collectives that were submitted by all long ago and have not ended."""
+        if self._every is None:
+            return
+        answers = self._places.answers
+        self._oldest = 0.0
+        silent = {rank for rank in running if rank not in answers}
+        for rank, stack in answers.items():
+            for pending in stack.pending if stack.cell == self._cell else ():
+                if not pending.executing:
+                    continue
+                if pending.seconds < self._every:
+                    self._oldest = max(self._oldest, pending.seconds)
+                    continue
+                key = (_EXECUTING, pending.collective, pending.name)
+                wait = self._waits.setdefault(
+                    key,
+                    _Wait(key[1], key[2], pending.site, now - pending.seconds, set(), executing=True),
+                )
+                wait.seen[rank] = pending.seconds
+                wait.missing = silent
+
     def _is_over(self, wait: _Wait) -> bool:
         """Take what the ranks said. True if one of those that waited has gone on."""
         for rank, stack in self._places.answers.items():
             seconds = waits_in(stack.pending, wait.kind, wait.name)
-            if rank in wait.missing and seconds is not None:
+            if rank in wait.missing and seconds is not None and not wait.executing:
                 wait.missing.discard(rank)
                 wait.seen[rank] = seconds
             elif rank in wait.seen:
                 if seconds is None or seconds < wait.seen[rank]:
                     return True
                 wait.seen[rank] = seconds
-        return not wait.missing
+        return not (wait.missing or wait.executing)
 
     def _is_own(self, wait: _Wait) -> bool:
         """Whether a rank waits in this very cell, and not in another that these ranks run before or after it."""
@@ -192,6 +229,11 @@ class Stalls:
             more = f" and {len(members) - 1} more" if len(members) > 1 else ""
             have = "has" if len(first.seen) == 1 else "have"
             seconds = now - first.since
+            if not missing:
+                lines.append(
+                    f"{first.head}{more}: {waiting} {have} been in it for {seconds:.0f} s, its data is under way"
+                )
+                continue
             lines.append(
                 f"{first.head}{more}: {waiting} {have} waited {seconds:.0f} s for {format_ranks(missing)}"
             )
@@ -221,7 +263,7 @@ class Stalls:
         if wait is None:
             return [ShowStatus("", final=True)]
         seconds, waiting = f"{now - wait.since:.0f} s", format_ranks(tuple(wait.seen))
-        awaited = format_ranks(wait.awaited)
+        awaited = format_ranks(wait.awaited) if wait.awaited else "its data"
         if ok:
             return [
                 ShowStatus(f"{wait.head} went on after {seconds}: {waiting} waited for {awaited}", final=True)

@@ -24,7 +24,7 @@ def short_place(stack: Stack) -> str:
     if not stack.cell:
         return "it runs no cell"
     if not stack.frames:
-        return "before or after its cell's own lines"
+        return "in no line of its cell: it is about to begin it, or to tell how it ended"
     own = next((f for f in reversed(stack.frames) if f.place.startswith(_CELL)), stack.frames[-1])
     text = f": {_code(own)}" if own.text else ""
     deepest = stack.frames[-1]

@@ -22,6 +22,8 @@ LONGEST_TRACEBACK = 1 << 20
 MOST_FRAMES = 60
 # Where our own waiting ends up; between frames of ours they are ours, too.
 _PLUMBING = frozenset({"threading", "queue", "selectors", "contextlib", "concurrent.futures._base"})
+# What our collectives compute with: below frames of ours they are ours, too.
+_TOOLS = frozenset({"numpy", "torch"})
 
 
 def one_line(error: BaseException) -> str:
@@ -202,8 +204,9 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def is_internal(frame: FrameType) -> bool:
-    """A frame of hvdlab or of what its waiting ends up in."""
-    return is_ours(frame) or _module(frame) in _PLUMBING
+    """A frame of hvdlab or of what its waiting and computing ends up in."""
+    module = _module(frame)
+    return is_ours(frame) or module in _PLUMBING or module.split(".", 1)[0] in _TOOLS
 
 
 def _module(frame: FrameType) -> str:

@@ -56,4 +56,4 @@ def current_device() -> str:
 
 def pending_now(pending: list[PendingCollective]) -> tuple[PendingNow, ...]:
     """The collectives in flight, for the wire."""
-    return tuple(PendingNow(collective=p.kind, name=p.name, site=p.site, seconds=p.seconds) for p in pending)
+    return tuple(PendingNow(p.kind, p.name, p.site, p.seconds, p.executing) for p in pending)

@@ -81,7 +81,7 @@ def test_it_is_told_anew_each_second_and_at_last_that_it_went_on() -> None:
     assert played.status[-1] == ShowStatus(
         "allreduce `loss` (cell [7] line 4) went on after 12 s: ranks 0,1,3 waited for rank 2", final=True
     )
-    assert played.run.deadline is None
+    assert played.run.deadline == 22.0, "nothing is looked at each second any more"
 
 
 def test_the_next_one_of_the_same_name_is_not_the_same() -> None:
@@ -141,6 +141,33 @@ def test_a_process_that_says_nothing_is_looked_at() -> None:
     assert played.status[-1].text.endswith("\n  rank 2: stopped (SIGSTOP)")
 
 
+def inside(rank: int, seconds: float) -> StackArrived:
+    pending = (PendingNow("allreduce", "loss", "cell [7] line 4", seconds, executing=True),)
+    return StackArrived(rank, Stack(0, "c1", (), pending))
+
+
+def test_a_collective_that_all_have_submitted_and_that_does_not_end_is_found_by_asking() -> None:
+    played = Played(stall_time=5.0)
+    assert played.happen(5.0, TimePassed()) == [AskStacks((0, 1, 2, 3))]
+    played.happen(5.0, *(inside(rank, 1.0) for rank in range(4)))
+    assert played.run.deadline == 9.0
+    assert played.status == []
+    played.happen(10.0, TimePassed(), *(inside(rank, 6.0) for rank in (0, 1, 3)))
+    played.happen(10.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    assert played.status == [
+        ShowStatus(
+            "allreduce `loss` (cell [7] line 4): ranks 0,1,3 have waited 6 s for rank 2\n  rank 2: stopped (SIGSTOP)"
+        )
+    ]
+    played.happen(11.3, TimePassed(), *(inside(rank, 7.3) for rank in range(4)))
+    assert played.status[-1].text == (
+        "allreduce `loss` (cell [7] line 4): ranks 0-3 have been in it for 7 s, its data is under way"
+    )
+    played.happen(12.3, TimePassed(), *(elsewhere(rank) for rank in range(4)))
+    assert played.status[-1].final
+    assert "went on after 8 s" in played.status[-1].text
+
+
 def test_another_cells_collective_is_not_told_here() -> None:
     played = Played()
     played.happen(10.0, stalled(), elsewhere(2), *(waiting(rank, 10.0, cell="other") for rank in (0, 1, 3)))
@@ -150,6 +177,7 @@ def test_another_cells_collective_is_not_told_here() -> None:
 def test_ranks_that_stay_behind_are_told() -> None:
     played = Played(stall_time=5.0)
     played.happen(1.0, done(0), done(1), done(3))
+    played.happen(5.0, TimePassed(), elsewhere(2))
     assert played.run.deadline == 6.0
     assert played.happen(6.0, TimePassed()) == [AskStacks((2,))]
     played.happen(6.0, elsewhere(2))

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     ControllerUp,
@@ -33,9 +36,17 @@ from hvdlab.kernel_ext.warm.messages import (
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.launchers.fork import ForkEngineSetLauncher
+    from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
 
 T = TypeVar("T")
+
+DEATHS = 3
+"""After so many deaths of controllers …"""
+DEATHS_WITHIN = 60.0
+"""… within so many seconds only someone's use of the cluster starts another one."""
+AGAIN_AFTER = 0.2
+"""Seconds after which it is started again: soon, since its ports should not be given to others."""
+
 log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())  # ipyparallel's news are for who asks for them, not for the notebook
 
@@ -46,13 +57,23 @@ class Companion:
     Args:
         warm: Forks the controller.
         pids: Gives rank to process id of the ranks that the warm process forked.
-        connected: Called with the controller's connection information for engines (JSON) when it is up. Must not block.
+        connected: Called with the controller's connection information for engines (JSON) when it is up, and again when
+            another one has taken its place: engines join anew then. Must not block.
+        lost: Called with one line when a controller that was up has died. Must not block.
     """
 
     def __init__(
-        self, warm: WarmProcess, pids: Callable[[], Mapping[int, int]], connected: Callable[[str], None]
+        self,
+        warm: WarmProcess,
+        pids: Callable[[], Mapping[int, int]],
+        connected: Callable[[str], None],
+        lost: Callable[[str], None] | None = None,
     ) -> None:
         self._warm, self._pids, self._connected = warm, pids, connected
+        self._lost = lost or log.warning
+        # What an earlier process left, if it kept this pool.
+        self._earlier = Predecessor.of(warm)
+        self._deaths: deque[float] = deque(maxlen=DEATHS)
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._engines: ForkEngineSetLauncher | None = None
@@ -60,7 +81,7 @@ class Companion:
         self._loop = asyncio.new_event_loop()
         self._guarded: tuple[str, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._closed = self._left = False
         self._thread = threading.Thread(target=self._run, name="hvdlab-ipyparallel", daemon=True)
         self._thread.start()
 
@@ -111,6 +132,9 @@ class Companion:
                     controller.listening.set_result(None)
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
+                    self._call_soon(self._controller_ended, controller, event)
+        if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
+            self._earlier.has_ended()
         self._call_soon(self._update_engines)
 
     def rank_joined(self, rank: int) -> None:
@@ -130,12 +154,16 @@ class Companion:
         """Run a coroutine on the cluster's thread and wait for it. Ctrl-C breaks the wait."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(deadline.remaining())
 
-    def close(self) -> None:
-        """End controller and engines that the cluster started itself, and the thread. Idempotent."""
+    def close(self, *, keep: bool = False) -> None:
+        """End controller and engines that the cluster started itself, and the thread. Idempotent.
+
+        Args:
+            keep: Leave all that to a later process that takes the pool over; only the thread ends.
+        """
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._left = True, keep
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -145,12 +173,12 @@ class Companion:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            self._loop.run_until_complete(self._stop())
+            self._loop.run_until_complete(self._leave() if self._left else self._stop())
         except (HvdlabError, OSError, TimeoutError) as error:
             log.warning("ipyparallel's cluster could not be stopped in order: %s", error)
         finally:
             self._loop.close()
-            for path in self._guarded:
+            for path in () if self._left else self._guarded:
                 Path(path).unlink(missing_ok=True)
 
     def _set_timer(self, seconds: float) -> None:
@@ -166,6 +194,8 @@ class Companion:
         from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
 
         options = {"engine_launcher_class": ForkEngineSetLauncher, **options}
+        if self._earlier is not None:
+            options.update(self._earlier.identity)
         self._cluster = Cluster(
             controller_launcher_class=ForkControllerLauncher,
             send_engines_connection_env=False,
@@ -187,15 +217,40 @@ class Companion:
     async def _start(self) -> str:
         if self._timer is not None:
             self._timer.cancel()
+        again = self._cluster is not None and bool(self._deaths)
+        if self._earlier is not None and self._cluster is None:
+            again = await self._earlier.end(self._warm)
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
         cluster.delay = 0
-        await cluster.start_controller(warm=self._warm)
+        cluster.controller = None  # one that could not be started
+        await cluster.start_controller(warm=self._warm, reuse=again)
         information = json.dumps((await cluster.controller.get_connection_info())["engine"])
         if ours:
             await self._take_over_ranks(cluster)
         self._connected(information)
         return information
+
+    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited) -> None:
+        """One that was up has died: say so, and start another one unless they die all the time."""
+        cluster, up = self._cluster, self._up
+        if cluster is None or cluster.controller is not controller or up is None or self._closed:
+            return
+        controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
+        cluster.controller = None
+        with self._lock:
+            self._up = None
+        if not up.done() or up.cancelled() or up.exception() is not None:
+            return  # whoever waits for it gets the error
+        now = self._loop.time()
+        often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
+        self._deaths.append(now)
+        follows = (
+            "the next use of the cluster starts another one" if often else "another one is being started"
+        )
+        self._lost(f"ipyparallel's controller ended: {describe(end)}; {follows}")
+        if not often:
+            self._set_timer(AGAIN_AFTER)
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
         pids = {str(rank): pid for rank, pid in self._pids().items()}
@@ -210,11 +265,14 @@ class Companion:
         if not self._closed:
             cluster.update_cluster_file()
 
-    async def _stop(self) -> None:
+    async def _leave(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._up is not None and self._up.cancel():
             await asyncio.sleep(0)  # lets it end
+
+    async def _stop(self) -> None:
+        await self._leave()
         cluster = self._cluster
         if cluster is None:
             return

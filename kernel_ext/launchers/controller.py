@@ -11,8 +11,12 @@ import asyncio
 import os
 import signal
 import socket
+from typing import Any
 
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
+
+SUBSCRIBED_WITHIN = 0.5
+"""Seconds that a client that has connected gets to subscribe to news of engines, before there are any."""
 
 
 class _NoHeartMonitor:
@@ -26,6 +30,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     """A controller that says on a socket when it is up, and hears there which engines have come and gone."""
 
     name = "ipcontroller"
+    _last_client = float("-inf")
 
     def watch(self, channel: socket.socket) -> None:
         """Use this connection to the warm process. Call before ``initialize``."""
@@ -37,9 +42,21 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         super().init_hub()
         self.heartmonitor_process = _NoHeartMonitor()
         self.hub.engine_state_file = ""  # it would stay behind
+        answer = self.hub.query_handlers["connection_request"]
+
+        def client_connects(*request: Any) -> None:
+            self._last_client = self.loop.time()
+            answer(*request)
+
+        self.hub.query_handlers["connection_request"] = client_connects
 
     def _finish(self, engine: int) -> None:
         """An engine that has registered listens now, which clients may learn."""
+        # A client gets the list of engines first and subscribes to news of others then: none must come in between.
+        wait = self._last_client + SUBSCRIBED_WITHIN - self.loop.time()
+        if wait > 0:
+            self.loop.call_later(wait, self._finish, engine)
+            return
         for heart, connector in list(self.hub.incoming_registrations.items()):
             if connector.id == engine:
                 self.hub.finish_registration(heart)

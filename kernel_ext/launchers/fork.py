@@ -21,7 +21,7 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
     NotRunning,
 )
 from traitlets import Any as AnyTrait
-from traitlets import Dict
+from traitlets import Bool, Dict
 
 from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Exited, Fork, Signal
@@ -32,6 +32,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     Attributes:
         warm: The warm process.
+        reuse: Whether it takes the place of one that died: with its ports, so that engines and clients find it.
         forked, listening, ended: Completed by the pool when the warm process tells so.
     """
 
@@ -39,6 +40,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
     entrypoint_name = f"{__name__}.ForkControllerLauncher"
 
     warm: Any = AnyTrait()
+    reuse: Bool[bool, bool | int] = Bool()
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,7 +52,8 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """Have it forked; returns when it has a process id."""
         assert self.warm is not None
         environment = {**os.environ, **self.get_env()}
-        argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN")
+        reuse = ["--reuse"] if self.reuse else []
+        argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
         self.warm.send(Fork(CONTROLLER, environment, os.getcwd(), tuple(sys.path), argv))
         self.pid = await asyncio.wrap_future(self.forked)
         self.process = psutil.Process(self.pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 
@@ -21,9 +21,12 @@ class Joining:
         self._at_once = at_once or max(1, (os.cpu_count() or 1) // 4)
         self._lock = threading.Lock()
         self._connection = ""
+        self._ranks: set[int] = set()
         self._waiting: deque[int] = deque()
         self._under_way: set[int] = set()
         self._joined: set[int] = set()
+        # Ranks that are busy with a controller that is gone: their next answer says nothing.
+        self._outdated: Counter[int] = Counter()
 
     @property
     def joined(self) -> frozenset[int]:
@@ -31,15 +34,21 @@ class Joining:
         return frozenset(self._joined)
 
     def connected(self, connection: str) -> None:
-        """The controller is up."""
+        """The controller is up; if it is not the first one, all ranks join again."""
         with self._lock:
             self._connection = connection
+            self._outdated.update(self._under_way)
+            self._waiting = deque(sorted(self._ranks))
+            self._joined.clear()
+            self._under_way.clear()
         self._next()
 
     def add(self, ranks: Iterable[int]) -> None:
         """Ranks are ready."""
         with self._lock:
-            self._waiting.extend(ranks)
+            new = [rank for rank in ranks if rank not in self._ranks]
+            self._ranks.update(new)
+            self._waiting.extend(new)
         self._next()
 
     def ask_again(self) -> None:
@@ -52,6 +61,9 @@ class Joining:
     def answered(self, rank: int, failure: str) -> None:
         """A rank has joined, or could not."""
         with self._lock:
+            if self._outdated[rank]:
+                self._outdated[rank] -= 1
+                return
             self._under_way.discard(rank)
             if not failure:
                 self._joined.add(rank)
@@ -62,6 +74,8 @@ class Joining:
         with self._lock:
             self._under_way.discard(rank)
             self._joined.discard(rank)
+            self._ranks.discard(rank)
+            del self._outdated[rank]
             if rank in self._waiting:
                 self._waiting.remove(rank)
         self._next()

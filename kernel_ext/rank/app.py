@@ -95,10 +95,11 @@ class RankProgram:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def _join(self, connection: str) -> None:
-        if self._joining is None:
-            self._joining = self._loop.create_task(self._join_controller(connection))
+        self._joining = self._loop.create_task(self._join_controller(connection, self._joining))
 
-    async def _join_controller(self, connection: str) -> None:
+    async def _join_controller(self, connection: str, before: asyncio.Task[None] | None) -> None:
+        if before is not None:  # with a controller that is gone: it fails, or has
+            await before
         failure = await join_controller(self._agent, self._engine.rank, connection, self._argv)
         self._engine.post(JOINED, failure.encode())
 

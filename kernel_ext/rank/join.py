@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import ipyparallel.engine.app as engine_app  # type: ignore[import-untyped]  # has no types
+import zmq
+import zmq.asyncio
 from ipykernel.iostream import OutStream
 from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.engine.kernel import IPythonParallelKernel  # type: ignore[import-untyped]  # has no types
@@ -73,6 +76,31 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
 
     enable_nanny = False
 
+    async def register_again(self, connection: str) -> None:
+        """Make a controller know this engine that took the place of the one it was registered with.
+
+        ZeroMQ connects the engine's sockets to it by itself, since it listens where its predecessor did.
+
+        Raises:
+            JoinFailed: It listens elsewhere, or does not take this engine in.
+        """
+        if json.loads(connection) != json.loads(self.connection_info_env):
+            raise JoinFailed(
+                "the new controller could not get the ports of the old one; restart the rank to join it"
+            )
+        content = {"uuid": self.ident, "id": self.id}
+        self.session.send(self.registrar, "registration_request", content=content)
+        poller = zmq.asyncio.Poller()
+        poller.register(self.registrar, zmq.POLLIN)
+        if not await poller.poll(timeout=int(self.timeout * 1000)):
+            self.abort()
+        _, parts = self.session.feed_identities(self.registrar.recv_multipart())
+        answer = self.session.deserialize(parts)["content"]
+        if answer["status"] != "ok":
+            raise JoinFailed(f"the controller refused: {answer.get('evalue', answer)}")
+        if answer["id"] != self.id:
+            raise JoinFailed(f"the controller calls it engine {answer['id']}")
+
     def start_heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """None: the pool knows which ranks live, and the controller does not ask."""
 
@@ -117,14 +145,25 @@ async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Se
     RankKernel.agent = agent
     async with agent.foreign():
         try:
-            engine = _initialized(rank, connection, argv)
-            await engine.register()
-            if engine.id != rank:
-                raise JoinFailed(f"the controller calls it engine {engine.id}")
+            await _join(rank, connection, argv)
         except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"
     return ""
+
+
+async def _join(rank: int, connection: str, argv: Sequence[str]) -> None:
+    if RankEngine.initialized():
+        await RankEngine.instance().register_again(connection)
+        return
+    try:
+        engine = _initialized(rank, connection, argv)
+        await engine.register()
+        if engine.id != rank:
+            raise JoinFailed(f"the controller calls it engine {engine.id}")
+    except BaseException:
+        RankEngine.clear_instance()  # it has no kernel yet, and can be made anew
+        raise
 
 
 def _initialized(rank: int, connection: str, argv: Sequence[str]) -> RankEngine:

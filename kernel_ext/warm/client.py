@@ -117,6 +117,11 @@ class WarmProcess:
         with self._lock:
             return dict(self._promises.children)
 
+    def guarded(self) -> tuple[str, ...]:
+        """The files that the warm process removes at its end."""
+        with self._lock:
+            return self._promises.guarded
+
     def listen(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
         """Have every message about children given to ``listener``, on the reading thread; it must not block.
 

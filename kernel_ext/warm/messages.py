@@ -164,9 +164,14 @@ class Children(WarmMessage, frozen=True):
     """What a successor gets after ``Loaded``: the living children. The ends of others follow as :class:`Exited`.
 
     The frame brings the lifeline's writing end along.
+
+    Attributes:
+        children: What lives.
+        guarded: The files of the last :class:`Guard`.
     """
 
     children: tuple[Forked, ...]
+    guarded: tuple[str, ...] = ()
 
 
 class Refused(WarmMessage, frozen=True):

@@ -53,6 +53,11 @@ class Promises:
             case Keep():
                 self._keep = message
 
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """The files that the warm process removes at its end."""
+        return self._guard.paths if self._guard is not None else ()
+
     def forget_keeping(self) -> None:
         """The last wish to be kept was not fulfilled."""
         self._keep = None
@@ -70,8 +75,9 @@ class Promises:
                 if child is not None and child.pid == pid:
                     del self.children[number]
                     self._ends.pop(number, None)
-            case Children(children):
+            case Children(children, guarded):
                 self.children = {child.number: child for child in children}
+                self._guard = Guard(guarded)
 
     def died(self) -> list[FromWarm]:
         """The warm process has died. Returns what it would tell about what has ended with it."""

@@ -328,7 +328,7 @@ class Supervisor:
         """What a successor of the pool's process must know."""
         loaded: list[Effect] = [Send(self._loaded)] if self._loaded is not None else []
         children = tuple(child.record for child in self._children.values())
-        return [*loaded, Send(Children(children)), *(Send(end) for end in self._ends.values())]
+        return [*loaded, Send(Children(children, self._guarded)), *(Send(end) for end in self._ends.values())]
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

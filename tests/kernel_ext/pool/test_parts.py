@@ -250,6 +250,24 @@ def test_ranks_join_one_after_the_other_once_the_controller_is_up() -> None:
     assert joining.joined == {0}
 
 
+def test_all_ranks_join_again_when_another_controller_is_up() -> None:
+    asked: list[tuple[int, str]] = []
+    joining = Joining(lambda rank, connection: asked.append((rank, connection)), at_once=1)
+    joining.add([0, 1, 2, 3])
+    joining.connected("first")
+    joining.answered(0, "")
+    joining.answered(1, "the controller did not answer")
+    joining.gone(3)
+    assert asked == [(0, "first"), (1, "first"), (2, "first")]
+    joining.connected("second")
+    joining.answered(2, "")  # the first one's news
+    assert joining.joined == set()
+    for rank in (0, 1, 2):
+        joining.answered(rank, "")
+    assert asked[3:] == [(0, "second"), (1, "second"), (2, "second")]
+    assert joining.joined == {0, 1, 2}
+
+
 # -- launchers --------------------------------------------------------------------------------------------------------
 
 

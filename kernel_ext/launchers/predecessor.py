@@ -1,0 +1,52 @@
+"""ipyparallel's controller that an earlier process left with a kept pool, and the files that tell about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.kernel_ext.warm.messages import CONTROLLER, Signal
+
+
+class Predecessor:
+    """An earlier cluster, whose place a new one takes: with its name and, if it was up, its ports.
+
+    Args:
+        identity: ``cluster_id`` and ``profile_dir`` of it.
+    """
+
+    def __init__(self, identity: dict[str, str]) -> None:
+        self.identity = identity
+        self._gone: Future[None] = Future()
+
+    @classmethod
+    def of(cls, warm: WarmProcess) -> Self | None:
+        """That of the children of this warm process, if it has a controller or had one."""
+        for path in map(Path, warm.guarded()):
+            if path.name.startswith("cluster-"):
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
+                    told = json.loads(path.read_text())["cluster"]
+                    return cls({name: told[name] for name in ("cluster_id", "profile_dir")})
+        return None
+
+    def has_ended(self) -> None:
+        """The warm process reaped its controller. Any thread."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    async def end(self, warm: WarmProcess) -> bool:
+        """End the controller, if it lives. Returns whether its connection files are there.
+
+        By SIGKILL: an orderly end removes them.
+        """
+        if CONTROLLER in warm.children():
+            warm.send(Signal(CONTROLLER, signal.SIGKILL))
+            await asyncio.wrap_future(self._gone)
+        security, name = Path(self.identity["profile_dir"]) / "security", self.identity["cluster_id"]
+        return all((security / f"ipcontroller-{name}-{kind}.json").exists() for kind in ("client", "engine"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.cells.events import Event, ProcessSeen, StackArrived
@@ -36,10 +37,10 @@ class Lookout:
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._post(TO_RANK, encode(AskStack(ticket)), ranks)
 
-    def look(self, rank: int) -> str:
-        """What keeps a rank from answering. Any thread; does not block."""
-        pid = self._local_pid(rank)
-        return look_at(pid) if pid is not None else ELSEWHERE
+    def look(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What keeps ranks from answering. Any thread; takes a moment."""
+        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
+        return {**dict.fromkeys(ranks, ELSEWHERE), **look_at(pids)}
 
     def follow(self, take: Callable[[int, Answer], None]) -> int:
         return self._questions.follow(take)
@@ -60,9 +61,12 @@ class Watch:
         self._lookout.ask(self._ticket, ranks)
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Look at ranks' processes; the findings come as :class:`ProcessSeen`."""
-        for rank in ranks:
-            self._feed(ProcessSeen(rank, self._lookout.look(rank)))
+        """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
+        threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
+
+    def _look(self, ranks: Sequence[int]) -> None:
+        for rank, text in self._lookout.look(ranks).items():
+            self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """No answer is wanted any more."""

@@ -184,8 +184,8 @@ class Pool:
         chosen = self._chosen(ranks)
         answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
         stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
-        look = self._base.runs.lookout.look
-        return Whereabouts(stacks, {rank: look(rank) for rank in chosen if rank not in stacks})
+        silent = [rank for rank in chosen if rank not in stacks]
+        return Whereabouts(stacks, self._base.runs.lookout.look(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
         """The variables that the user has made on these ranks (by default all), in that order, and modules apart."""

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.output.crash import called
+from hvdlab.kernel_ext.rank.dump import NAME, SIGNAL
+
+DUMP_WITHIN = 0.2
+"""Seconds that a process has to dump its stack."""
+
+BUSY = "C code that keeps the interpreter to itself"
+
+_LOOK = 0.005
 _PROC = Path("/proc")
 
 
-def look_at(pid: int, proc: Path = _PROC) -> str:
-    """Why a rank's process does not answer, as it reads after ``rank 2: ``."""
+def look_at(pids: Mapping[int, int]) -> dict[int, str]:
+    """Why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
+
+    Args:
+        pids: Rank to its process.
+    """
+    found = {rank: look_at_state(pid) for rank, pid in pids.items()}
+    busy = {rank: pids[rank] for rank, state in found.items() if not state}
+    places = dumped_places(busy)
+    for rank in busy:
+        found[rank] = f"{places[rank]}, in {BUSY}" if places.get(rank) else f"in {BUSY}"
+    return found
+
+
+def look_at_state(pid: int, proc: Path = _PROC) -> str:
+    """What keeps a process from running; empty if nothing does."""
     try:
         stat = (proc / f"{pid}/stat").read_text()
     except OSError:
@@ -22,7 +50,7 @@ def look_at(pid: int, proc: Path = _PROC) -> str:
         return "its process has ended"
     if state == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"
-    return "in C code that keeps the interpreter to itself"
+    return ""
 
 
 def _waits_in(pid: int, proc: Path) -> str:
@@ -32,3 +60,37 @@ def _waits_in(pid: int, proc: Path) -> str:
     except OSError:
         return ""
     return f" ({name})" if name not in ("", "0") else ""
+
+
+# -- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
+    """Where ranks are that can only dump their stack; those that don't are missing."""
+    with contextlib.ExitStack() as opened:
+        files = {}
+        for rank, pid in pids.items():
+            with contextlib.suppress(OSError):
+                files[rank] = os.fdopen(_find_file(pid), "rb+", buffering=0)
+                opened.callback(files[rank].close)
+                files[rank].truncate(0)
+                os.kill(pid, SIGNAL)
+        deadline, places = Deadline(DUMP_WITHIN), dict[int, str]()
+        while len(places) < len(files) and deadline.remaining():
+            # Nothing tells when a file in memory has been written to.
+            threading.Event().wait(_LOOK)
+            for rank, file in files.items():
+                file.seek(0)
+                if place := called(file.read().decode("utf-8", "replace")):
+                    places[rank] = place
+        return places
+
+
+def _find_file(pid: int) -> int:
+    """The process's file for dumps, opened here. Raises ``OSError`` if it has none."""
+    directory = Path(f"/proc/{pid}/fd")
+    for entry in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith(f"/memfd:{NAME}"):
+                return os.open(entry, os.O_RDWR | os.O_CLOEXEC)
+    raise FileNotFoundError(f"process {pid} offers no dumps")

@@ -44,6 +44,19 @@ def _calls(dump: str) -> list[str]:
     return calls
 
 
+def called(dump: str) -> str:
+    """``cell [4] line 5 in f``: the cell's innermost line in a complete dump of one thread; empty if there is none."""
+    frames = [match for line in dump.splitlines() if (match := _FRAME.match(line)) is not None]
+    # The calls below the cell end in ours: before those are there, the dump is not complete.
+    if not any("/hvdlab/kernel_ext/" in frame[1] for frame in frames):
+        return ""
+    for frame in frames:
+        if (cell := _CELL.match(frame[1])) is not None:
+            of = "" if frame[3] == "<module>" else f" in {frame[3]}"
+            return f"cell {cell[1]} line {frame[2]}{of}"
+    return ""
+
+
 def _call(file: str, line: str, function: str) -> str:
     cell = _CELL.match(file)
     where = f"Cell In{cell[1]}" if cell is not None else PurePath(file).name

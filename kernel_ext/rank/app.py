@@ -25,6 +25,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
+from hvdlab.kernel_ext.rank.dump import offer_dumps
 from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
@@ -51,6 +52,7 @@ class RankProgram:
         sys.stdout = sys.stderr = self._log
         # Into the log, which another process reads: a dump into our own pipe could come out as the cell's output.
         faulthandler.enable(self._log)
+        offer_dumps()
         settings = Settings.from_env()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
         self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds)

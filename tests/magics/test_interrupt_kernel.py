@@ -121,7 +121,8 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     kernel.interrupt()
     kernel.finish(cell)
     assert "rank 2 has not answered the interrupt" in cell.text("stderr")
-    assert "C code that keeps the interpreter" in cell.text("stderr")
+    number = cell.reply["execution_count"]
+    assert f"rank 2: cell [{number}] line 3, in C code that keeps the interpreter" in cell.text("stderr")
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run(SUM).lines() == ["[0] 1.0 0", "[1] 1.0 10", "[2] 1.0 20"]

@@ -1,0 +1,45 @@
+"""What is said of a process that does not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdlab.kernel_ext.output.crash import called
+from hvdlab.kernel_ext.processes import look_at_state
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("T", "stopped (SIGSTOP); `kill -CONT 7` lets it go on"),
+        ("t", "stopped by a debugger"),
+        ("Z", "its process has ended"),
+        ("D", "waits for a device or file system (nfs_wait)"),
+        ("R", ""),
+        ("S", ""),
+    ],
+)
+def test_states_in_words(tmp_path: Path, state: str, said: str) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text(f"7 (a) b) {state} 1 7 7 0")
+    (tmp_path / "7/wchan").write_text("nfs_wait")
+    assert look_at_state(7, tmp_path) == said
+
+
+def test_a_process_that_is_gone(tmp_path: Path) -> None:
+    assert look_at_state(7, tmp_path) == "its process has ended"
+
+
+DUMP = (
+    'Current thread 0x00007f (most recent call first):\n  File "/usr/lib/re.py", line 10 in match\n'
+    '  File "<cell [4]>", line 4 in slow\n  File "<cell [4]>", line 6 in <module>\n'
+)
+OURS = '  File "/x/hvdlab/kernel_ext/rank/runner.py", line 1 in run\n'
+
+
+def test_a_dump_is_read_once_it_is_complete() -> None:
+    assert called(DUMP) == ""
+    assert called(DUMP + OURS) == "cell [4] line 4 in slow"
+    assert called(OURS) == ""

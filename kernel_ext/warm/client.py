@@ -32,8 +32,11 @@ from hvdlab.kernel_ext.warm.promises import Promises
 
 Listener = Callable[[FromWarm], None]
 
-FAILURES = 3
-"""No successor is started when so many in a row have ended while they imported."""
+AT_ONCE = 3
+"""So many times in a row a successor is started at once, even if none came as far as to be of use …"""
+TRIES = 8
+"""… and so often at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
+PAUSE = 1.0
 
 
 class WarmProcess:
@@ -198,30 +201,42 @@ class WarmProcess:
         return self._kept.error
 
     def respawn(self) -> None:
-        """After its death: start a successor for its children and return at once. Any thread; idempotent.
+        """After its death: start a successor for its children. Any thread; idempotent.
 
-        The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`).
+        The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
+        returns at once, or after a pause if several in a row could not be started or died early; :meth:`close` ends
+        the pause.
 
         Raises:
-            StartError: It could not be started, or one after the other has died before it was of use.
+            StartError: It was tried often enough.
         """
+        while not self._respawned():
+            pass
+
+    def _respawned(self) -> bool:
+        """Try once. Returns whether there is a living one."""
         with self._lock:
+            pause = PAUSE * 2 ** (self._failures - AT_ONCE) if self._failures >= AT_ONCE else 0.0
+            self._changed.wait_for(lambda: self._closing, pause)
             if self._closing:
                 raise StartError("the warm process was closed")
             if self._lost is None:
-                return
-            self._hopeless = True
-            if self._failures >= FAILURES:
-                raise StartError(
-                    f"{self._failures} warm processes in a row ended while they imported, the last one: {self._lost}"
-                )
+                return True
+            if self._failures >= TRIES:
+                self._hopeless = True
+                raise StartError(f"{self._failures} in a row were of no use, the last one: {self._lost}")
             assert self._lifeline is not None
-            handle = WarmHandle.start(self._environ, self._lifeline)
+            try:
+                handle = WarmHandle.start(self._environ, self._lifeline)
+            except StartError as error:
+                self._failures, self._lost = self._failures + 1, str(error)
+                return False
             self._handle.release()
             self._handle, self._lost, self._hopeless = handle, None, False
             for message in self._promises.for_successor():
                 self._write(message)
             self._thread = self._begin()
+            return True
 
     def _write(self, message: WarmMessage) -> None:
         with contextlib.suppress(ConnectionLost):  # the reading thread notices, too
@@ -255,6 +270,7 @@ class WarmProcess:
         """Whether the caller is to end this."""
         with self._lock:
             claimed, self._closing = not self._closing, True
+            self._changed.notify_all()
             return claimed
 
     def _let_go(self) -> None:

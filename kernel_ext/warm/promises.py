@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.warm.messages import (
     WarmMessage,
 )
 
-TRIES = 2
+TRIES = 3
 """A child is not ordered again from the next one when so many warm processes have died over it."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.warm import client
 from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import Fork, Signal
 
@@ -111,13 +114,14 @@ def test_successors_that_do_not_come_up_are_not_started_for_ever(
     ranks.fork([0])
     ranks.run(0, "x = 5")
     ranks.rebuild = False
+    monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setattr("sys.executable", "/bin/false")
     os.kill(ranks.warm.pid, signal.SIGKILL)
-    for losses in (1, 2, 3):
+    for losses in range(1, client.TRIES + 1):
         ranks.wait(lambda losses=losses: len(ranks.losses) == losses)  # type: ignore[misc]  # a default argument
         ranks.warm.respawn()
-    ranks.wait(lambda: len(ranks.losses) == 4)
-    with pytest.raises(StartError, match="3 warm processes in a row"):
+    ranks.wait(lambda: len(ranks.losses) == client.TRIES + 1)
+    with pytest.raises(StartError, match="of no use, the last one: exit code 1"):
         ranks.warm.respawn()
     with pytest.raises(StartError, match="gone"):
         ranks.warm.send(Signal(0, signal.SIGTERM))
@@ -126,3 +130,23 @@ def test_successors_that_do_not_come_up_are_not_started_for_ever(
 
 STUCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 """Holds the interpreter's lock."""
+
+
+def test_a_successor_that_can_not_be_started_is_tried_again(
+    ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host where no more processes are allowed for a moment."""
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    popen, refusals = subprocess.Popen, iter(range(4))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    kill_warm(ranks)
+    loaded(ranks.warm)
+    assert ranks.run(0, "x") == "5"

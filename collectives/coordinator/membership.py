@@ -13,12 +13,12 @@ WORLD_INTERVAL = 0.2
 
 
 class Wait(NamedTuple):
-    """A rank's user is blocked in a wait for this local id."""
+    """A rank's user is blocked in a wait for this local id. ``since`` is the coordinator's time."""
 
     process_set: int
     epoch: int
     local: int
-    seconds: float
+    since: float
 
 
 class RankPeer:
@@ -31,10 +31,13 @@ class RankPeer:
         leaving: Whether it was told to leave.
         admitted: Whether it has been in a world.
         definitions: What its local ids stand for.
-        wait: What its user is blocked in, or ``None``.
+        wait: What its user is blocked in that is not decided, or ``None``.
+        executing: What its user is blocked in that is executed, or ``None``.
     """
 
-    __slots__ = ("admitted", "definitions", "leaving", "member", "peer", "pid", "rank", "tracked", "wait")
+    __slots__ = (
+        "admitted", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "wait",
+    )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
         self.peer = peer
@@ -48,6 +51,7 @@ class RankPeer:
         self.admitted = False
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
+        self.executing: Wait | None = None
 
 
 class Membership:

@@ -114,8 +114,8 @@ def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe,
     subscribe(state, rank.peer, message, now)
 
 
-def _ignore(state: CoordinatorState, rank: RankPeer, message: m.Message, now: float) -> None:
-    """Any bytes are a sign of life, and that is all a Pong is."""
+def _on_pong(state: CoordinatorState, rank: RankPeer, message: m.Pong, now: float) -> None:
+    state.stalls.executions.answered(rank.rank)
 
 
 def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate, now: float) -> None:
@@ -126,10 +126,18 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
 
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
-    rank.wait = None
-    state.blocked.discard(rank.rank)
-    if message.local >= 0:
-        rank.wait = Wait(message.process_set, message.epoch, message.local, message.seconds)
+    wait = Wait(message.process_set, message.epoch, message.local, now - message.seconds)
+    over = message.local < 0
+    rank.executing = wait if message.executing and not over else None
+    if not message.executing or (rank.wait is not None and rank.wait[:3] == wait[:3]):
+        rank.wait = None
+        state.blocked.discard(rank.rank)
+    if over:
+        return
+    if message.executing:
+        state.stalls.watch_execution(wait.since, now)
+    else:
+        rank.wait = wait
         state.blocked.add(rank.rank)
         state.check_blocked = True
 
@@ -138,7 +146,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.Resume: on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
-    m.Pong: _ignore,
+    m.Pong: _on_pong,
     m.Bye: _on_bye,
     m.Ping: _on_ping,
     m.Post: _on_post,

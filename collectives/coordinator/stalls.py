@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives.coordinator.executions import Executions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round, report_round
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
-from hvdlab.collectives.protocol.messages import Stalled
+from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
@@ -25,6 +26,7 @@ class Stalls:
 
     Attributes:
         due: When to look next; ``None`` if nothing waited when that was last asked.
+        executions: Operations that take long.
     """
 
     def __init__(self, every: float, shutdown: float) -> None:
@@ -32,10 +34,15 @@ class Stalls:
         self._shutdown = shutdown or math.inf
         self._first = min(self._every, self._shutdown)
         self.due: float | None = None
+        self.executions = Executions()
 
     def watch(self, now: float) -> None:
         """Something was submitted, and nothing is being watched."""
         self.due = now + self._first
+
+    def watch_execution(self, since: float, now: float) -> None:
+        """A rank waits for the end of what it executes."""
+        self.due = min(max(since + self._every, now), math.inf if self.due is None else self.due)
 
     def look(self, state: CoordinatorState, now: float) -> None:
         """Report or end what waits for long, and find out when to look again."""
@@ -47,9 +54,26 @@ class Stalls:
                     break
                 if now >= self._next_report(current):
                     current.reported = int((now - current.since) / self._every)
-                    _report(state, ps, current, missing, now - current.since)
+                    self._report_round(state, ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
-        self.due = min(upcoming, default=None)
+        stuck, times = self.executions.look(state, now, self._every)
+        for ps, seconds, report in stuck:
+            lacking = f"{_ranks(report.missing)} do not answer (stopped, or busy in C code)"
+            _report(state, ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
+        self.due = min(upcoming + times, default=None)
+
+    def _report_round(
+        self,
+        state: CoordinatorState,
+        ps: ProcessSet,
+        current: Round,
+        missing: tuple[int, ...],
+        seconds: float,
+    ) -> None:
+        report = report_round(current, missing, ps.matcher.joined)
+        joined = f", joined {_ranks(report.joined)}" if report.joined else ""
+        lacking = f"submitted by {_ranks(report.waited)}, missing {_ranks(report.missing)}{joined}"
+        _report(state, ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
 
     def _next_report(self, current: Round) -> float:
         return current.since + self._every * (current.reported + 1)
@@ -71,17 +95,13 @@ class Stalls:
 
 
 def _report(
-    state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...], seconds: float
+    state: CoordinatorState, ps: ProcessSet, report: AbortedCollective, seconds: float, text: str
 ) -> None:
-    report = report_round(current, missing, ps.matcher.joined)
     state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
     if _is_shown(state, report.waited):
         return
     what = call_name(kind_label(report.kind), report.name)
-    state.outbox.log(
-        f"{what} has been waiting for {seconds:.0f} s: submitted by {_ranks(report.waited)}, "
-        f"missing {_ranks(report.missing)}" + (f", joined {_ranks(report.joined)}" if report.joined else "")
-    )
+    state.outbox.log(f"{what} {text}")
 
 
 def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:

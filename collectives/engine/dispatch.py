@@ -161,7 +161,10 @@ class Dispatcher:
 
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)
-        self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
+        now = time.monotonic_ns()
+        self._endpoint.send(m.Pong(message.number, now))
+        # Who asks has not heard of this rank for a while: it may be stuck in an operation with others.
+        self._guarded.tell(lambda state: state.tell_overdue(now))
         self.ask_clock()
 
     def ask_clock(self) -> None:

@@ -200,12 +200,15 @@ class GuardedState:
                 self._mend()
             self._torn = True
             self._finishing = entries
+            overdue = any(entry.waited for entry in entries)
             finish = self.state.finish
             for entry, result in zip(entries, results, strict=True):
                 if finish(entry):
                     complete(entry, result, None)
             self._finishing = ()
             self._torn = False
+        if overdue:
+            self._wake()  # others are to know that it has ended
 
     def pending(self, now: int) -> list[PendingCollective]:
         with self._lock:

@@ -35,6 +35,8 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
         for id in batch.locals:
             entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
             entry.phase = EXECUTING
+            if entry.waited:
+                state.blocked(entry, entry.waited)
             entries.append(entry)
         kind = entries[0].request.kind
         if kind is OpKind.ADD_PROCESS_SET or kind is OpKind.REMOVE_PROCESS_SET:

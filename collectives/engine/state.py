@@ -26,6 +26,9 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.protocol import messages as m
 
+OVERDUE_NS = 1_000_000_000
+"""Nanoseconds after which an operation takes long."""
+
 
 class RankState:
     """Submissions, announcements and epochs of one rank.
@@ -163,10 +166,18 @@ class RankState:
         self._messages.append(message)
 
     def blocked(self, entry: Entry, seconds: float) -> None:
-        """The user's thread waits for ``entry``, which is said now, and whenever it is announced (again)."""
+        """The user's thread waits for ``entry``, which is said now, and whenever it is announced (again) or executed."""
         entry.waited = seconds
-        if entry.phase == ANNOUNCED:
-            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, entry.local.id, seconds))
+        if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
+            ids = entry.request.process_set, entry.epoch, entry.local.id
+            self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
+
+    def tell_overdue(self, now: int) -> None:
+        """Say what has been executed for longest, if that is long. ``now`` in nanoseconds."""
+        executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
+        oldest = min(executing, key=lambda entry: entry.received, default=None)
+        if oldest is not None and now - oldest.received > OVERDUE_NS:
+            self.blocked(oldest, (now - oldest.received) / 1e9)
 
     def unblocked(self, entry: Entry) -> None:
         """The wait that :meth:`blocked` told of is over."""
@@ -209,6 +220,9 @@ class RankState:
 
     def end(self, entry: Entry) -> None:
         """It is over, well or badly; its name is free."""
+        if entry.waited and entry.phase == EXECUTING:
+            entry.waited = 0.0
+            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
         entry.phase = ENDED
         group = self.sets.get(entry.request.process_set)
         if group is not None:

@@ -207,12 +207,17 @@ class Duplicate(Message, frozen=True):
 
 
 class Blocked(Message, frozen=True):
-    """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over."""
+    """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over.
+
+    ``executing``: it has been told to execute it, and that goes on; sent again when that changes, and without a user who
+    waits if it takes long.
+    """
 
     process_set: int
     epoch: int
     local: int
     seconds: float
+    executing: bool = False
 
 
 class Withdraw(Message, frozen=True):

@@ -65,3 +65,59 @@ def test_a_group_that_never_is_complete_ends_too() -> None:
     outcome = sim.ranks[2].submissions[0].outcome
     assert isinstance(outcome, m.Abort)
     assert "its group was not complete within 5 s" in outcome.text
+
+
+# -- what is executed ---------------------------------------------------------------------------------------------------
+
+
+def executing(*ranks: int, **options: float) -> Simulation:
+    """All ranks have been told to execute `loss`, and these wait for its end."""
+    sim = simulate(**options)
+    for rank in (1, 2):
+        sim.ranks[rank].submit(signature("loss"))
+    sim.drain()
+    for rank in ranks:
+        says_that_it_waits(sim, rank, 0)
+    return sim
+
+
+def says_that_it_waits(sim: Simulation, rank: int, local: int) -> None:
+    sim.ranks[rank].say(m.Blocked(0, sim.state.sets.world.epoch, local, 0.5, executing=True))
+    sim.drain()
+
+
+def told(sim: Simulation, seconds: int, *answering: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What the client is told within these seconds, if these ranks answer pings."""
+    sim.to_client.clear()
+    for _ in range(seconds):
+        sim.tick(1.0)
+        sim.drain()
+        for number in answering:
+            if any(isinstance(message, m.Ping) for message in sim.ranks[number].received):
+                sim.ranks[number].say(m.Pong(0))
+        for rank in sim.ranks.values():
+            rank.received.clear()
+        sim.drain()
+    stalls = [message for message in sim.to_client if isinstance(message, m.Stalled)]
+    return [(s.collective.waited, s.collective.missing) for s in stalls]
+
+
+def test_who_does_not_do_its_part_is_named() -> None:
+    sim = executing(0, 2, stall_seconds=10.0)
+    assert told(sim, 25, 0, 2) == [((0, 2), (1,)), ((0, 2), (1,))]
+    assert "allreduce `loss` has been executed for 12 s: ranks 1 do not answer" in " ".join(sim.logged)
+    says_that_it_waits(sim, 0, -1)
+    says_that_it_waits(sim, 2, -1)
+    assert told(sim, 100) == []
+
+
+def test_one_that_said_that_it_waits_may_have_been_stopped_since() -> None:
+    assert told(executing(0, 1, 2, stall_seconds=10.0), 15, 0, 2) == [((0, 2), (1,))]
+
+
+def test_a_long_operation_of_living_ranks_is_no_stall() -> None:
+    assert told(executing(0, 1, stall_seconds=10.0), 60, 0, 1, 2) == []
+
+
+def test_nobody_is_asked_if_stalls_are_of_no_interest() -> None:
+    assert told(executing(0, 1, stall_seconds=0.0), 100) == []

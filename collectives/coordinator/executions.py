@@ -1,0 +1,114 @@
+"""Operations that ranks have been in the middle of for long, and members that may be the reason.
+
+A member that was stopped, or whose user's code keeps the interpreter busy, does not do its part. One that is well answers
+a ping from a thread of its own, whatever its user's code does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdlab.collectives.coordinator.process_sets import ProcessSet
+from hvdlab.collectives.coordinator.signatures import Defined
+from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+ANSWER_WITHIN = 1.0
+"""Seconds that members have to answer."""
+
+
+class Key(NamedTuple):
+    """An operation, as the ranks that wait for its end name it."""
+
+    process_set: int
+    epoch: int
+    name: str
+
+
+class Operation:
+    """One that somebody has been waiting for the end of.
+
+    Attributes:
+        since: When the first one began to wait.
+        reported: How many times the stall time had passed when it was looked at last.
+        asked: When its members were asked for a sign of life, or ``None``.
+        silent: Those that have not answered.
+    """
+
+    __slots__ = ("asked", "reported", "silent", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.reported = 0
+        self.asked: float | None = None
+        self.silent: set[int] = set()
+
+
+class Stuck(NamedTuple):
+    """An operation whose members have been asked, and did not all answer."""
+
+    process_set: ProcessSet
+    seconds: float
+    collective: m.AbortedCollective
+
+
+class Executions:
+    """What is being executed and waited for, as far as ranks have said so."""
+
+    def __init__(self) -> None:
+        self._operations: dict[Key, Operation] = {}
+
+    def answered(self, rank: int) -> None:
+        """A rank has given a sign of life."""
+        for operation in self._operations.values():
+            operation.silent.discard(rank)
+
+    def look(self, state: CoordinatorState, now: float, every: float) -> tuple[list[Stuck], list[float]]:
+        """Ask the members of what takes long; what is to be told, and when to look again."""
+        waits = _waits(state)
+        self._operations = {
+            key: self._operations.get(key) or Operation(since) for key, (since, _) in waits.items()
+        }
+        stuck: list[Stuck] = []
+        upcoming: list[float] = []
+        for key, operation in self._operations.items():
+            ps = state.sets.by_id[key.process_set]
+            if operation.asked is None and now >= operation.since + every * (operation.reported + 1):
+                operation.asked, operation.silent = now, set(ps.members) - ps.gone
+                state.outbox.send(ps.peers, m.Ping(0))
+            elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
+                operation.asked = None
+                operation.reported = int((now - operation.since) / every)
+                if operation.silent:
+                    report = _report(waits[key][1], operation.silent)
+                    stuck.append(Stuck(ps, now - operation.since, report))
+            next_report = operation.since + every * (operation.reported + 1)
+            upcoming.append(next_report if operation.asked is None else operation.asked + ANSWER_WITHIN)
+        return stuck, upcoming
+
+
+def _waits(state: CoordinatorState) -> dict[Key, tuple[float, dict[int, Defined]]]:
+    """What ranks wait for the end of: since when, and who with which submission."""
+    found: dict[Key, tuple[float, dict[int, Defined]]] = {}
+    for rank, peer in state.membership.ranks.items():
+        wait = peer.executing
+        defined = peer.definitions.get(wait.local) if wait is not None else None
+        if wait is None or defined is None:
+            continue
+        ps = state.sets.by_id.get(wait.process_set)
+        if ps is None or ps.epoch != wait.epoch:
+            continue
+        since, waiting = found.setdefault(Key(ps.id, ps.epoch, defined.info.name), (wait.since, {}))
+        waiting[rank] = defined
+        if wait.since < since:
+            found[Key(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
+    return found
+
+
+def _report(waiting: dict[int, Defined], silent: set[int]) -> m.AbortedCollective:
+    info = next(iter(waiting.values())).info
+    waited = tuple(sorted(waiting.keys() - silent))
+    sites = tuple(waiting[rank].site for rank in waited)
+    return m.AbortedCollective(info.kind, info.name, waited, tuple(sorted(silent)), sites)

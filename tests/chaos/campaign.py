@@ -55,6 +55,10 @@ class Sink:
     def note(self, text: str) -> None:
         self.tell(text)
 
+    def status(self, text: str, *, final: bool) -> None:
+        if text:
+            self.tell(f"status: {text}")
+
     def tell(self, text: str) -> None:
         """The user is told this now."""
         with self._changed:
@@ -142,7 +146,6 @@ class Campaign:
         self._young: Counter[int] = Counter()
         self._family: Counter[str] = Counter()
         self._shm: set[str] = set()
-        self._sinks: list[Sink] = []
         self._stack = contextlib.ExitStack()
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -201,7 +204,6 @@ class Campaign:
             self._shm = census.shared_memory()
             self._pool = pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
             self.pools += 1
-            pool.client.on_stall(self._on_stall)
             assert pool.cluster is not None  # ipyparallel's controller is there from the beginning
             self.set_up(range(self.size))
             self.cell("training.check()")
@@ -242,22 +244,6 @@ class Campaign:
         self.leftovers()
 
     # -- cells ----------------------------------------------------------------------------------------------------
-
-    def _on_stall(self, stall: Any) -> None:
-        ranks = ", ".join(map(str, stall.missing))
-        for sink in self._sinks:
-            sink.tell(
-                f"stall: ranks {ranks} are missing in {stall.kind} `{stall.name}` for {stall.seconds:.1f} s"
-            )
-
-    @contextlib.contextmanager
-    def listening(self, sink: Sink) -> Iterator[None]:
-        """What the pool tells besides goes to this sink, too."""
-        self._sinks.append(sink)
-        try:
-            yield
-        finally:
-            self._sinks.remove(sink)
 
     def cell(self, source: str, ranks: Sequence[int] | None = None) -> CellResults:
         """Run a cell that must not hang. Raises :class:`Hang`."""

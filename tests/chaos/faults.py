@@ -1,6 +1,7 @@
 """The faults of a campaign: what is done, where it may strike, and how soon the user must know.
 
-Limits are those that users are promised, in seconds from the fault.
+Limits are those that users are promised, in seconds from the fault. A stall is to be told after the stall time; as its
+limit counts two seconds more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ MOVING = ("pack", "transfer", "unpack")
 
 STALL = 1.0
 """Seconds after which campaigns have a stall reported, so that they need not wait for the usual ten."""
+
+STALLED = STALL + 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,25 @@ FAULTS = (
         spots=(),
         says="transport failed",
     ),
-    Fault("a rank computes for long", "stalling", "compute", limit=STALL + 1.0, weight=1),
-    Fault("a rank is in a long C call", "stalling", "call_c", limit=STALL + 1.0, weight=1),
-    Fault("a rank is stopped (SIGSTOP) for a while", "pausing", "stop", STALL + 1.0, PHASES, weight=2),
+    Fault("a rank computes for long", "stalling", "compute", limit=STALLED, weight=1),
+    Fault("a rank is in a long C call", "stalling", "call_c", limit=STALLED, weight=1),
+    Fault("a rank is stopped (SIGSTOP) for a while", "pausing", "stop", STALLED, PHASES, weight=2),
     Fault("interrupt, ranks in Python code", "interrupting", "compute", limit=2.0, says="interrupted"),
     Fault("interrupt, ranks in a collective", "interrupting", "linger", 2.0, MOVING, says="interrupted"),
+    Fault("interrupt, at any instant", "interrupting_any", "", 2.0, spots=(), outside=True, weight=3),
     Fault("interrupt, a rank in a C call", "interrupting_deaf", "call_c", limit=2.5, weight=1),
     Fault("interrupt, a rank stopped", "interrupting_stopped", "stop", 2.5, PHASES, weight=1),
     Fault("SIGKILL", "dying", "kill", 1.0, PHASES, outside=True, deadly=True, weight=8, says="SIGKILL"),
+    Fault(
+        "SIGKILL of two ranks at once",
+        "dying_together",
+        "",
+        1.0,
+        spots=(),
+        outside=True,
+        deadly=True,
+        says="SIGKILL",
+    ),
     Fault(
         "segmentation fault", "dying", "crash", 1.0, PHASES, deadly=True, weight=4, says="segmentation fault"
     ),

@@ -54,23 +54,24 @@ class Trial:
 
     def play(self) -> Outcome:
         """Play it. Whatever goes wrong is in the outcome."""
-        outcome = self.outcome
+        outcome, whole = self.outcome, False
         try:
             if self.fault.play == "owner":
                 self.owner()
+                whole = True
                 return outcome
             assert self.campaign.pool.state == "idle"
             self.began = time.monotonic()
-            with self.campaign.listening(self.sink):
-                getattr(self, self.fault.play)()
-                self.go_on()
+            getattr(self, self.fault.play)()
+            self.go_on()
             outcome.leaks += self.campaign.leaks()
+            whole = True
         except Hang as hang:
             outcome.hang = str(hang)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this fault)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         self._note_told()
-        if outcome.hang or outcome.wrong:
+        if not whole:  # nobody knows what state the pool is in
             self.campaign.discard()
         return outcome
 
@@ -193,8 +194,7 @@ class Trial:
         run = self.begin()
         if self.spot == "any":
             self.await_instant()
-            at = time.monotonic()
-            pid = next(status.pid for status in self.campaign.pool.status() if status.rank == self.victim)
+            pid = self._pids()[self.victim]
             at = time.monotonic()
             os.kill(pid, signal.SIGKILL)
         else:
@@ -203,6 +203,21 @@ class Trial:
         self.told(at, time.monotonic(), self.outcome.said)
         if set(results.deaths) != {self.victim}:
             self.outcome.wrong.append(f"deaths are {results.deaths}")
+
+    def dying_together(self) -> None:
+        run = self.begin()
+        self.await_instant()
+        other = (self.victim + self.rng.randrange(1, self.campaign.size)) % self.campaign.size
+        pids = self._pids()
+        at = time.monotonic()
+        for rank in (self.victim, other):
+            os.kill(pids[rank], signal.SIGKILL)
+        results = self.await_end(run)
+        self.told(at, time.monotonic(), self.outcome.said)
+        if set(results.deaths) != {self.victim, other} or not names(self.outcome.said, other):
+            self.outcome.wrong.append(
+                f"ranks {self.victim} and {other} died, and told was: {self.outcome.said}"
+            )
 
     def restarting(self) -> None:
         run = self.begin()
@@ -229,7 +244,7 @@ class Trial:
     def pausing(self) -> None:
         run = self.begin(steps=15)
         at = self.await_fault()
-        pid = self._pid()
+        pid = self._pids()[self.victim]
         self._await_stall(at)
         os.kill(pid, signal.SIGCONT)
         self._goes_on(run)
@@ -246,10 +261,10 @@ class Trial:
         if not results.ok:
             self.outcome.wrong.append(f"the cell did not go on: {self.outcome.said}")
 
-    def _pid(self) -> int:
-        """The victim's process, which may not be able to answer."""
+    def _pids(self) -> dict[int, int]:
+        """Processes by rank; those that can't answer as well."""
         pids: dict[int, int] = self.campaign.pool._base.group.pids()
-        return pids[self.victim]
+        return pids
 
     # -- interrupts -----------------------------------------------------------------------------------------------
 
@@ -260,6 +275,17 @@ class Trial:
         run = self.begin(seconds=seconds, victim=-1 if everybody else None)
         self.await_fault(set(self.campaign.pool.ranks) if everybody else None)
         time.sleep(self.rng.uniform(0, 0.2))
+        at = time.monotonic()
+        run.interrupt()
+        results = self.await_end(run)
+        self.outcome.report = time.monotonic() - at
+        if not results.interrupted or results.deaths:
+            self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
+
+    def interrupting_any(self) -> None:
+        run = self.begin()
+        self.victim = self.outcome.victim = -1
+        self.await_instant()
         at = time.monotonic()
         run.interrupt()
         results = self.await_end(run)
@@ -279,7 +305,7 @@ class Trial:
     def interrupting_stopped(self) -> None:
         run = self.begin()
         self.await_fault()
-        pid = self._pid()
+        pid = self._pids()[self.victim]
         time.sleep(self.rng.uniform(0, 0.2))
         at = time.monotonic()
         run.interrupt()
@@ -303,7 +329,7 @@ class Trial:
 
         def found() -> tuple[float, str] | None:
             return self.sink.await_line(
-                lambda text: names(text, self.victim) and not text.startswith("stall:"), 0.05
+                lambda text: names(text, self.victim) and not text.startswith("status:"), 0.05
             )
 
         census.settled(lambda: found() is None and not run.done, 20.0)
@@ -316,6 +342,7 @@ class Trial:
     # -- processes other than ranks -------------------------------------------------------------------------------
 
     def losing_part(self) -> None:
+        assert self.campaign.pool.cluster is not None  # there may be no controller since the last trial
         run = self.begin()
         self.victim = self.outcome.victim = -1
         self.await_instant()
@@ -323,16 +350,19 @@ class Trial:
         pid = next(pid for pid, name in census.marked(self.campaign.mark).items() if wanted in name)
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        self.sink.await_line(lambda text: not text.startswith("stall:"), 3.0)
+
+        def line() -> tuple[float, str] | None:
+            return next((told for told in list(self.sink.told) if not told[1].startswith("status:")), None)
+
+        census.settled(lambda: line() is None and not run.done, 5.0)
+        if (first := line()) is not None:
+            self.told(at, first[0], first[1])
         if not run.done:
-            first = next((line for line in self.sink.told if not line[1].startswith("stall:")), None)
-            if first is not None:
-                self.told(at, first[0], first[1])
             time.sleep(self.rng.uniform(0, 0.5))
             run.interrupt()
-            self.await_end(run)
-        else:
-            self.await_end(run)
+        ended = run.done
+        self.await_end(run)
+        if first is None and ended:
             self.told(at, time.monotonic(), self.outcome.said)
         if self.outcome.report is None:
             self.outcome.wrong.append("nobody said that it is gone")

@@ -171,6 +171,7 @@ class Simulation:
             self.former.append(self.ranks[rank])
             self.ranks[rank] = me
         self._introduce(me)
+        me.alive, me.ending = me.open, not me.open
         return me if me.open else None
 
     def _introduce(self, me: SimRank) -> None:

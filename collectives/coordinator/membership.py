@@ -12,6 +12,10 @@ WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks; a thousand ranks would else send a million."""
 
 
+RANKS = 1 << 31
+"""Ranks have numbers below this."""
+
+
 class Wait(NamedTuple):
     """A rank's user is blocked in a wait for this local id. ``since`` is the coordinator's time."""
 
@@ -97,6 +101,8 @@ class Membership:
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not join now, or an empty text."""
+        if rank >= RANKS:
+            return f"rank {rank} is too high; there are {RANKS} at most"
         living = self.ranks.get(rank)
         if living is not None:
             return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator import arrivals
+from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.protocol import messages as m
 
@@ -95,6 +96,11 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
     """The client tells what it had from the coordinator before."""
+    for death in message.deaths:
+        back = state.membership.ranks.get(death.rank)
+        if back is not None and back.pid == death.pid:  # the others have gone on without it
+            state.outbox.effects.append(CloseConnection(back.peer))
+            arrivals.lose(state, back.peer, death.reason, now)
     arrivals.resize(state, message.expected)
     state.membership.recall(message.deaths)
     restoring = state.restoring

@@ -25,8 +25,12 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Message) -> bytes:
-    """The whole frame of a message. Raises ``ProtocolError`` if it is too large to send."""
-    return encode_frame(_encoder.encode(message))
+    """The whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
+    try:
+        payload = _encoder.encode(message)
+    except OverflowError as error:
+        raise ProtocolError(f"a {type(message).__name__} can't be sent: {error}") from error
+    return encode_frame(payload)
 
 
 def decode_hello(payload: Payload) -> Hello:

@@ -1,0 +1,61 @@
+"""Hostile bytes and messages in thousands, and a million in the soak; see ``protocol_fuzz.py`` to have one again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from effort import examples
+from hvdlab.collectives.coordinator.events import PeerConnected
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol import codec
+from hvdlab.collectives.protocol import messages as m
+from protocol_fuzz import DECODERS, KINDS, make, one_conversation, one_input, run
+
+
+@pytest.mark.timeout(3600)
+def test_bytes_give_messages_or_a_protocol_error() -> None:
+    run(one_input, examples(4000))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * 3600)
+def test_a_million_inputs() -> None:
+    run(one_input, 1_000_000, start=1_000_000)
+
+
+@pytest.mark.timeout(3600)
+def test_whatever_peers_say_the_coordinator_goes_on() -> None:
+    run(one_conversation, examples(600))
+
+
+def test_what_is_made_up_is_understood() -> None:
+    """Else the fuzzing would only try the door."""
+    chance = random.Random(1)
+    for kind in KINDS:
+        for _ in range(20):
+            message = make(kind, chance, tame=True)
+            payload = codec.encode(message)[4:]
+            understood = 0
+            for decode in DECODERS:
+                try:
+                    understood += decode(payload) is not None
+                except ProtocolError:
+                    continue
+            assert understood, message
+
+
+def test_a_number_that_fits_no_message_is_refused() -> None:
+    """One above the highest rank would be given to the next who asks for one."""
+    state = CoordinatorState(CoordinatorOptions())
+    for peer, rank in enumerate(((1 << 64) - 1, -1), 1):
+        effects = state.handle(PeerConnected(peer, m.Hello(1, "", "rank", rank)), 0.0)
+        for effect in effects:
+            if hasattr(effect, "message"):
+                codec.encode(effect.message)
+    assert list(state.membership.ranks) == [0]
+    with pytest.raises(ProtocolError, match="can't be sent"):
+        codec.encode(m.Ping(1 << 64))

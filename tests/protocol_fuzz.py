@@ -1,0 +1,237 @@
+"""Hostile bytes for the frame decoder and the codec, and hostile messages for the coordinator's state, from seeds.
+
+::
+
+    python tests/protocol_fuzz.py --count 1000000          # inputs for the decoder and the codec
+    python tests/protocol_fuzz.py --states 10000           # conversations with the coordinator's state
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import struct
+import time
+import typing
+from collections.abc import Callable
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received, Tick
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol import codec
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.frames import FrameDecoder
+
+LIMIT = 4096
+"""Largest frame that is accepted here."""
+DECODERS: tuple[Callable[[bytes], m.Message], ...] = (
+    codec.decode_hello,
+    codec.decode_from_rank,
+    codec.decode_from_client,
+    codec.decode_to_peer,
+)
+FROM_RANK: tuple[type[m.Message], ...] = get_args(m.FromRank)
+FROM_CLIENT: tuple[type[m.Message], ...] = get_args(m.FromClient)
+KINDS = tuple({*FROM_RANK, *FROM_CLIENT, *get_args(m.ToPeer)})
+_INTEGERS = (-1, 0, 0, 1, 1, 2, 3, 7, 255, 1 << 20, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
+_TEXTS = ("", "a", "b", "allreduce.noname", "\x00", "é" * 9, "x" * 300, "interrupted")
+_COMMON = tuple(kind for kind in (*FROM_RANK, *FROM_CLIENT) if kind not in (m.Hello, m.Bye))
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
+    """A value of a field's type; a tame one is small enough to mean something."""
+    if kind is bool:
+        return chance.random() < 0.5
+    if kind is int:
+        return chance.randint(0, 3) if tame and chance.random() < 0.95 else chance.choice(_INTEGERS)
+    if kind is float:
+        return chance.choice((0.0, 0.5, -1.0, 1e300, float("inf"), float("nan")))
+    if kind is str:
+        return chance.choice(_TEXTS)
+    if kind is bytes:
+        return chance.randbytes(chance.choice((0, 1, 16, 40)))
+    if get_origin(kind) is tuple:
+        items = [a for a in get_args(kind) if a is not Ellipsis]
+        if len(items) > 1:
+            return tuple(some(item, chance, tame=tame) for item in items)
+        return tuple(some(items[0], chance, tame=tame) for _ in range(chance.choice((0, 1, 1, 2, 3))))
+    if get_origin(kind) is dict:
+        return {some(str, chance): some(str, chance) for _ in range(chance.randint(0, 2))}
+    return make(kind, chance, tame=tame)
+
+
+def make(kind: type, chance: random.Random, *, tame: bool = False) -> Any:
+    """A message, or a part of one, with any values of the right types."""
+    hints = _HINTS.get(kind)
+    if hints is None:
+        hints = _HINTS[kind] = typing.get_type_hints(kind)
+    return kind(
+        **{
+            field.name: some(hints[field.name], chance, tame=tame)
+            for field in msgspec.structs.fields(kind)
+            if field.required or chance.random() < 0.7
+        }
+    )
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+def spoil(data: bytes, chance: random.Random) -> bytes:
+    """A few bytes changed, added, left out or moved."""
+    spoiled = bytearray(data)
+    for _ in range(chance.randint(0, 3)):
+        place = chance.randrange(len(spoiled) + 1)
+        action = chance.randrange(6)
+        if action == 0 and place < len(spoiled):
+            spoiled[place] ^= 1 << chance.randrange(8)
+        elif action == 1:
+            spoiled[place:place] = chance.randbytes(chance.randint(1, 8))
+        elif action == 2:
+            del spoiled[place : place + chance.randint(1, 8)]
+        elif action == 3:
+            del spoiled[place:]
+        elif action == 4 and len(spoiled) >= 4:
+            spoiled[:4] = struct.pack("<I", chance.choice((0, 1, LIMIT, LIMIT + 1, 1 << 31, (1 << 32) - 1)))
+        elif action == 5 and place < len(spoiled):
+            spoiled[place] = chance.choice((0xC1, 0xDD, 0xDF, 0xDB, 0xC6, 0x9F, 0x00, 0xFF))
+    return bytes(spoiled)
+
+
+def one_input(chance: random.Random) -> None:
+    """Bytes that are sometimes frames, in pieces. Nothing may come of them but messages and ``ProtocolError``."""
+    if chance.random() < 0.2:
+        data = chance.randbytes(chance.randrange(60))
+    else:
+        frames = [codec.encode(make(chance.choice(KINDS), chance)) for _ in range(chance.choice((1, 1, 2)))]
+        data = spoil(b"".join(frames), chance)
+    decoder = FrameDecoder(LIMIT)
+    decode = chance.choice(DECODERS)
+    start = 0
+    try:
+        while start < len(data):
+            stop = start + chance.choice((1, 3, 4, 5, 17, len(data)))
+            for payload in decoder.feed(data[start:stop]):
+                assert 0 < len(payload) <= LIMIT
+                message = decode(payload)  # type: ignore[arg-type]  # any buffer will do
+                assert isinstance(message, m.Message)
+                codec.encode(message)
+            assert decoder.unfinished <= LIMIT + 4
+            start = stop
+    except ProtocolError:
+        return
+
+
+# -- conversations ------------------------------------------------------------------------------------------------
+
+
+def one_conversation(chance: random.Random) -> None:
+    """Peers that know the token say anything, in any order: the coordinator drops them, but never fails itself."""
+    options = CoordinatorOptions(
+        size=chance.choice((None, 2, 3)), generation=chance.choice((0, 0, 1)), reattach=1.0
+    )
+    state = CoordinatorState(options)
+    now, connected, peers = 0.0, {}, 0
+    for _ in range(chance.randint(1, 40)):
+        now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
+        action = chance.random()
+        if action < 0.15 or not connected:
+            peers += 1
+            hello = _hello(peers, chance)
+            connected[peers] = hello.role == "client"
+            event: Any = PeerConnected(peers, hello)
+        elif action < 0.2:
+            event = PeerLost(connected.popitem()[0], "end of file")
+        elif action < 0.25:
+            event = Tick()
+        else:
+            peer = chance.choice(list(connected))
+            if not connected[peer] and chance.random() < 0.4:
+                message = _sensible(make(m.Announce, chance, tame=True), state, chance)
+            else:
+                kinds = _COMMON if chance.random() < 0.9 else (m.Hello, m.Bye)
+                allowed = FROM_CLIENT if connected[peer] else FROM_RANK
+                kind = chance.choice([kind for kind in kinds if kind in allowed])
+                message = make(kind, chance, tame=chance.random() < 0.95)
+            event = Received(peer, message)
+        for effect in state.handle(event, now):
+            if isinstance(effect, CloseConnection):
+                connected.pop(effect.peer, None)
+            elif hasattr(effect, "message"):
+                with contextlib.suppress(ProtocolError):  # the server leaves those out
+                    codec.encode(effect.message)
+        state.validate_state()
+
+
+def _hello(peer: int, chance: random.Random) -> m.Hello:
+    if chance.random() < 0.1:
+        return make(m.Hello, chance, tame=True)  # type: ignore[no-any-return]  # of this kind
+    role = chance.choice(("rank", "rank", "rank", "client"))
+    tracked = chance.random() < 0.5
+    return m.Hello(1, "", role, (peer - 1) % 3, "h", peer, planes=("shm", "gloo"), cells_tracked=tracked)
+
+
+def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Random) -> m.Announce:
+    """An announcement that gets further than the door."""
+    epoch = state.sets.world.epoch
+    if chance.random() < 0.1:
+        return msgspec.structs.replace(message, process_set=0, epoch=epoch)
+    definitions = tuple(
+        msgspec.structs.replace(
+            definition,
+            local=i,
+            signature=msgspec.structs.replace(
+                definition.signature,
+                kind=int(chance.choice(list(OpKind))),
+                shape=(4,),
+                name=chance.choice("abc"),
+                dtype=8,
+            ),
+        )
+        for i, definition in enumerate(message.definitions)
+    )
+    locals = tuple(range(len(definitions)))
+    return msgspec.structs.replace(
+        message, process_set=0, epoch=epoch, locals=locals, definitions=definitions, extra=()
+    )
+
+
+# -- many ---------------------------------------------------------------------------------------------------------
+
+
+def run(one: Callable[[random.Random], None], count: int, start: int = 0) -> None:
+    """Try so many; raises what went wrong, with the seed."""
+    for seed in range(start, start + count):
+        try:
+            one(random.Random(seed))
+        except Exception as error:
+            error.add_note(f"seed {seed} of {one.__name__}")
+            raise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--states", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0)
+    given = parser.parse_args()
+    for one, count in ((one_input, given.count), (one_conversation, given.states)):
+        begin = time.monotonic()
+        run(one, count, given.start)
+        print(f"{one.__name__}: {count} in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -208,6 +208,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         mismatch: True for MismatchError (the same text on all ranks).
         syntax: True if the source did not compile (the same on all ranks).
         cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
+        site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if it did not get there.
     """
 
     ename: str
@@ -222,6 +223,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     syntax: bool = False
     cause: str = ""
     why: str = ""
+    site: str = ""
 
 
 class CellDone(Payload, frozen=True):

@@ -46,6 +46,7 @@ class RootCause:
         evalue: Its text.
         traceback: Coloured lines; for a death, what is known of where it was.
         nobody: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
+        shown: Those of the ranks that the traceback holds for, if not for all.
     """
 
     ranks: tuple[int, ...]
@@ -53,6 +54,7 @@ class RootCause:
     evalue: str
     traceback: tuple[str, ...] = ()
     nobody: bool = False
+    shown: tuple[int, ...] = ()
 
 
 class NoValue(IndexError):
@@ -176,14 +178,25 @@ class CellResults(Sequence[Any]):
 
     def _timeout_cause(self) -> RootCause:
         said = f"{format_ranks(self.timed_out)} did not end within {self._timeout or 0:g} s and {_were(self.timed_out)} interrupted"
-        lines = next((self.errors[r].traceback for r in self.timed_out if r in self.errors), ())
-        return RootCause(self.timed_out, "TimeoutError", said, lines)
+        shown = self._most_telling([r for r in self.timed_out if r in self.errors])
+        return RootCause(self.timed_out, "TimeoutError", said, self._traceback(shown), shown=shown)
 
     def _interrupt_cause(self) -> RootCause:
         hit = tuple(r for r, e in self.errors.items() if e.interrupted)
-        lines = self.errors[hit[0]].traceback if hit else ()
+        shown = self._most_telling(hit)
         said = f"{format_ranks(hit)} {_were(hit)} interrupted" if hit else "the cell was interrupted"
-        return RootCause(hit, "KeyboardInterrupt", said, lines)
+        return RootCause(hit, "KeyboardInterrupt", said, self._traceback(shown), shown=shown)
+
+    def _most_telling(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Of ranks that were stopped, those in the line where fewest were: mostly the others waited for them."""
+        by_site: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_site.setdefault(self.errors[rank].site, []).append(rank)
+        groups = sorted(by_site.values(), key=lambda group: len(group))
+        return tuple(groups[0]) if groups else ()
+
+    def _traceback(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        return self.errors[ranks[0]].traceback if ranks else ()
 
     # -- values -------------------------------------------------------------------------------------------------------
 

@@ -214,6 +214,8 @@ class Stalls:
     def _is_behind(self, running: Collection[int], now: float) -> bool:
         if not running or self._ended_at is None or self._every is None:
             return False
+        if 2 * len(running) > len(self._ranks):
+            return False  # then some were early rather than others late
         return now - self._ended_at >= self._every
 
     def _lines(self, waits: list[_Wait], now: float) -> list[str]:

@@ -58,7 +58,12 @@ def _details(results: CellResults, cause: RootCause) -> list[str]:
 
 
 def _where(cause: RootCause) -> str:
-    return f"; {format_ranks(cause.ranks[:1])} was here:" if cause.traceback else ""
+    if not cause.traceback:
+        return ""
+    shown = cause.shown or cause.ranks[:1]
+    if len(shown) == len(cause.ranks):
+        return " here:"
+    return f"; {format_ranks(shown)} {'was' if len(shown) == 1 else 'were'} here:"
 
 
 def _in_lines(text: str) -> str:
@@ -88,8 +93,8 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
     ]
     folded: dict[str, list[int]] = {}
     for rank, error in results.errors.items():
-        if rank not in cause.ranks:
-            folded.setdefault(_one_line(results, error), []).append(rank)
+        if rank not in (cause.shown or cause.ranks):
+            folded.setdefault(_one_line(results, cause, error), []).append(rank)
     lines += [f"{format_ranks(ranks)}: {line}" for line, ranks in folded.items()]
     return lines + _given_up(results)
 
@@ -106,21 +111,23 @@ def _given_up(results: CellResults) -> list[str]:
     return lines + [f"  {line}" for line in grouped(results.unanswered)]
 
 
-def _one_line(results: CellResults, error: CellError) -> str:
+def _one_line(results: CellResults, cause: RootCause, error: CellError) -> str:
     if error.interrupted:
-        return "interrupted"
+        return f"interrupted at {error.site}" if error.site else "interrupted"
     if error.aborted and error.collective:
-        return f"stopped in {error.collective}{_because(results, error)}"
+        return f"stopped in {error.collective}{_because(results, cause, error)}"
     return one_line(error)
 
 
-def _because(results: CellResults, error: CellError) -> str:
+def _because(results: CellResults, cause: RootCause, error: CellError) -> str:
     dead = [rank for rank in error.culprits if rank in results.deaths]
     failed = [rank for rank in error.culprits if rank in results.errors and rank not in dead]
     # A rank that came late is told that all who had stopped before are missing; those were only stopped themselves.
     failed = [rank for rank in failed if not results.errors[rank].aborted] or failed
     if dead:
         return f" because {format_ranks(dead)} died"
+    if failed and cause.nobody and all(results.errors[rank].aborted for rank in failed):
+        return " as well"  # it came late to what the cause is about
     if failed:
         interrupted = all(results.errors[rank].interrupted for rank in failed)
         was = "was" if len(failed) == 1 else "were"

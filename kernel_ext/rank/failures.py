@@ -13,6 +13,7 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
+from hvdlab.kernel_ext.rank.compiler import label_of
 
 E = TypeVar("E", bound=BaseException)
 
@@ -65,7 +66,18 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         syntax=before_exec and isinstance(error, SyntaxError),
         cause=cause.kind.value if cause is not None else "",
         why=_clean(cause.text, LONGEST_VALUE) if cause is not None else "",
+        site=_site(error.__traceback__),
     )
+
+
+def _site(trace: TracebackType | None) -> str:
+    """The cell's innermost line in a traceback."""
+    for link in reversed(_links(trace)):
+        code = link.tb_frame.f_code
+        if label := label_of(code.co_filename):
+            of = "" if code.co_name == "<module>" else f" in {code.co_name}"
+            return _clean(f"cell {label} line {link.tb_lineno}{of}", LONGEST_LINE)
+    return ""
 
 
 def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:

@@ -65,7 +65,7 @@ def test_an_interrupt_is_told_once() -> None:
     lines = ("----", "KeyboardInterrupt   Traceback (most recent call last)", "line 4", "KeyboardInterrupt: ")
     stop = CellError("KeyboardInterrupt", "", lines, 1, interrupted=True)
     found = results({0: stop, 1: stop}, interrupted=True, stopped={0, 1})
-    assert shown(found) == ["KeyboardInterrupt: ranks 0,1 were interrupted; rank 0 was here:", "line 4"]
+    assert shown(found) == ["KeyboardInterrupt: ranks 0,1 were interrupted here:", "line 4"]
     failure = failure_of(found)
     assert isinstance(failure, CellInterrupted)
     assert type(failure).__name__ == "KeyboardInterrupt"
@@ -175,3 +175,34 @@ def test_ranks_that_died_alike_are_told_in_one_line() -> None:
     found = results({0: aborted(9, 2)}, deaths={r: Death(r, "killed by SIGKILL", 3 + r) for r in (1, 2, 4)})
     assert shown(found)[0] == "ranks 1,2,4 died: killed by SIGKILL"
     assert not any("died: killed" in line for line in shown(found)[1:])
+
+
+def test_of_interrupted_ranks_the_odd_one_is_shown_and_the_others_named() -> None:
+    def stop(site: str) -> CellError:
+        return CellError(
+            "KeyboardInterrupt",
+            "",
+            ("Traceback (most recent call last)", site),
+            1,
+            interrupted=True,
+            site=site,
+        )
+
+    errors = {rank: stop("cell [7] line 9" if rank == 2 else "cell [7] line 4 in step") for rank in range(4)}
+    assert shown(results(errors, interrupted=True, stopped=set(range(4)))) == [
+        "KeyboardInterrupt: ranks 0-3 were interrupted; rank 2 was here:",
+        "cell [7] line 9",
+        "",
+        "ranks 0,1,3: interrupted at cell [7] line 4 in step",
+    ]
+
+
+def test_who_came_late_to_what_was_given_up_is_not_told_that_the_others_failed() -> None:
+    def waited(when: int, *culprits: int) -> CellError:
+        what = "allreduce `a`"
+        return CellError(
+            "AbortedError", "a waited", ("line 4",), when, True, what, culprits, cause="cell_ended"
+        )
+
+    found = shown(results({0: waited(9, 1, 3), 1: waited(2, 2), 2: None, 3: waited(2, 2)}))
+    assert found[-1] == "rank 0: stopped in allreduce `a` as well"

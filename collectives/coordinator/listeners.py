@@ -14,6 +14,8 @@ from pathlib import Path
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 
+SOCKET_NAME = "coordinator"
+
 BACKLOG = 1024
 """Connections that wait while nobody accepts them; ranks of a lost coordinator all come at once."""
 
@@ -27,7 +29,7 @@ class Listeners:
     """
 
     def __init__(self, directory: Path, tcp_host: str) -> None:
-        path = directory / "coordinator"
+        path = directory / SOCKET_NAME
         self._remote: socket.socket | None = None
         self.tls_address: str | None = None
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

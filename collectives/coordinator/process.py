@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
-from hvdlab.collectives.coordinator.listeners import Listeners
+from hvdlab.collectives.coordinator.listeners import SOCKET_NAME, Listeners
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.linux import process_state
@@ -104,7 +104,7 @@ class CoordinatorProcess:
         except BaseException:
             if listeners is not None:
                 listeners.close()
-            shutil.rmtree(private, ignore_errors=True)
+            _remove(private)
             raise
         if not keep:
             listeners.close()
@@ -191,13 +191,22 @@ class CoordinatorProcess:
             # First, or else those that lose it would wait for a successor.
             self._listeners.close()
             _end(self._process, timeout)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        _remove(self.directory)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove(directory: Path) -> None:
+    """Remove our directory; where no file can be opened, at least if there is nothing but a socket in it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        with contextlib.suppress(OSError):
+            (directory / SOCKET_NAME).unlink(missing_ok=True)
+            directory.rmdir()
 
 
 def _private_directory(parent: Path | None) -> Path:

@@ -21,6 +21,7 @@ from hvdlab.collectives.protocol.messages import Message
 
 RECEIVE_SIZE = 64 * 1024
 DESCRIPTOR_LIMIT = 8
+LOST = -1
 _ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _TLS_WANTS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -196,9 +197,9 @@ class Endpoint:
     def _receive_early(self) -> list[memoryview]:
         payloads: list[memoryview] = []
         while self.early:
-            data, ancillary, _, _ = self.early.popleft()
-            if ancillary and self._descriptors is not None:
-                self._keep_descriptors(ancillary)
+            data, ancillary, flags, _ = self.early.popleft()
+            if self._descriptors is not None:
+                self._keep_descriptors(ancillary, flags)
             if data:
                 payloads += self._decoder.feed(data)
             elif not payloads:  # else the socket tells of its end again
@@ -207,6 +208,8 @@ class Endpoint:
 
     def take_descriptor(self) -> int:
         """The oldest file descriptor that came along; the caller owns it.
+
+        :data:`LOST` if it could not be received, since this process has as many as it may have.
 
         Raises:
             ProtocolError: There is none, though a message said so.
@@ -236,13 +239,16 @@ class Endpoint:
             pieces.append(data)
 
     def _read_with_descriptors(self) -> bytes:
-        data, ancillary, _flags, _address = self._sock.recvmsg(RECEIVE_SIZE, _ANCILLARY, _FLAGS)
-        if ancillary:
-            self._keep_descriptors(ancillary)
+        data, ancillary, flags, _address = self._sock.recvmsg(RECEIVE_SIZE, _ANCILLARY, _FLAGS)
+        if ancillary or flags & socket.MSG_CTRUNC:
+            self._keep_descriptors(ancillary, flags)
         return data
 
-    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         assert self._descriptors is not None
+        if flags & socket.MSG_CTRUNC and not ancillary:
+            # This process has no number left for it. Each message carries one, and none is read with another's.
+            self._descriptors.append(LOST)
         for level, kind, content in ancillary:
             if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
                 continue
@@ -291,7 +297,8 @@ class Endpoint:
             self._backlog.clear()
             self._backlog_bytes = 0
         for descriptor in (*waiting, *(self._descriptors or ())):
-            os.close(descriptor)
+            if descriptor != LOST:
+                os.close(descriptor)
         if self._descriptors:
             self._descriptors.clear()
         with contextlib.suppress(OSError):

@@ -99,7 +99,10 @@ class ShmPlane(Plane):
 
     def _map(self) -> mmap.mmap:
         if self._fd < 0:
-            raise PlaneBroken("shared memory: the coordinator sent no memory for this group")
+            raise PlaneBroken(
+                "shared memory: no memory came for this group, as happens when a process has as many open files as it "
+                "may (`ulimit -n`)"
+            )
         size = os.fstat(self._fd).st_size
         if size < self._layout.size:
             raise PlaneBroken(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
+import resource
 import select
 import socket
 import threading
@@ -13,7 +15,7 @@ import pytest
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import Mail, Message, Ping
 
 Pair = tuple[Endpoint, Endpoint]
@@ -101,6 +103,29 @@ def test_a_descriptor_that_has_to_wait_outlives_the_senders_copy(pair: Pair) -> 
 def test_a_missing_descriptor_is_a_protocol_error(pair: Pair) -> None:
     with pytest.raises(ProtocolError):
         pair[1].take_descriptor()
+
+
+def test_a_descriptor_that_there_is_no_number_for_costs_only_itself(pair: Pair) -> None:
+    sender, receiver = pair
+    descriptor = os.memfd_create("x")
+    sender.send(Ping(1), descriptor)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 400), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        assert receive(receiver) == [Ping(1)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in held:
+            os.close(number)
+    assert receiver.take_descriptor() == LOST
+    sender.send(Ping(2), descriptor)
+    os.close(descriptor)
+    assert receive(receiver) == [Ping(2)]
+    os.close(receiver.take_descriptor())
 
 
 def test_descriptors_that_nobody_asked_for_are_closed() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.settings import PLANES
+from hvdlab.kernel_ext.warm.forking import REMEDIES, why_not
 
 BYTES_PER_RANK = 24 << 20
 """What a forked rank takes at least, beside what it shares."""
@@ -52,6 +56,25 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
             f"np={np}: a process may have {hard} open files here, enough for {most or 'no'} ranks; start the notebook "
             f"where `ulimit -Hn` is at least {needed}" + (f", or choose at most {most}." if most else ".")
         )
+
+
+@contextmanager
+def limits_told(what: str) -> Iterator[None]:
+    """Tell of a limit of this process or host in one sentence.
+
+    Raises:
+        StartError: A file, thread or process could not be had.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REMEDIES or isinstance(error, HvdlabError):
+            raise
+        raise StartError(f"{what}: {why_not(error)}") from error
+    except RuntimeError as error:
+        if isinstance(error, HvdlabError) or "start new thread" not in str(error):
+            raise
+        raise StartError(f"{what}: {error}: {REMEDIES[errno.EAGAIN]}") from error
 
 
 def check_plane(plane: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ LEAVE_WITHIN = 3.0
 
 CUT_OFF_WITHIN = 1.0
 """Seconds that the process of a rank whose connection has ended gets to end as well."""
+
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 
 SHOWN_LINES = 20
 """Lines of a rank's standard error in the error that it could not be started."""
@@ -220,9 +223,10 @@ class Group:
             if lost:
                 member = self._members.get(lost[0])
                 assert member is not None
-                tail = "\n".join(member.tail.splitlines()[-SHOWN_LINES:])
-                said = f"; its last words were:\n{tail}" if tail else ""
-                raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{said}")
+                lines = member.tail.splitlines()[-SHOWN_LINES:]
+                error = next((f": {line}" for line in reversed(lines) if _ERROR.match(line)), "")
+                said = "; its last words were:\n" + "\n".join(lines) if lines else ""
+                raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{error}{said}")
             if self._broken:
                 raise StartError(f"the ranks could not be started: {self._broken}")
             if late:

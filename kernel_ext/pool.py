@@ -90,9 +90,10 @@ class Pool:
         """
         try:
             size = checks.check_size(checks.default_size() if np is None else np)
-            base = PoolBase.start(
-                size, launcher, plane, hosts or "", warm, Deadline(timeout), on_progress or _say_nothing
-            )
+            with checks.limits_told("the pool could not be started"):
+                base = PoolBase.start(
+                    size, launcher, plane, hosts or "", warm, Deadline(timeout), on_progress or _say_nothing
+                )
         except BaseException:
             if warm is not None:
                 warm.close()
@@ -283,9 +284,19 @@ class Pool:
         timeout: float | None = None,
         want_value: bool = True,
     ) -> CellHandle:
-        """Like :meth:`run`, in the background: returns at once."""
+        """Like :meth:`run`, in the background: returns at once.
+
+        Raises:
+            StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
+        """
         handle = self._dispatch(source, ranks, label, line_offset, out, timeout, want_value)
-        handle.drive_in_background()
+        try:
+            with checks.limits_told("the cell could not be run in the background"):
+                handle.drive_in_background()
+        except StartError:
+            handle.interrupt()
+            handle.wait()
+            raise
         return handle
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
@@ -389,7 +400,7 @@ class Pool:
         """
         self._check_running()
         wanted = checks.check_size(np)
-        with self._changing:
+        with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
             self._base.group.want(range(wanted), Deadline(timeout))
 

@@ -119,7 +119,11 @@ class CellHandle:
     def drive_in_background(self) -> None:
         """Drive the run on a thread of its own; :meth:`wait` then only waits."""
         self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there can be no thread: whoever waits drives it
+            self._thread = None
+            raise
 
     # -- the driver ---------------------------------------------------------------------------------------------------
 

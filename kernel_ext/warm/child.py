@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -39,7 +40,8 @@ def become(role: Role, *, open_files: int) -> NoReturn:
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
-        traceback.print_exc()
+        # Not to what cells write to: the thread that would send that may be what could not be started.
+        traceback.print_exc(file=sys.__stderr__)
     finally:
         leave(code)
 
@@ -49,7 +51,8 @@ def leave(code: int) -> NoReturn:
 
     An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
     """
-    threading.Thread(target=_end_after, args=(3.0, code), name="hvdlab-exit", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=_end_after, args=(3.0, code), name="hvdlab-exit", daemon=True).start()
     # atexit has no public way to run the handlers that the user's code registered without ending the interpreter.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):

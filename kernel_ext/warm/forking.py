@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Forked
 from hvdlab.kernel_ext.warm.pipes import ChildPipes
 from hvdlab.kernel_ext.warm.processes import start_time
 
-_REMEDIES = {
+REMEDIES = {
     errno.EAGAIN: "no more processes are allowed here (`ulimit -u`, or the container's limit)",
     errno.EMFILE: "too many files are open (`ulimit -n`)",
     errno.ENFILE: "too many files are open on this host",
@@ -105,4 +105,4 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
 def why_not(error: OSError) -> str:
     """Why there could be no child, and what to do about it."""
     text = error.strerror or str(error)
-    return f"{text}: {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else text
+    return f"{text}: {REMEDIES[error.errno]}" if error.errno in REMEDIES else text

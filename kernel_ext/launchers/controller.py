@@ -15,6 +15,9 @@ from typing import Any
 
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
 
+FOREVER = 10**9
+"""Seconds."""
+
 SUBSCRIBED_WITHIN = 0.5
 """Seconds that a client that has connected gets to subscribe to news of engines, before there are any."""
 
@@ -42,6 +45,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         super().init_hub()
         self.heartmonitor_process = _NoHeartMonitor()
         self.hub.engine_state_file = ""  # it would stay behind
+        # An engine may be busy with a cell before it completes its registration; its end would be told.
+        self.hub.registration_timeout = FOREVER
         answer = self.hub.query_handlers["connection_request"]
 
         def client_connects(*request: Any) -> None:

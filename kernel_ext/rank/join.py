@@ -75,6 +75,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     """An engine that shares its process with a rank, which owns the signals, the loop and the process's end."""
 
     enable_nanny = False
+    agent: RankAgent
 
     async def register_again(self, connection: str) -> None:
         """Make a controller know this engine that took the place of the one it was registered with.
@@ -127,7 +128,8 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     async def complete_registration(self, *args: Any, **kwargs: Any) -> None:
         """Build the kernel. ipyparallel names the classes it builds in its module and offers no other way to choose."""
         engine_app.Kernel, engine_app.IPKernelApp = RankKernel, RankKernelApp
-        await super().complete_registration(*args, **kwargs)
+        async with self.agent.foreign():
+            await super().complete_registration(*args, **kwargs)
 
 
 async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> str:
@@ -142,22 +144,24 @@ async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Se
     Returns:
         Why it failed, or an empty text.
     """
-    RankKernel.agent = agent
-    async with agent.foreign():
-        try:
-            await _join(rank, connection, argv)
-        except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
-            traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
+    RankKernel.agent = RankEngine.agent = agent
+    try:
+        await _join(agent, rank, connection, argv)
+    except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
+        async with agent.foreign():  # for the log
+            traceback.print_exception(error)
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
-async def _join(rank: int, connection: str, argv: Sequence[str]) -> None:
+async def _join(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> None:
+    """Cells may run while the controller's answer is awaited: it may have died."""
     if RankEngine.initialized():
         await RankEngine.instance().register_again(connection)
         return
     try:
-        engine = _initialized(rank, connection, argv)
+        async with agent.foreign():
+            engine = _initialized(rank, connection, argv)
         await engine.register()
         if engine.id != rank:
             raise JoinFailed(f"the controller calls it engine {engine.id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,9 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
 
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
-    wait = Wait(message.process_set, message.epoch, message.local, now - message.seconds)
+    # What is no number of seconds is none that anything could be reckoned with.
+    seconds = message.seconds if math.isfinite(message.seconds) else 0.0
+    wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
     over = message.local < 0
     rank.executing = wait if message.executing and not over else None
     if not message.executing or (rank.wait is not None and rank.wait[:3] == wait[:3]):

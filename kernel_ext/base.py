@@ -13,14 +13,16 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
+from hvdlab.kernel_ext.keeping import Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
+from hvdlab.kernel_ext.members import Ended, Found
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.runs import Runs
@@ -32,6 +34,8 @@ Progress = Callable[[str], None]
 
 QUIET = 1.0
 """Seconds without a cell after which ipyparallel's controller is started."""
+ANSWER_WITHIN = 5.0
+"""Seconds that ranks which another process has started have to answer."""
 AT_LATEST = 10.0
 """Seconds after which it is started even though a cell is running."""
 
@@ -49,17 +53,22 @@ class PoolBase:
         joining: Which ranks are engines of ipyparallel.
     """
 
-    def __init__(self, base: Base, launcher: str, plane: str, hosts: str) -> None:
+    def __init__(
+        self, base: Base, launcher: str, plane: str, hosts: str, keeping: Keeping | None = None
+    ) -> None:
         self.launcher, self.plane, self.hosts = launcher, plane, hosts
+        self.keeping = keeping
+        self._ports = keeping.kept.ports if keeping is not None else ("127.0.0.1", free_port())
         self.client: Client = base.client
         self.broken = ""
         self._base = base
         self._pid = os.getpid()
         self._closing = threading.Lock()
+        self._news: list[str] = []
         self._closed = False
         self.joining = Joining(lambda rank, connection: self.runs.post(JOIN, connection.encode(), [rank]))
         self.group = Group(base.client, died=self._died, ready=lambda rank: self.joining.add([rank]))
-        self.companion = Companion(base.warm, self.group.pids, self.joining.connected)
+        self.companion = Companion(base.warm, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
             began=lambda: self.companion.bring_up_later(AT_LATEST),
@@ -73,7 +82,6 @@ class PoolBase:
         self._local: LocalRanks | None = None
         self._foreign: ForeignRanks | None = None
         self.group.use(self._starter())
-        self._news: list[str] = []
         self.rebuilder = Rebuilder(
             base.coordinator,
             base.client,
@@ -81,8 +89,10 @@ class PoolBase:
             self.runs,
             tell=self.tell,
             give_up=self._break,
-            rebuilt=self.joining.ask_again,
+            rebuilt=self._rebuilt,
         )
+        if keeping is not None:
+            self._find()
         base.client.on_mail(JOINED, self._joined)
         base.warm.listen(self._hear, self._warm_lost)
 
@@ -94,6 +104,7 @@ class PoolBase:
         plane: str,
         hosts: str,
         warm: WarmPool | None,
+        keep: str | None,
         deadline: Deadline,
         progress: Progress,
     ) -> PoolBase:
@@ -108,8 +119,11 @@ class PoolBase:
                     f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
                 )
             checks.check_room(size)
+        if keep is not None:
+            keep = checks.check_keepable(launcher, keep)
         progress("starting the coordinator")
-        base = _base_for(local, bool(hosts) or launcher not in (names.LOCAL, names.MPI), warm, deadline)
+        far = bool(hosts) or launcher not in (names.LOCAL, names.MPI)
+        base = _base_for(local, far, keep is not None, warm, deadline)
         try:
             if local:
                 progress("importing what the ranks share")
@@ -121,11 +135,47 @@ class PoolBase:
         try:
             progress(f"starting {size} ranks")
             self.group.want(range(size), deadline)
+            if keep is not None:
+                self.keeping = Keeping.begin(
+                    base, keep, size=size, plane=plane, ports=self._ports, deadline=deadline
+                )
         except BaseException:
             self.close()
             raise
         self.companion.bring_up_later(QUIET)
         return self
+
+    @classmethod
+    def attach(cls, name: str, deadline: Deadline, progress: Progress) -> PoolBase:
+        """Take over a pool that was kept. Raises as ``Pool.attach`` does; the pool is as it was then."""
+        keeping = Keeping.claim(name)
+        progress("finding the ranks")
+        base = keeping.connect(deadline)
+        try:
+            self = cls(base, names.LOCAL, keeping.kept.plane, "", keeping)
+        except BaseException:
+            base.leave()
+            keeping.release()
+            raise
+        try:
+            self.group.reconnected()
+            self.runs.resync(self.group.members.wanted, ())
+            progress("waiting for the ranks")
+            if silent := self.group.wait_answered(Deadline(ANSWER_WITHIN)):
+                self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
+        except BaseException:
+            self.leave()
+            raise
+        self.companion.bring_up_later(QUIET)
+        return self
+
+    def _find(self) -> None:
+        """The ranks that another process has started. Those that are missing have ended while nobody looked."""
+        pids = {number: child.pid for number, child in self._base.warm.children().items() if number >= 0}
+        wanted = self.client.membership().expected or tuple(pids)
+        self.group.handle(Found(wanted, pids))
+        for rank in set(wanted) - set(pids):
+            self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))
 
     def _starter(self) -> Starter:
         coordinator = self._base.coordinator
@@ -137,8 +187,8 @@ class PoolBase:
             plane=self.plane,
             master_address=coordinator.tls_address.split(":")[1]
             if far and coordinator.tls_address
-            else "127.0.0.1",
-            master_port=free_port(),
+            else self._ports[0],
+            master_port=self._ports[1],
         )
         if self.launcher == names.LOCAL:
             self._local = LocalRanks(self._base.warm, world, self.group.handle)
@@ -185,10 +235,20 @@ class PoolBase:
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
             )
             return
+        self.note_kept()
         self.tell(
             f"the process that ranks are forked from ended ({reason.splitlines()[0].split(';')[0]}) and was replaced; "
             "the ranks and their variables are intact"
         )
+
+    def _rebuilt(self) -> None:
+        self.joining.ask_again()
+        self.note_kept()
+
+    def note_kept(self) -> None:
+        """A process, or the size, has changed: who attaches later must know."""
+        if self.keeping is not None and not self._closed:
+            self.keeping.update(self._base.coordinator, self._base.warm, len(self.group.members.wanted))
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""
@@ -226,22 +286,45 @@ class PoolBase:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+    def leave(self) -> None:
+        """What happens when the process ends, or forgets the pool: one that is kept stays, all else ends."""
+        if self.keeping is None:
+            self.close()
+        elif self._claim_end():
+            self.rebuilder.close()
+            self.companion.close(keep=True)
+            self._end_runs("the notebook has let go of the pool; what runs there goes on")
+            self._base.leave()
+            self.keeping.release()
+            self.rebuilder.join()
+
+    def _claim_end(self) -> bool:
+        """Whether the caller is to end it. Not in a forked child of the pool's process."""
         with self._closing:
             if self._closed or os.getpid() != self._pid:
-                return
+                return False
             self._closed = True
+            return True
+
+    def _end_runs(self, reason: str) -> None:
+        for rank in self.group.pids():
+            self.runs.rank_died(rank, reason)
+
+    def close(self) -> None:
+        """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+        if not self._claim_end():
+            return
         self.rebuilder.close()
         with contextlib.suppress(CoordinatorLostError):
             self.client.expect(())
         if self._foreign is not None:
             self._foreign.wait_stopped(LEAVE_WITHIN)
         self.companion.close()
-        for rank in self.group.pids():
-            self.runs.rank_died(rank, "the pool was stopped")
+        self._end_runs("the pool was stopped")
         self._base.close()
         self.rebuilder.join()
+        if self.keeping is not None:
+            self.keeping.forget()
 
 
 def _stall_time() -> float | None:
@@ -250,18 +333,21 @@ def _stall_time() -> float | None:
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None
 
 
-def _base_for(local: bool, far: bool, warm: WarmPool | None, deadline: Deadline) -> Base:
+def _base_for(local: bool, far: bool, keep: bool, warm: WarmPool | None, deadline: Deadline) -> Base:
     if warm is None:
         warm = WarmPool.begin(preload=local)
     base = warm.take(deadline)
-    if not far:
+    if not far and not keep:
         return base
-    # Ranks of other hosts reach the coordinator by TLS only.
+    # Ranks of other hosts reach the coordinator by TLS only; one that is kept has to know from its start.
     try:
         base.client.close()
         base.coordinator.close()
         base.coordinator = CoordinatorProcess.start(
-            keep=True, tcp_host="0.0.0.0", timeout=deadline.remaining() or 10
+            keep=True,
+            linger=keep,
+            tcp_host="0.0.0.0" if far else None,
+            timeout=deadline.remaining() or 10,
         )
         base.client = Client.connect(base.coordinator.address, base.coordinator.token)
     except BaseException:

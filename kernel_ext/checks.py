@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.settings import PLANES
+from hvdlab.kernel_ext.registry import Registry
 from hvdlab.kernel_ext.warm.forking import REMEDIES, why_not
 
 BYTES_PER_RANK = 24 << 20
@@ -91,3 +92,12 @@ def available_memory() -> int:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return 1 << 62
+
+
+def check_keepable(launcher: str, name: str) -> str:
+    """The name under which a pool is to be kept. Raises ``InvalidRequestError`` if it can't be."""
+    if launcher != "local":
+        raise InvalidRequestError(
+            f"ranks of the launcher `{launcher}` can't be kept when their notebook ends; only those of `local` can"
+        )
+    return Registry().free_name(name)

@@ -229,14 +229,14 @@ class Members:
 
     def _ended(self, event: Ended) -> list[Effect]:
         member = self._members.get(event.rank)
-        if (
-            member is None
-            or member.state is MemberState.LOST
-            or (event.pid and member.pid not in (0, event.pid))
-        ):
+        if member is None or (event.pid and member.pid not in (0, event.pid)):
             return []
         if member.state is MemberState.LEAVING:
             return self._gone(member)
+        if member.state is MemberState.LOST:
+            if not member.pid and event.pid:  # it was missing, and this tells why
+                member.reason, member.tail = event.reason, event.tail
+            return []
         was_ready = member.state is MemberState.READY
         member.state, member.reason = MemberState.LOST, event.reason
         member.tail, member.detail = event.tail, event.detail

@@ -58,8 +58,8 @@ class Pool:
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: Recording | None = None
-        # Ends it at exit, and when it is forgotten.
-        self._close = weakref.finalize(self, base.close)
+        # At exit, and when it is forgotten, it ends, unless it is kept.
+        self._leave = weakref.finalize(self, base.leave)
 
     @classmethod
     def start(
@@ -70,6 +70,7 @@ class Pool:
         plane: str = "auto",
         hosts: str | None = None,
         warm: WarmPool | None = None,
+        keep: str | None = None,
         timeout: float = 60,
         on_progress: Progress | None = None,
     ) -> Pool:
@@ -81,6 +82,8 @@ class Pool:
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
             warm: What :func:`hvdlab.kernel_ext.warm.prewarm` began; the pool takes it over, also if this fails.
+            keep: A name, or an empty text to be given one: the ranks then outlive this process, until
+                :meth:`stop`, and another one finds them by :meth:`attach`. Only for the launcher ``local``.
             timeout: Seconds.
             on_progress: Called with a short text at each step, on the calling thread.
 
@@ -92,7 +95,14 @@ class Pool:
             size = checks.check_size(checks.default_size() if np is None else np)
             with checks.limits_told("the pool could not be started"):
                 base = PoolBase.start(
-                    size, launcher, plane, hosts or "", warm, Deadline(timeout), on_progress or _say_nothing
+                    size,
+                    launcher,
+                    plane,
+                    hosts or "",
+                    warm,
+                    keep,
+                    Deadline(timeout),
+                    on_progress or _say_nothing,
                 )
         except BaseException:
             if warm is not None:
@@ -100,7 +110,29 @@ class Pool:
             raise
         return cls(base)
 
+    @classmethod
+    def attach(cls, name: str, *, timeout: float = 60, on_progress: Progress | None = None) -> Pool:
+        """Go on with a pool that was started with ``keep``, by a process that has ended or called :meth:`detach`.
+
+        The ranks have all their variables. What they are running goes on; what it writes from now on is not shown.
+
+        Args:
+            name: What it is called; ``hvdlab pools`` on the command line lists them.
+            timeout: Seconds.
+            on_progress: As for :meth:`start`.
+
+        Raises:
+            InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
+            StartError: It does not answer.
+        """
+        return cls(PoolBase.attach(name, Deadline(timeout), on_progress or _say_nothing))
+
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What a pool that outlives this process is called; empty for any other."""
+        return self._base.keeping.name if self._base.keeping is not None else ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -403,6 +435,7 @@ class Pool:
         with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
             self._base.group.want(range(wanted), Deadline(timeout))
+            self._base.note_kept()
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
@@ -446,7 +479,28 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._close()
+                self._leave.detach()
+                self._base.close()
+
+    def detach(self) -> None:
+        """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
+
+        Raises:
+            InvalidRequestError: It was started without.
+        """
+        if not self.name:
+            raise InvalidRequestError(
+                "these ranks end with this process; only a pool that was started with keep= "
+                "(`%hvd_pool start --keep`) can be left to itself"
+            )
+        with self._changing:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self.stop_timeline()
+            finally:
+                self._leave()
 
     def __enter__(self) -> Self:
         return self

@@ -15,16 +15,27 @@ from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, p
 from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
 from hvdlab.magics.status_table import StatusTable
 
-COMMANDS = ("start", "status", "resize", "repair", "restart", "stop")
+COMMANDS = ("start", "status", "resize", "repair", "restart", "stop", "attach", "detach", "list")
+WITH_ARGUMENT = ("start", "resize", "restart", "attach")
 
 
 def pool_parser() -> MagicParser:
     parser = MagicParser("%hvd_pool", "Start, look at, resize, repair or stop the ranks.")
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="status", help="(default: status)")
     parser.add_argument(
-        "argument", nargs="?", metavar="N|RANKS", help="for resize: number of ranks; for restart: ranks"
+        "argument",
+        nargs="?",
+        metavar="N|RANKS|NAME",
+        help="for resize: number of ranks; for restart: ranks; for attach: a pool's name",
     )
     add_pool_options(parser)
+    parser.add_argument(
+        "--keep",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="for start: the ranks outlive the notebook; `attach NAME` in another one finds them",
+    )
     return parser
 
 
@@ -45,17 +56,25 @@ class PoolMagics(Magics):
         if options.help:
             print(parser.format_help())
             return None
-        if options.argument is not None and options.command not in ("start", "resize", "restart"):
+        if options.argument is not None and options.command not in WITH_ARGUMENT:
             parser.error(f"`{options.command}` takes no argument, but got `{options.argument}`")
+        if options.keep is not None and options.command != "start":
+            parser.error(f"--keep belongs to `start`, not to `{options.command}`")
         command: Callable[[Any], Any] = getattr(self, f"_{options.command}")
         return command(options)
 
     def _start(self, options: Any) -> None:
         np = options.np if options.argument is None else _number("start", options.argument)
         pool = self.session.pool_for(
-            np, launcher=options.launcher, plane=options.plane, hosts=options.hosts, new=True
+            np,
+            launcher=options.launcher,
+            plane=options.plane,
+            hosts=options.hosts,
+            keep=options.keep,
+            new=True,
         )
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+        kept = f"; `%hvd_pool attach {pool.name}` in another notebook finds them" if pool.name else ""
+        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready{kept}")
 
     def _status(self, options: Any) -> StatusTable:
         pool = self.session.need_pool("%hvd_pool status")
@@ -97,6 +116,44 @@ class PoolMagics(Magics):
             return
         pool.stop()
         print("all ranks have ended")
+
+    def _attach(self, options: Any) -> None:
+        with as_usage_error():
+            name = options.argument or _only_pool()
+        pool = self.session.attach(name)
+        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
+        busy = [status.rank for status in pool.status() if status.state == "running"]
+        if busy:
+            verb = "runs" if len(busy) == 1 else "run"
+            print(
+                f"{say_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
+            )
+
+    def _detach(self, options: Any) -> None:
+        pool = self.session.need_pool("%hvd_pool detach")
+        with as_usage_error():
+            pool.detach()
+        print(f"the ranks stay; `%hvd_pool attach {pool.name}` finds them")
+
+    def _list(self, options: Any) -> None:
+        from hvdlab.kernel_ext.registry import Registry, table
+
+        with as_usage_error():
+            print(table(Registry().all()))
+
+
+def _only_pool() -> str:
+    """The pool that is meant if none is named: there is but one."""
+    from hvdlab.kernel_ext.registry import Registry
+
+    names = [kept.name for kept in Registry().all()]
+    if len(names) == 1:
+        return names[0]
+    raise UsageError(
+        f"%hvd_pool attach: say which one, {' or '.join(f'`{name}`' for name in names)}"
+        if names
+        else "%hvd_pool attach: no pool is kept; `%hvd_pool start --keep NAME` starts one"
+    )
 
 
 def _number(command: str, text: str) -> int:

@@ -23,6 +23,7 @@ class Session:
     Args:
         shell: The shell.
         start: Starts a pool; ``Pool.start``.
+        attach: Takes one over by its name; ``Pool.attach``.
 
     Attributes:
         pool: The pool, or None if there is none or it was stopped.
@@ -31,7 +32,12 @@ class Session:
         labels: What users call the cells in the background, by their ids.
     """
 
-    def __init__(self, shell: InteractiveShell, start: Callable[..., Pool] | None = None) -> None:
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        start: Callable[..., Pool] | None = None,
+        attach: Callable[[str], Pool] | None = None,
+    ) -> None:
         self.shell = shell
         self.ahead: Ahead | None = None
         self.raw_cell = ""
@@ -39,6 +45,7 @@ class Session:
         self._pool: Pool | None = None
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
+        self._attach_pool = attach or _attach_pool
 
     @property
     def pool(self) -> Pool | None:
@@ -67,12 +74,14 @@ class Session:
         launcher: str | None = None,
         plane: str | None = None,
         hosts: str | None = None,
+        keep: str | None = None,
         new: bool = False,
         say: Callable[[str], None] = print,
     ) -> Pool:
         """The pool with ``np`` ranks: as it is, resized or new.
 
         Args:
+            keep: A name, or an empty text, for a new pool that is to outlive the notebook.
             new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
                 relies on variables of the old ranks would only fail on new ones.
 
@@ -83,7 +92,12 @@ class Session:
         if pool is None:
             if self._broken and np is None and not new:
                 raise UsageError(self._gone())
-            return self._start(np, launcher or "local", plane or "auto", hosts, say)
+            return self._start(np, launcher or "local", plane or "auto", hosts, keep, say)
+        if keep is not None and not pool.name:
+            raise UsageError(
+                "--keep: the ranks that run were started without it and end with this notebook; `%hvd_pool stop` ends "
+                "them, then a new pool can be started"
+            )
         for option, wanted, has in (("--launcher", launcher, pool.launcher), ("--plane", plane, pool.plane)):
             if wanted is not None and wanted != has:
                 raise UsageError(
@@ -123,12 +137,35 @@ class Session:
         pool, self._pool = self._pool, None
         ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":
-            pool.stop()
+            if pool.name:
+                pool.detach()
+            else:
+                pool.stop()
         if ahead is not None:
             ahead.close()
 
+    def attach(self, name: str) -> Pool:
+        """Take a pool over that was kept. UsageError if it can't be had, or this notebook has one."""
+        if self.pool is not None:
+            raise UsageError(
+                "this notebook has ranks already; `%hvd_pool stop` ends them, then others can be attached to"
+            )
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
+        with as_usage_error():
+            self._pool = self._attach_pool(name)
+        self._broken = ""
+        return self._pool
+
     def _start(
-        self, np: int | None, launcher: str, plane: str, hosts: str | None, say: Callable[[str], None]
+        self,
+        np: int | None,
+        launcher: str,
+        plane: str,
+        hosts: str | None,
+        keep: str | None,
+        say: Callable[[str], None],
     ) -> Pool:
         from hvdlab.kernel_ext.checks import default_size
 
@@ -140,7 +177,13 @@ class Session:
         try:
             with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
                 self._pool = self._start_pool(
-                    np, launcher=launcher, plane=plane, hosts=hosts, warm=warm, on_progress=progress
+                    np,
+                    launcher=launcher,
+                    plane=plane,
+                    hosts=hosts,
+                    warm=warm,
+                    keep=keep,
+                    on_progress=progress,
                 )
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
@@ -155,6 +198,12 @@ def _lost(lost: Mapping[int, str]) -> str:
     are = "is" if len(lost) == 1 else "are"
     more = "" if len(reasons) == 1 else " and other reasons"
     return f"{format_ranks(list(lost))} {are} lost ({next(iter(lost.values()))}{more})"
+
+
+def _attach_pool(name: str) -> Pool:
+    from hvdlab.kernel_ext.pool import Pool
+
+    return Pool.attach(name)
 
 
 def _start_pool(*args: Any, **kwargs: Any) -> Pool:

@@ -119,6 +119,10 @@ class FakePool:
         for thread in self._threads:
             thread.join()
 
+    @property
+    def name(self) -> str:
+        return ""
+
     def news(self) -> list[str]:
         return []
 

@@ -41,4 +41,11 @@ class Recorder:
         pass
 
     def note(self, text: str) -> None:
-        self.notes.append(text)
+        with self._changed:
+            self.notes.append(text)
+            self._changed.notify_all()
+
+    def wait_for_note(self, text: str, timeout: float = 30) -> None:
+        """Wait for a note that begins so."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(note.startswith(text) for note in self.notes), timeout)

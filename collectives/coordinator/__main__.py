@@ -43,6 +43,7 @@ def main() -> int:
         except (OSError, StartError) as error:
             _answer(Ready(error=str(error)))
             return 1
+        server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
         _watch(server, launch)
@@ -102,6 +103,13 @@ def _catch_sigterm() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return reader
+
+
+def _leave_stderr() -> None:
+    """Its reader may have ended with our starter, or wait for the end of everything that starter has written."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -177,6 +177,8 @@ class CoordinatorProcess:
         _cut_lifeline(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
+        if self._process.poll() is None:
+            self._process.returncode = 0  # it stays on purpose; Popen would warn
         if self._process.stdout is not None:
             self._process.stdout.close()
 

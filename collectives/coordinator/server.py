@@ -90,6 +90,7 @@ class Server:
         self._tuning_begun = False
         self._due = NEVER  # of the state
         self._running = True
+        self.on_alone: Callable[[], None] = lambda: None
         self.alone = False  # whether the starter is gone
 
     # -- set-up ---------------------------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ class Server:
         if not linger:
             self.stop()
         self.alone = True
+        self.on_alone()
         self._poller.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import importlib
 import os
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -16,14 +17,23 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.warm.client import WarmProcess
 
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.keeping import AttachedCoordinator
+
 
 @dataclass(slots=True)
 class Base:
     """What a pool stands on. Who takes it closes it."""
 
     warm: WarmProcess
-    coordinator: CoordinatorProcess
+    coordinator: CoordinatorProcess | AttachedCoordinator
     client: Client
+
+    def leave(self) -> None:
+        """Let go of all three, which were asked to stay."""
+        self.warm.detach()
+        self.client.close()
+        self.coordinator.release()
 
     def close(self) -> None:
         """End all three. Ranks first: they should not see their coordinator go."""

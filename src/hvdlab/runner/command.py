@@ -19,6 +19,7 @@ HELP = f"""usage: hvdlab COMMAND
 
   run            {USAGE.removeprefix("hvdlab run ")}: run a program on several ranks (`hvdlab run --help`)
   trace check    [--killed] FILE...: check timelines for mistakes
+  pools          [stop NAME...]: list the pools that notebooks have left running, or end some
   --version      print the version
 """
 WRONG_CALL = 2
@@ -54,6 +55,10 @@ def _dispatch(given: list[str]) -> int:
             from hvdlab.collectives.timeline.check import main as check
 
             return check(rest)
+        case ["pools", *rest]:
+            from hvdlab.kernel_ext.pools_command import main as pools
+
+            return pools(rest)
         case ["--version" | "-v"]:
             print(hvdlab.__version__)
             return 0

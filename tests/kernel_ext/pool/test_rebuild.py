@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import zmq
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
@@ -329,6 +330,29 @@ def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
     assert set(run.wait(30).deaths) == {0}
     with pytest.raises(StartError, match=r"broken down:.*forked from ended \(killed by SIGKILL\).*no memory"):
         watched.pool.run("1")
+
+
+# -- ipyparallel's controller -------------------------------------------------------------------------------------
+
+
+def test_the_controller_dies_and_comes_up_again(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    pool = watched.pool
+    with pool.cluster.connect_client_sync() as client:
+        client.wait_for_engines(2, timeout=30)
+    out = Recorder()
+    run = pool.start_run("print('on', flush=True)\nwhile True: time.sleep(0.01)", out=out)
+    out.wait_for("on", ranks=(0, 1))
+    (controller,) = [p for p in psutil.Process(watched.warm).children() if p.name() == "hvd-controller"]
+    controller.kill()
+    out.wait_for_note("ipyparallel's controller ended: killed by SIGKILL")
+    run.interrupt()
+    run.wait(30)
+    with pool.cluster.connect_client_sync() as client:
+        client.wait_for_engines(2, timeout=60)
+        assert client[:].apply_sync(os.getpid) == list(watched.pids.values())
+    zmq.Context.instance().destroy(linger=0)
+    watched.check()
 
 
 def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:

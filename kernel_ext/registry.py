@@ -1,0 +1,281 @@
+"""Pools that outlive their notebook: one small file for each, by which another process finds it.
+
+The files lie in a directory that only their user can enter, since they contain the pools' secrets. A file whose
+processes have ended is removed by whoever sees it. Who is attached to a pool is noted in its file, as a process with
+its start time: no lock has to be given back by a kernel that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.warm.processes import open_process, readable, start_time
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+DEFAULT = "pool"
+"""What a pool is called that was given no name; the next ones are ``pool-2``, ``pool-3``."""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process, and when it started in clock ticks since the boot: a number may be given again to a later one."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this number now."""
+        return cls(pid, start_time(pid))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs; one that has ended and that nobody has waited for does not."""
+        process = open_process(self.pid, self.started) if self.started else -1
+        if process < 0:
+            return False
+        try:
+            return not readable(process, 0)
+        finally:
+            os.close(process)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A pool that is kept.
+
+    Attributes:
+        name: What users call it.
+        size, plane: Number of ranks, and their data plane, as asked for.
+        started: When it was started, in seconds since 1970.
+        address, token: Where the coordinator is reached, and its secret.
+        directory: The coordinator's private directory.
+        coordinator, warm: Its processes.
+        path: Where the warm process waits for a successor of the pool's process.
+        ports: ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks.
+        owner: The process that uses it.
+        place: Where that runs: the working directory of the notebook.
+    """
+
+    name: str
+    size: int
+    plane: str
+    started: float
+    address: str
+    token: str
+    directory: str
+    coordinator: Process
+    warm: Process
+    path: str
+    ports: tuple[str, int]
+    owner: Process
+    place: str
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is anything left to attach to. Either process may have ended and be replaced by the owner."""
+        return self.owner.lives or (self.coordinator.lives and self.warm.lives)
+
+
+class Registry:
+    """The files.
+
+    Args:
+        directory: Where they lie; by default the user's runtime directory, or a directory of his in the temporary one.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or _default_directory()
+
+    def all(self) -> list[Kept]:
+        """The pools that live, by name. Removes what is left of others."""
+        with self._locked() as there:
+            found = self._read_all() if there else []
+        if there and not found:
+            self._tidy()
+        return found
+
+    def get(self, name: str) -> Kept:
+        """A pool. Raises ``InvalidRequestError`` if there is none of that name."""
+        found = self.all()
+        for kept in found:
+            if kept.name == name:
+                return kept
+        names = ", ".join(f"`{kept.name}`" for kept in found)
+        there = f"there is {names}" if found else "none is kept here"
+        raise InvalidRequestError(f"there is no pool `{name}`; {there}")
+
+    def free_name(self, name: str) -> str:
+        """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+        taken = {kept.name for kept in self.all()}
+        if not name:
+            number = 1
+            while (name := DEFAULT if number == 1 else f"{DEFAULT}-{number}") in taken:
+                number += 1
+            return name
+        if not _NAME.fullmatch(name):
+            raise InvalidRequestError(
+                f"a pool can't be called {name!r}: names begin with a letter and have letters, digits, `.`, `_` and `-`"
+            )
+        if name in taken:
+            raise InvalidRequestError(
+                f"there is a pool `{name}` already; attach to it, stop it, or give another name"
+            )
+        return name
+
+    def claim(self, name: str, place: str) -> Kept:
+        """Become the owner of a pool.
+
+        Raises:
+            InvalidRequestError: There is none of that name, or somebody uses it; the text says who.
+        """
+        self.get(name)  # for its error
+        with self._locked():
+            kept = next((kept for kept in self._read_all() if kept.name == name), None)
+            if kept is None:
+                raise InvalidRequestError(f"the pool `{name}` has just ended")
+            if kept.owner.lives:
+                raise InvalidRequestError(in_use(kept))
+            kept = msgspec.structs.replace(kept, owner=Process.of(os.getpid()), place=place)
+            self._write(kept)
+            return kept
+
+    def write(self, kept: Kept) -> None:
+        """Note a pool, or what has changed. Raises ``StartError`` if the file can't be written."""
+        try:
+            for path in (self._directory.parent, self._directory):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._directory)
+            with self._locked():
+                self._write(kept)
+        except OSError as error:
+            raise StartError(
+                f"the pool can't be kept: {self._directory}: {error.strerror or error}"
+            ) from error
+
+    def release(self, kept: Kept) -> None:
+        """The pool is nobody's now."""
+        self.write(msgspec.structs.replace(kept, owner=Process(0, 0), place=""))
+
+    def remove(self, name: str) -> None:
+        """Forget a pool. Nothing happens if it is not known."""
+        with self._locked() as there:
+            if there:
+                self._file(name).unlink(missing_ok=True)
+        self._tidy()
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Alone with the files; False if there is no directory."""
+        try:
+            lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            _check_private(self._directory)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield True
+        finally:
+            os.close(lock)
+
+    def _read_all(self) -> list[Kept]:
+        found: list[Kept] = []
+        for path in self._directory.glob("*.json"):
+            try:
+                kept = msgspec.json.decode(path.read_bytes(), type=Kept)
+            except (OSError, msgspec.DecodeError):
+                continue
+            if kept.lives:
+                found.append(kept)
+                continue
+            path.unlink(missing_ok=True)
+            for process in (kept.coordinator, kept.warm):
+                _end(process)
+            shutil.rmtree(kept.directory, ignore_errors=True)
+        return sorted(found, key=lambda kept: kept.name)
+
+    def _write(self, kept: Kept) -> None:
+        path = self._file(kept.name)
+        draft = path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, msgspec.json.encode(kept))
+        finally:
+            os.close(descriptor)
+        draft.rename(path)
+
+    def _file(self, name: str) -> Path:
+        return self._directory / f"{name}.json"
+
+    def _tidy(self) -> None:
+        with contextlib.suppress(OSError):  # others are in it
+            self._directory.rmdir()
+            self._directory.parent.rmdir()
+
+
+def in_use(kept: Kept) -> str:
+    """Who has the pool, and what to do."""
+    if kept.owner.pid == os.getpid():
+        return f"the pool `{kept.name}` is in use by this very process"
+    return (
+        f"the pool `{kept.name}` is in use by {user_of(kept)}; `%hvd_pool detach` there lets go of it, and so does the "
+        "end of that process"
+    )
+
+
+def user_of(kept: Kept) -> str:
+    """Who has the pool, in a few words."""
+    return f"process {kept.owner.pid} in {kept.place}" if kept.owner.lives else "nobody"
+
+
+def table(pools: Sequence[Kept]) -> str:
+    """Pools, for users to read."""
+    if not pools:
+        return "no pool is kept; `%hvd_pool start --keep NAME` in a notebook starts one"
+    rows = [("name", "ranks", "plane", "started", "in use by")]
+    for kept in pools:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.started))
+        rows.append((kept.name, str(kept.size), kept.plane, started, user_of(kept)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _default_directory() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "hvdlab" / "pools"
+    return Path(tempfile.gettempdir()) / f"hvdlab-{os.getuid()}" / "pools"
+
+
+def _check_private(directory: Path) -> None:
+    """Raises ``StartError`` if others could read or replace what lies there."""
+    for path in (directory, directory.parent):
+        status = path.lstat()
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise StartError(
+                f"{path} must belong to you and be closed to others (mode 0700), since it keeps secrets of pools; "
+                "remove it, or set XDG_RUNTIME_DIR"
+            )
+
+
+def _end(process: Process) -> None:
+    """End what is left of a pool of which the other half is gone."""
+    if not process.lives:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process.pid, 15)

@@ -1,0 +1,312 @@
+"""Pools that outlive the process that started them, and are found by another one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext import keeping
+from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.pools_command import main as pools_command
+from hvdlab.kernel_ext.registry import Registry, table
+from pool_recorder import Recorder
+
+KEEPER = Path(__file__).with_name("keeper.py")
+INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2) * (me + 1), op=hvd.Sum).tolist())"
+StartPool = Callable[..., Pool]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A registry of the test's own; no pool may be left, whoever started it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    left = Registry().all()
+    for kept in left:
+        for process in (kept.owner, kept.warm, kept.coordinator):
+            if process.lives and process.pid != os.getpid():
+                os.kill(process.pid, signal.SIGKILL)
+    assert left == []
+    _, alive = psutil.wait_procs(ours(tmp_path), timeout=5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert not (tmp_path / "hvdlab").exists()
+
+
+def ours(runtime: Path) -> list[psutil.Process]:
+    """Processes that were started with this runtime directory, also those that belong to nobody now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
+                found.append(process)
+    return found
+
+
+def keeper(*words: str) -> subprocess.Popen[str]:
+    """Another process, which starts a pool called ``mine``; returns when that is up."""
+    process = subprocess.Popen(
+        [sys.executable, str(KEEPER), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if process.stdout.readline() != "up\n":
+        pytest.fail(process.stderr.read())
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=20)
+
+
+def check(pool: Pool, pids: dict[int, int]) -> None:
+    """All ranks are what they were, and their next collective is right."""
+    results = pool.run(INTACT, timeout=60)
+    assert results.errors == {}
+    total = [sum(range(1, len(pids) + 1))] * 2
+    assert {rank: results[rank] for rank in results.ranks} == {
+        rank: (pid, True, total) for rank, pid in pids.items()
+    }
+
+
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
+    process = keeper("3")
+    (kept,) = Registry().all()
+    assert (kept.name, kept.size, kept.owner.pid) == ("mine", 3, process.pid)
+    if end == "killed":
+        kill(process)
+    else:
+        process.communicate("", timeout=20)
+        assert process.returncode == 0
+    with Pool.attach("mine") as pool:
+        assert pool.name == "mine"
+        assert pool.ranks == (0, 1, 2)
+        pids = pool.pull("mine")
+        check(pool, pids)
+        out = Recorder()
+        assert list(pool.run("print('rank', me)\nme", out=out)) == [0, 1, 2]
+        assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
+        assert Registry().all()[0].owner.pid == os.getpid()
+
+
+def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
+    kill(keeper("2"))
+    with Pool.attach("mine") as pool:
+        pids = pool.pull("mine")
+        pool.resize(3)
+        assert Registry().all()[0].size == 3
+        assert pool.pull("os.environ['WORLD_SIZE']", [0, 1]) == {0: "3", 1: "3"}
+        os.kill(pids[1], signal.SIGKILL)
+        while 1 not in pool.lost:
+            pool._base.rebuilder.settle(10)
+        assert pool.lost[1].startswith("killed by SIGKILL")
+        assert pool.repair() == (1,)
+        pool.restart([2])
+        assert pool.pull("mine", [0]) == {0: pids[0]}
+        assert pool.run("import os; os.environ['MASTER_PORT']").ranks == (0, 1, 2)
+        os.kill(pool._base._base.warm.pid, signal.SIGKILL)
+        assert pool.run("1").errors == {}
+        pool.resize(2)
+        assert pool.ranks == (0, 1)
+        assert pool.cluster is not None
+
+
+def test_ranks_that_ended_in_the_meantime_are_known_and_can_be_replaced() -> None:
+    process = keeper("3")
+    kept = Registry().get("mine")
+    ranks = {p.name(): p for p in psutil.Process(kept.warm.pid).children()}
+    kill(process)
+    ranks["hvd-rank-1"].kill()
+    psutil.wait_procs([ranks["hvd-rank-1"]], timeout=5)
+    with Pool.attach("mine") as pool:
+        assert pool.ranks == (0, 2)
+        while pool.lost[1].startswith("it ended while"):
+            pool._base.rebuilder.settle(10)
+        assert pool.lost[1].startswith("killed by SIGKILL")
+        pids = pool.pull("mine")
+        assert pool.repair() == (1,)
+        assert pool.pull("mine", [0, 2]) == pids
+
+
+def test_what_runs_goes_on_and_can_be_interrupted() -> None:
+    process = keeper("2", "busy")
+    kill(process)
+    with Pool.attach("mine") as pool:
+        assert {status.state for status in pool.status()} == {"running"}
+        run = pool.start_run("me", out=NullSink())
+        pool.interrupt()
+        assert list(run.wait(30)) == [0, 1]
+        check(pool, pool.pull("mine"))
+
+
+def test_a_cell_that_wrote_more_than_a_window_while_nobody_listened_goes_on() -> None:
+    process = keeper("1", "talkative")
+    kill(process)
+    with Pool.attach("mine") as pool:
+        assert list(pool.run("written", timeout=60)) == [64]
+
+
+def test_a_pool_that_is_in_use_is_refused_with_who_has_it() -> None:
+    process = keeper("1")
+    with pytest.raises(
+        InvalidRequestError, match=rf"pool `mine` is in use by process {process.pid} in .*detach"
+    ):
+        Pool.attach("mine")
+    with pytest.raises(InvalidRequestError, match="in use by process"):
+        keeping.stop("mine")
+    assert process.stdin is not None
+    process.stdin.write("detach\n")
+    process.stdin.flush()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "detached\n"
+    with Pool.attach("mine") as pool:
+        with pytest.raises(InvalidRequestError, match="in use by this very process"):
+            Pool.attach("mine")
+        assert len(pool.pull("mine")) == 1
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_a_pool_is_detached_and_attached_to_in_one_process() -> None:
+    pool = Pool.start(2, keep="")
+    assert pool.name == "pool"
+    pool.run("x = 5")
+    out = Recorder()
+    run = pool.start_run("import time\nprint('on', flush=True)\ntime.sleep(1)\nx = 6", out=out)
+    out.wait_for("on", ranks=(0, 1))
+    pool.detach()
+    assert set(run.wait(10).deaths) == {0, 1}
+    assert pool.state == "stopped"
+    assert threading.active_count() == 1
+    with Pool.attach("pool") as again:
+        assert again.pull("x") == {0: 6, 1: 6}
+
+
+def test_names() -> None:
+    with Pool.start(1, keep="mine") as first:
+        with pytest.raises(InvalidRequestError, match="there is a pool `mine` already"):
+            Pool.start(1, keep="mine")
+        with pytest.raises(InvalidRequestError, match="names begin with a letter"):
+            Pool.start(1, keep="4")
+        with pytest.raises(InvalidRequestError, match="launcher `mpi` can't be kept"):
+            Pool.start(1, keep="other", launcher="mpi")
+        with pytest.raises(InvalidRequestError, match="there is no pool `your`; there is `mine`"):
+            Pool.attach("your")
+        with pytest.raises(InvalidRequestError, match="end with this process"), Pool.start(1) as other:
+            other.detach()
+        with Pool.start(1, keep="") as second, Pool.start(1, keep="") as third:
+            assert (first.name, second.name, third.name) == ("mine", "pool", "pool-2")
+            assert [kept.name for kept in Registry().all()] == ["mine", "pool", "pool-2"]
+    assert Registry().all() == []
+    with pytest.raises(InvalidRequestError, match="none is kept here"):
+        Pool.attach("mine")
+
+
+def test_coordinators_and_warm_processes_that_die_are_replaced_in_a_kept_pool() -> None:
+    pool = Pool.start(2, keep="mine")
+    pool.run("import os; mine = os.getpid()")
+    pids = pool.pull("mine")
+    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    dead = pool._base._base.warm.pid
+    os.kill(dead, signal.SIGKILL)
+    assert pool.run("1").errors == {}
+    while pool._base._base.warm.pid == dead:
+        pool._base.rebuilder.settle(30)
+    pool.detach()
+    with Pool.attach("mine") as again:
+        assert again.pull("os.getpid()") == pids == again.pull("mine")
+
+
+@pytest.mark.parametrize("what", ["coordinator", "warm"])
+def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(what: str, tmp_path: Path) -> None:
+    process = keeper("2")
+    kept = Registry().get("mine")
+    family = [p for p in ours(tmp_path) if p.pid in (kept.coordinator.pid, kept.warm.pid)]
+    family += psutil.Process(kept.warm.pid).children()
+    kill(process)
+    half = psutil.Process(getattr(kept, what).pid)
+    half.kill()
+    psutil.wait_procs([half], timeout=5)
+    with pytest.raises(InvalidRequestError, match="there is no pool `mine`"):
+        Pool.attach("mine")
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert not Path(kept.directory).exists()
+
+
+def test_an_attached_pool_that_loses_its_coordinator_says_so(tmp_path: Path) -> None:
+    kill(keeper("1"))
+    pool = Pool.attach("mine")
+    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    pool._base.rebuilder.settle(10)
+    while not pool.broken:
+        pool._base.rebuilder.settle(10)
+    with pytest.raises(StartError, match=r"broken down: its coordinator ended"):
+        pool.run("1")
+    pool.stop()
+
+
+def test_stale_and_strange_files_do_no_harm(tmp_path: Path) -> None:
+    directory = tmp_path / "hvdlab" / "pools"
+    for path in (directory.parent, directory):
+        path.mkdir(mode=0o700)
+    (directory / "broken.json").write_text("{")
+    (directory / "other.json").write_text(json.dumps({"name": "other"}))
+    with Pool.start(1, keep="mine"):
+        entry = json.loads((directory / "mine.json").read_text())
+        assert os.stat(directory / "mine.json").st_mode & 0o777 == 0o600
+        for field in ("owner", "coordinator", "warm"):
+            entry[field] = {"pid": entry[field]["pid"], "started": 1}  # numbers that others have now
+        entry |= {"name": "stale", "directory": str(tmp_path / "gone")}
+        (directory / "stale.json").write_text(json.dumps(entry))
+        assert [kept.name for kept in Registry().all()] == ["mine"]
+        assert not (directory / "stale.json").exists()
+    for name in ("broken.json", "other.json"):
+        (directory / name).unlink()
+    directory.rmdir()
+    directory.parent.rmdir()
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "hvdlab"
+    directory.mkdir(mode=0o755)
+    with pytest.raises(StartError, match=r"must belong to you and be closed to others"):
+        Pool.start(1, keep="mine")
+    (directory / "pools").rmdir()
+    directory.rmdir()
+
+
+def test_the_command_line_lists_and_ends_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pools_command([]) == 0
+    assert "no pool is kept" in capsys.readouterr().out
+    process = keeper("2")
+    assert pools_command([]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "ranks", "plane", "started", "in", "use", "by"]
+    assert line.split()[:3] == ["mine", "2", "auto"]
+    assert f"process {process.pid} in " in line
+    kill(process)
+    assert table(Registry().all()).endswith("nobody")
+    assert pools_command(["stop", "mine"]) == 0
+    assert "`mine` has ended" in capsys.readouterr().out
+    with pytest.raises(InvalidRequestError, match="there is no pool `mine`"):
+        pools_command(["stop", "mine"])
+    with pytest.raises(InvalidRequestError, match="write `hvdlab pools`"):
+        pools_command(["start"])

@@ -17,7 +17,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
@@ -90,6 +90,7 @@ class FakePool:
             raise StartError(
                 f"the launcher {launcher!r} is not installed; `pip install hvdlab[{launcher}]` adds it"
             )
+        self.name, self.detached, self.told = kwargs.get("keep") or "", False, list[str]()
         self.launcher, self.plane, self.state, self.broken = launcher, plane, "idle", ""
         self.lost: dict[int, str] = {}
         self.transcripts = Transcripts(Path("/proc/nowhere"))
@@ -119,12 +120,14 @@ class FakePool:
         for thread in self._threads:
             thread.join()
 
-    @property
-    def name(self) -> str:
-        return ""
-
     def news(self) -> list[str]:
-        return []
+        told, self.told = self.told, []
+        return told
+
+    def detach(self) -> None:
+        if not self.name:
+            raise InvalidRequestError("only a pool that was started with keep= can be left to itself")
+        self.detached, self.state = True, "stopped"
 
     def restart(self, ranks: Sequence[int]) -> None:
         self.restarted = list(ranks)

@@ -1,0 +1,66 @@
+"""``%hvd_pool start --keep``, ``attach``, ``detach`` and ``list`` in a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from magics_fakes import FakePool, Notebook
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def kept(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a pool called ``mine``."""
+
+    def attach(name: str) -> FakePool:
+        if name != "mine":
+            raise InvalidRequestError(f"there is no pool `{name}`; there is `mine`")
+        return FakePool(3, keep=name)
+
+    monkeypatch.setattr(notebook.extension.session, "_attach_pool", attach)
+
+
+def test_a_kept_pool_says_how_it_is_found(notebook: Notebook) -> None:
+    ran = notebook.run("%hvd_pool start 2 --keep mine")
+    assert ran.stdout == "ranks 0,1 are ready; `%hvd_pool attach mine` in another notebook finds them\n"
+    pool = notebook.pool
+    assert notebook.run("%hvd_pool detach").stdout == "the ranks stay; `%hvd_pool attach mine` finds them\n"
+    assert pool.detached
+    assert "no ranks are running" in notebook.run("%hvd_pool status").usage_error
+
+
+def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
+    assert notebook.run("%hvd_pool attach your").usage_error == "there is no pool `your`; there is `mine`"
+    assert notebook.run("%hvd_pool attach mine").stdout == "ranks 0-2 are ready, with all variables\n"
+    assert "has ranks already" in notebook.run("%hvd_pool attach mine").usage_error
+    assert notebook.run("%%hvd_run\nrank").result is not None
+
+
+def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool attach mine")
+    pool = notebook.pool
+    notebook.extension.session.close()
+    assert pool.detached
+
+
+def test_wrong_calls_say_what_is_right(notebook: Notebook) -> None:
+    assert "no pool is kept" in notebook.run("%hvd_pool attach").usage_error
+    assert "no pool is kept" in notebook.run("%hvd_pool list").stdout
+    assert "--keep belongs to `start`" in notebook.run("%hvd_pool stop --keep").usage_error
+    notebook.run("%hvd_pool start 2")
+    assert "were started without it" in notebook.run("%hvd_pool start --keep").usage_error
+    assert "can be left to itself" in notebook.run("%hvd_pool detach").usage_error
+
+
+def test_what_happened_meanwhile_is_said_before_the_next_cell(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    notebook.pool.told.append("the coordinator ended and was replaced")
+    assert notebook.run("%%hvd_run\npass").lines == ["the coordinator ended and was replaced"]
+    assert notebook.run("%%hvd_run\npass").lines == []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.cells.events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.payloads import TO_RANK, AskStack, Stack, encode
-from hvdlab.kernel_ext.processes import look_at
+from hvdlab.kernel_ext.processes import Processes
 from hvdlab.kernel_ext.questions import Answer, Questions
 
 ELSEWHERE = "it does not answer"
@@ -29,6 +29,7 @@ class Lookout:
         local_pid: Callable[[int], int | None],
     ) -> None:
         self._post, self._questions, self._local_pid = post, questions, local_pid
+        self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> Watch:
         """For one cell, which is told by events."""
@@ -40,7 +41,7 @@ class Lookout:
     def look(self, ranks: Sequence[int]) -> dict[int, str]:
         """What keeps ranks from answering. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
-        return {**dict.fromkeys(ranks, ELSEWHERE), **look_at(pids)}
+        return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
 
     def follow(self, take: Callable[[int, Answer], None]) -> int:
         return self._questions.follow(take)

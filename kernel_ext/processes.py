@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,24 +16,41 @@ from hvdlab.kernel_ext.rank.dump import NAME, SIGNAL
 DUMP_WITHIN = 0.2
 """Seconds that a process has to dump its stack."""
 
+DUMP_EVERY = 10.0
+"""Seconds between two dumps of a process: the signal breaks some system calls, and not all code expects that."""
+
 BUSY = "C code that keeps the interpreter to itself"
 
 _LOOK = 0.005
 _PROC = Path("/proc")
 
 
-def look_at(pids: Mapping[int, int]) -> dict[int, str]:
-    """Why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
+class Processes:
+    """Looks at ranks' processes. Any thread."""
 
-    Args:
-        pids: Rank to its process.
-    """
-    found = {rank: look_at_state(pid) for rank, pid in pids.items()}
-    busy = {rank: pids[rank] for rank, state in found.items() if not state}
-    places = dumped_places(busy)
-    for rank in busy:
-        found[rank] = f"{places[rank]}, in {BUSY}" if places.get(rank) else f"in {BUSY}"
-    return found
+    def __init__(self) -> None:
+        self._dumped: dict[int, tuple[float, str]] = {}  # process to the time and result of its last dump
+
+    def look_at(self, pids: Mapping[int, int]) -> dict[int, str]:
+        """Why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
+
+        Args:
+            pids: Rank to its process.
+        """
+        found = {rank: look_at_state(pid) for rank, pid in pids.items()}
+        busy = {rank: pids[rank] for rank, state in found.items() if not state}
+        for rank, place in self._places(busy).items():
+            found[rank] = f"{place}, in {BUSY}" if place else f"in {BUSY}"
+        return found
+
+    def _places(self, pids: Mapping[int, int]) -> dict[int, str]:
+        now = time.monotonic()
+        known = {pid: found for pid, found in self._dumped.items() if found[0] > now - DUMP_EVERY}
+        asked = {rank: pid for rank, pid in pids.items() if pid not in known}
+        dumped = dumped_places(asked) if asked else {}
+        known.update({pid: (now, dumped.get(rank, "")) for rank, pid in asked.items()})
+        self._dumped = known
+        return {rank: known[pid][1] for rank, pid in pids.items()}
 
 
 def look_at_state(pid: int, proc: Path = _PROC) -> str:

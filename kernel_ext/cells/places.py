@@ -28,6 +28,7 @@ class Places:
         self.deadline: float | None = None
         self._asked: frozenset[int] = frozenset()
         self._seen: dict[int, str] = {}
+        self._last: dict[int, str] = {}
         self._looking = False
 
     def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
@@ -50,6 +51,8 @@ class Places:
             return False
         self.answers[rank] = stack
         self._seen.pop(rank, None)
+        if stack.frames:
+            self._last[rank] = short_place(stack)
         return self._all_known()
 
     def seen(self, rank: int, text: str) -> bool:
@@ -80,7 +83,8 @@ class Places:
         stack = self.answers.get(rank)
         if stack is not None:
             return short_place(stack)
-        return self._seen.get(rank, "it does not answer")
+        seen, last = self._seen.get(rank, "it does not answer"), self._last.get(rank)
+        return seen if last is None or seen.startswith("cell ") else f"{seen}; it was last at {last}"
 
     def _all_known(self) -> bool:
         if self.deadline is None or self._asked - set(self.answers) - (

@@ -40,7 +40,7 @@ class _Wait:
         since: When it was submitted first.
         seen: Rank to seconds that it had been waiting when it was last asked, of ranks that have submitted it.
         missing: Ranks that have not.
-        awaited: Those that were missing when it was shown last.
+        waiting, awaited: Who waited and who was missing when it was shown last, and when that was.
         executing: Whether all have submitted it; then those that do not answer are missing.
     """
 
@@ -49,7 +49,9 @@ class _Wait:
     site: str
     since: float
     missing: set[int]
+    waiting: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
+    shown_at: float = 0.0
     executing: bool = False
     seen: dict[int, float] = field(default_factory=dict)
 
@@ -225,7 +227,7 @@ class Stalls:
         lines = []
         for missing, members in groups.items():
             for wait in members:
-                wait.awaited = missing
+                wait.waiting, wait.awaited, wait.shown_at = tuple(wait.seen), missing, now
         for missing, members in list(groups.items())[:MOST_WAITS]:
             first, waiting = members[0], format_ranks(tuple(members[0].seen))
             more = f" and {len(members) - 1} more" if len(members) > 1 else ""
@@ -264,11 +266,17 @@ class Stalls:
         wait, self._told, self._behind = self._told, None, False
         if wait is None:
             return [ShowStatus("", final=True)]
-        seconds, waiting = f"{now - wait.since:.0f} s", format_ranks(tuple(wait.seen))
+        # It went on at some moment since it was shown last.
+        took = (
+            (min(wait.shown_at + REFRESH, now) + wait.shown_at) / 2 - wait.since if ok else now - wait.since
+        )
+        seconds, waiting = f"{took:.0f} s", format_ranks(wait.waiting)
         awaited = format_ranks(wait.awaited) if wait.awaited else "its data"
         if ok:
             return [
-                ShowStatus(f"{wait.head} went on after {seconds}: {waiting} waited for {awaited}", final=True)
+                ShowStatus(
+                    f"{wait.head} went on after about {seconds}: {waiting} waited for {awaited}", final=True
+                )
             ]
         lines = [f"{wait.head}: {waiting} waited {seconds} for {awaited}", *self._places_told]
         return [ShowStatus("\n".join(lines), final=True)]

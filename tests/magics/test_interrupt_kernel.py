@@ -71,7 +71,7 @@ def test_it_is_told_who_is_awaited_and_where_that_is(kernel: LiveKernel) -> None
     assert re.search(rf"ranks 0,2: in allreduce `loss` for \d+ s\n  cell \[{number}\] line 6\n", where), where
     assert f"rank 1: running\n  cell [{number}] line 6\n    step()\n  cell [{number}] line 4 in step" in where
     kernel.run("open('go', 'w').close()")
-    kernel.until(lambda: "went on" in told(cell)[-1])
+    kernel.until(lambda: "went on after about" in told(cell)[-1])
     assert "ranks 0,2 waited for rank 1" in told(cell)[-1]
     assert "stderr" not in [content["name"] for content in cell.of("stream")]
 

@@ -79,7 +79,8 @@ def test_it_is_told_anew_each_second_and_at_last_that_it_went_on() -> None:
     assert "have waited 11 s" in played.status[-1].text
     played.happen(12.0, TimePassed(), *(elsewhere(rank) for rank in range(4)))
     assert played.status[-1] == ShowStatus(
-        "allreduce `loss` (cell [7] line 4) went on after 12 s: ranks 0,1,3 waited for rank 2", final=True
+        "allreduce `loss` (cell [7] line 4) went on after about 12 s: ranks 0,1,3 waited for rank 2",
+        final=True,
     )
     assert played.run.deadline == 22.0, "nothing is looked at each second any more"
 
@@ -94,9 +95,18 @@ def test_the_next_one_of_the_same_name_is_not_the_same() -> None:
 def test_the_end_of_the_cell_ends_it() -> None:
     played = Played()
     played.stall()
-    effects = played.happen(12.5, *map(done, range(4)))
+    effects = played.happen(10.8, *map(done, range(4)))
     assert isinstance(effects[-3], ShowStatus), "before the last rank's end, which ends the output"
-    assert "went on after 12 s" in played.status[-1].text
+    assert "went on after about 10 s" in played.status[-1].text
+
+
+def test_a_rank_that_falls_silent_is_told_with_its_last_place() -> None:
+    played = Played()
+    played.stall()
+    played.happen(11.0, TimePassed(), *(waiting(rank, 11.0) for rank in (0, 1, 3)))
+    played.happen(11.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    place = "cell [7] line 12 in train_step: loader.next()"
+    assert played.status[-1].text.endswith(f"\n  rank 2: stopped (SIGSTOP); it was last at {place}")
 
 
 def test_what_failed_did_not_go_on() -> None:
@@ -165,7 +175,7 @@ def test_a_collective_that_all_have_submitted_and_that_does_not_end_is_found_by_
     )
     played.happen(12.3, TimePassed(), *(elsewhere(rank) for rank in range(4)))
     assert played.status[-1].final
-    assert "went on after 8 s" in played.status[-1].text
+    assert "went on after about 8 s" in played.status[-1].text
 
 
 def test_another_cells_collective_is_not_told_here() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import sys
 import threading
 import time
@@ -144,3 +145,11 @@ def _lives(pid: int) -> bool:
 def loaded(warm: WarmProcess) -> None:
     """Wait until it can fork."""
     warm.wait_loaded(Deadline(PATIENCE))
+
+
+def allow_files(pid: int, more: int) -> None:
+    """Let this process open so many more descriptors."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    first_too_many = next(itertools.islice((n for n in itertools.count() if n not in taken), more, None))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(hard, first_too_many), hard))

@@ -109,9 +109,15 @@ class Companion:
     def wait_up(self, deadline: Deadline) -> str:
         """Bring it up and wait for it. Ctrl-C breaks the wait.
 
+        What has failed before is tried again.
+
         Raises:
             StartError: The controller did not start.
         """
+        with self._lock:
+            up = self._up
+            if up is not None and up.done() and (up.cancelled() or up.exception() is not None):
+                self._up = None
         try:
             return self.bring_up().result(deadline.remaining())
         except (RuntimeError, OSError, TimeoutError) as error:

@@ -166,8 +166,17 @@ async def _join(agent: RankAgent, rank: int, connection: str, argv: Sequence[str
         if engine.id != rank:
             raise JoinFailed(f"the controller calls it engine {engine.id}")
     except BaseException:
-        RankEngine.clear_instance()  # it has no kernel yet, and can be made anew
+        _discard()
         raise
+
+
+def _discard() -> None:
+    """An engine that has no kernel yet can be made anew."""
+    if RankEngine.initialized():
+        registrar = getattr(RankEngine.instance(), "registrar", None)
+        if registrar is not None:
+            registrar.close(linger=0)
+    RankEngine.clear_instance()
 
 
 def _initialized(rank: int, connection: str, argv: Sequence[str]) -> RankEngine:

@@ -61,7 +61,8 @@ def load_later(name: str) -> None:
     """Import a module that is only wanted to be quick; whoever needs it gets the error."""
     try:
         importlib.import_module(name)
-    except ImportError:
+    # Not only for want of the module: there may be no descriptor to read it, say.
+    except Exception:  # noqa: BLE001
         return
 
 

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable
 
 import psutil
+import pytest
 import zmq
 
+from forked_ranks import allow_files
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.pool import Pool
 
 StartPool = Callable[..., Pool]
@@ -63,3 +66,13 @@ def test_a_controller_that_dies_is_replaced_and_clients_find_the_engines_again(s
     client.close()
     assert not first.is_running()
     zmq.Context.instance().destroy(linger=0)
+
+
+def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    warm = pool._base._base.warm
+    allow_files(warm.pid, 0)
+    with pytest.raises(StartError, match="too many files are open"):
+        _ = pool.cluster
+    allow_files(warm.pid, 1000)
+    assert pool.cluster.controller.running

@@ -33,7 +33,7 @@ class Death:
     @property
     def line(self) -> str:
         """All that fits in one line."""
-        return f"rank {self.rank} died: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+        return f"rank {self.rank} died: {self.reason}" + (f"; {self.detail}" if self.detail else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.warm.messages import Exited
 _WORDS = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGBUS: "bus error",
-    signal.SIGABRT: "aborted (abort() was called)",
+    signal.SIGABRT: "aborted by abort()",
     signal.SIGFPE: "arithmetic error (SIGFPE)",
     signal.SIGILL: "illegal instruction",
 }
@@ -19,7 +19,7 @@ _WORDS = {
 def describe(event: Exited) -> str:
     """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
     if event.out_of_memory:
-        return "out of memory (killed by the kernel)"
+        return "out of memory, killed by the kernel"
     if event.signal:
         return describe_signal(event.signal)
     return f"exit code {event.code}" if event.code >= 0 else "exit status unknown"

@@ -130,7 +130,7 @@ def test_odd_sizes_are_refused(np: Any) -> None:
         (-1, 11, False, "segmentation fault"),
         (-1, 64, False, "killed by SIGRTMAX"),
         (-1, 99, False, "killed by signal 99"),
-        (-1, 9, True, "out of memory (killed by the kernel)"),
+        (-1, 9, True, "out of memory, killed by the kernel"),
     ],
 )
 def test_exits_in_words(code: int, signal: int, oom: bool, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts that not all ranks answer, and cells that wait for long, in a real kernel with real ranks."""
+"""What is told of ranks that wait, do not answer an interrupt, or die; in a real kernel with real ranks."""
 
 from __future__ import annotations
 
@@ -126,3 +126,35 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run(SUM).lines() == ["[0] 1.0 0", "[1] 1.0 10", "[2] 1.0 20"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "lines"),
+    [
+        ("print('bye', file=sys.stderr); os._exit(3)", "exit code 3", []),
+        ("def f(): ctypes.CDLL(None).abort()\n    f()", "aborted by abort()", ["line 4, in f", "line 5"]),
+    ],
+    ids=["os._exit", "abort"],
+)
+def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: str, lines: list[str]) -> None:
+    cell = kernel.run(
+        f"%%hvd_run\nimport ctypes, sys\nif rank == 1:\n    {code}\napi.allreduce(np.ones(1), name='loss')"
+    )
+    assert cell.error is not None
+    assert cell.error["evalue"] == f"rank 1 died: {said}"
+    report = plain(cell.error["traceback"]).splitlines()
+    assert re.fullmatch(r"  peak memory \d+ MiB", report[1])
+    number = cell.reply["execution_count"]
+    assert report[2 : 2 + len(lines)] == [f"  Cell In[{number}], {line}" for line in lines]
+    assert report[-1] == "ranks 0,2: stopped in allreduce `loss` because rank 1 died"
+    # After a while it is also told while the others go on, on a slow machine before they have ended.
+    assert [line for line in cell.lines("stderr") if "died" not in line] == (
+        ["[1] bye"] if "bye" in code else []
+    )
+    assert kernel.run("%%hvd_run\nprint(api.allreduce(np.ones(1), name='again')[0], x)").lines()[-2:] == [
+        "[0] 1.0 0",
+        "[2] 1.0 20",
+    ]
+    (repaired,) = kernel.run("%hvd_pool repair").lines()
+    assert repaired.startswith("rank 1 is back (")
+    assert " it lacks rank, x" in repaired

@@ -7,9 +7,11 @@ them returns with an error at once, here and on the peers.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _GLOO_TIMEOUT = timedelta(hours=24)
 _NEWS_SECONDS = 0.5
 _GIVE_UP_SECONDS = 0.2
+_SO_ATTACH_FILTER = 26  # Linux; Python does not name it
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 
 
 class GlooPlane(Plane):
@@ -82,6 +86,7 @@ class GlooPlane(Plane):
             options._threads = 1  # operations come one at a time
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
             self._group.barrier().wait()
+            _shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
             self._group._set_default_timeout(_GLOO_TIMEOUT)
 
     def allreduce(
@@ -340,6 +345,16 @@ def _listeners(address: str) -> set[tuple[str, int]]:
         for _, sock in _inet_sockets()
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[0] == address
     }
+
+
+def _shut_doors(ports: set[tuple[str, int]]) -> None:
+    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end."""
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    for _, sock in _inet_sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[:2] in ports:
+            with suppress(OSError):  # a system without filters
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _connections() -> Iterator[tuple[int, tuple[str, int], tuple[str, int]]]:

@@ -138,7 +138,8 @@ class Companion:
                     controller.listening.set_result(None)
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
-                    self._call_soon(self._controller_ended, controller, event)
+                    alone = self._warm.lost is None  # else it ended with the warm process, and that is told
+                    self._call_soon(self._controller_ended, controller, event, alone)
         if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
             self._earlier.has_ended()
         self._call_soon(self._update_engines)
@@ -237,7 +238,7 @@ class Companion:
         self._connected(information)
         return information
 
-    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited) -> None:
+    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, alone: bool) -> None:
         """One that was up has died: say so, and start another one unless they die all the time."""
         cluster, up = self._cluster, self._up
         if cluster is None or cluster.controller is not controller or up is None or self._closed:
@@ -254,7 +255,8 @@ class Companion:
         follows = (
             "the next use of the cluster starts another one" if often else "another one is being started"
         )
-        self._lost(f"ipyparallel's controller ended: {describe(end)}; {follows}")
+        if alone:
+            self._lost(f"ipyparallel's controller ended: {describe(end)}; {follows}")
         if not often:
             self._set_timer(AGAIN_AFTER)
 

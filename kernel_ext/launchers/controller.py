@@ -80,6 +80,9 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         """End on SIGTERM; Ctrl-C is no business of the controller's."""
         signal.signal(signal.SIGTERM, self.handle_signal)
 
+    def cleanup_connection_files(self) -> None:
+        """The pool's business: who takes this one's place, because the warm process has died, needs them."""
+
     def terminate_children(self) -> None:
         """There are none."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 import threading
 from collections.abc import Callable
 
@@ -36,6 +39,13 @@ class News:
     def wait_for(self, count: int) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.lines) >= count, WITHIN)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = Deadline(WITHIN)
+        while not condition():
+            assert deadline.remaining() != 0
+            with self._changed:
+                self._changed.wait(0.02)
 
 
 def controller_of(pool: Pool) -> psutil.Process:
@@ -76,3 +86,41 @@ def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartP
         _ = pool.cluster
     allow_files(warm.pid, 1000)
     assert pool.cluster.controller.running
+
+
+def engines_of(pool: Pool) -> list[int]:
+    """Process ids of the pool's engines, as ipyparallel has them."""
+    client = pool.cluster.connect_client_sync()
+    try:
+        client.wait_for_engines(pool.size, timeout=WITHIN)
+        return list(client[:].apply_sync(os.getpid))
+    finally:
+        client.close()
+        zmq.Context.instance().destroy(linger=0)
+
+
+def test_it_comes_back_with_the_same_ranks_when_the_warm_process_has_died(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    news = News(pool)
+    before = engines_of(pool)
+    os.kill(pool._base._base.warm.pid, signal.SIGKILL)
+    news.wait_until(lambda: pool._base.companion._deaths)
+    assert engines_of(pool) == before
+    assert news.lines == []  # the warm process's death was told
+
+
+def test_who_takes_a_kept_pool_over_takes_its_engines_over(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        pool = start_pool(2, keep="mine")
+        before = engines_of(pool)
+        first = controller_of(pool)
+        pool.detach()
+        pool = Pool.attach("mine")
+        try:
+            assert engines_of(pool) == before
+            assert controller_of(pool) != first
+        finally:
+            pool.stop()

@@ -47,7 +47,7 @@ soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/chaos tests/torch/test_habits.py $(PYTEST_ARGS)
 
 chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
-	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
+	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
 
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
 	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json

@@ -22,11 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from chaos.campaign import Campaign
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNEL, STALL
-from chaos.figures import Outcome, rows, story, table
+from pages import write
 
-EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, KERNEL)
+from chaos.campaign import Campaign
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, STALL
+from chaos.figures import Outcome, markdown, rows, story, table
+
+EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 
 
 def chosen(words: list[str]) -> list[Any]:
@@ -60,6 +62,15 @@ def campaign(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Ou
     return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
 
 
+def publish(result: dict[str, Any], page: Path | None) -> None:
+    """Write the table of a result into a page, or print it."""
+    text = markdown(result)
+    if page is None:
+        print(text)
+    else:
+        write(page, "chaos", text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -74,8 +85,15 @@ def main() -> None:
         "--minutes", type=float, default=1e9, help="for each plane; it stops when they are over"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="page whose table is written anew")
+    parser.add_argument(
+        "--table-of", type=Path, metavar="JSON", help="play nothing; the table of this result"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="tell each trial's story")
     given = parser.parse_args()
+    if given.table_of:
+        publish(json.loads(given.table_of.read_text()), given.page)
+        return
     planes = given.plane or ["shm", "gloo"]
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []
@@ -86,20 +104,22 @@ def main() -> None:
     found = rows(outcomes)
     print(table(found))
     bad = [story(outcome) for outcome in outcomes if not outcome.ok]
+    result = {
+        "benchmark": "chaos",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "ranks": given.ranks,
+        "seed": given.seed,
+        "stall_time_s": STALL,
+        "faults": len(outcomes),
+        "pools": pools,
+        "rows": found,
+        "not_well": bad,
+    }
     if given.json:
-        result = {
-            "benchmark": "chaos",
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "ranks": given.ranks,
-            "seed": given.seed,
-            "stall_time_s": STALL,
-            "faults": len(outcomes),
-            "pools": pools,
-            "rows": found,
-            "not_well": bad,
-        }
         given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if given.page:
+        publish(result, given.page)
     sys.exit(bool(bad or any(pool["left_at_the_end"] for pool in pools)))
 
 

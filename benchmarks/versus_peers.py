@@ -2,7 +2,7 @@
 
     python benchmarks/versus_peers.py --json benchmarks/results/versus_peers.json   # some 20 minutes, needs a package index
     python benchmarks/versus_peers.py --only hvdlab --case kill
-    python benchmarks/versus_peers.py --markdown benchmarks/results/versus_peers.json
+    python benchmarks/versus_peers.py --table-of benchmarks/results/versus_peers.json --page docs/reference/faults.md
 
 Each peer is installed into an environment of its own (``--venvs`` keeps them), with the same PyTorch, and driven as a
 frontend drives it: a fresh Jupyter kernel for each case, cells sent to it, its messages read, its interrupt button
@@ -18,10 +18,10 @@ The cases, on four ranks:
 =============  ==================================================================================================
 
 Measured in each: after how long the cell ended; after how long the user was told of rank 1 (by any message that names
-it, other than as one of several labels of output); whether the other ranks still have a variable from before; and
-whether an allreduce in the next cell gives the right sum on all ranks that live. What takes longer than the limit is
-given as such, and the button is pressed before the next cell is tried. Evidence is kept in the result file: the text
-that the user saw.
+it, other than as one of several labels of output); whether a cell that follows sees a variable that the other ranks
+had before; and whether an allreduce in the cell after it gives the right sum on all ranks that live. What takes longer
+than the limit is given as such, and the button is pressed before the next cell is tried. Evidence is kept in the
+result file: the text that the user saw.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.manager import KernelManager
+from pages import write
 
 RANKS = 4
 CULPRIT = 1
@@ -125,7 +126,7 @@ PEERS = (
         "0.1.0",
         ("%load_ext nbdistributed", "%dist_init -n {ranks}"),
         "",
-        "%%rank[0,2,3]",
+        "%%rank [0,2,3]",
         "dist.get_rank()",
         "import torch.distributed as dist",
         label=r"(🔹|✓|✅)? ?Rank \d+:?$",
@@ -245,7 +246,17 @@ class Notebook:
             self.listen(lambda: self.ended is not None, 5)
             self.said.append((time.time(), f"(interrupted after {seconds:g} s)"))
         self.listen(lambda: False, 0.2)
+        self._reply()
         return self.text()
+
+    def _reply(self) -> None:
+        """Some kernels tell an error only in their answer."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reply = self._client.get_shell_msg(timeout=0.1)
+                content = reply["content"]
+                if reply["parent_header"].get("msg_id") == self._cell and content.get("status") == "error":
+                    self.said.append((time.time(), f"{content.get('ename')}: {content.get('evalue')}"))
 
     def text(self) -> str:
         return "".join(text if text.endswith("\n") else text + "\n" for _, text in self.said)
@@ -334,6 +345,11 @@ def names(text: str, peer: Peer) -> bool:
         text = re.sub(peer.label, "", text, flags=re.MULTILINE)
     groups = re.findall(r"(?i)\b(?:ranks?|engines?|process(?:es)?|workers?)[ :=#]*([0-9][0-9, -]*)", text)
     groups += re.findall(r"\[(\d+):\w+\]", text)
+    if re.search(
+        r"(?i)\b(rank|engine|process|worker)[ :=#]*1\b[^\n]{0,30}\b(error|failed|died|dead|lost|killed)\b",
+        text,
+    ):
+        return True
     named = {rank for group in groups for rank in _numbers(group)}
     return CULPRIT in named and len({g.strip() for g in groups} - {"1"}) < RANKS - 1
 
@@ -450,14 +466,14 @@ class Case:
         living = [rank for rank in range(RANKS) if rank not in dead]
         prefix = self.peer.survivors if dead else self.peer.prefix
         others = [rank for rank in range(RANKS) if rank != CULPRIT]
-        said = notebook.run(self._code("print('KEPT', rank, kept == rank * 1000 + 7)", prefix), NEXT)
+        said = notebook.run(self._code("print(f'KEPT-{rank}-{kept == rank * 1000 + 7}')", prefix), NEXT)
         self.found.answered = "(interrupted after" not in said
-        self.found.kept = sum(f"KEPT {rank} True" in said for rank in others), len(others)
+        self.found.kept = sum(f"KEPT-{rank}-True" in said for rank in others), len(others)
         began = time.time()
         summed = notebook.run(
-            self._code("x = torch.ones(1000)\n{allreduce}\nprint('SUM', rank, x[0].item())", prefix), NEXT
+            self._code("x = torch.ones(1000)\n{allreduce}\nprint(f'SUM-{rank}-{x[0].item()}')", prefix), NEXT
         )
-        right = sum(f"SUM {rank} {len(living)}.0" in summed for rank in living)
+        right = sum(f"SUM-{rank}-{len(living)}.0" in summed for rank in living)
         self.found.sums = right, len(living)
         if right == len(living) and notebook.ended is not None:
             self.found.next = round(notebook.ended - began, 3)
@@ -489,7 +505,8 @@ def markdown(report: dict[str, Any]) -> str:
     """The table for a page, from a result file."""
     peers = list(report["peers"])
     heads = [f"{name} {report['peers'][name]['version']}" for name in peers]
-    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(peers) + 1) + "|"]
+    machine = f"{report['ranks']} ranks on {report['cores']} cores, Python {report['python']}, PyTorch {report['torch']}."
+    lines = [machine, "", "| | " + " | ".join(heads) + " |", "|---" * (len(peers) + 1) + "|"]
     for case in report["cases"]:
         lines.append(f"| **{TITLES[case]}** |" + " |" * len(peers))
         for title, show in ROWS:
@@ -518,7 +535,7 @@ def _kept(found: dict[str, Any], limit: float) -> str:
     n, of = found["kept"]
     if n == of:
         return "yes"
-    return f"{n} of {of}" if n else "no" if found["answered"] else f"no answer in {NEXT:g} s"
+    return f"of {n} in {of}" if n else "no" if found["answered"] else f"no answer in {NEXT:g} s"
 
 
 def _next(found: dict[str, Any], limit: float) -> str:
@@ -531,9 +548,18 @@ def _next(found: dict[str, Any], limit: float) -> str:
 ROWS: tuple[tuple[str, Callable[[dict[str, Any], float], str]], ...] = (
     ("the cell ends after", _ended),
     ("the rank is named", _named),
-    ("the others keep their variables", _kept),
+    ("the next cell sees the others' variables", _kept),
     ("the next allreduce works", _next),
 )
+
+
+def publish(report: dict[str, Any], page: Path | None) -> None:
+    """Write the table of a result into a page, or print it."""
+    text = markdown(report)
+    if page is None:
+        print(text)
+    else:
+        write(page, "peers", text)
 
 
 def main() -> None:
@@ -547,20 +573,21 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=90, help="seconds to wait for a cell's end")
     parser.add_argument("--venvs", type=Path, help="where the peers' environments are kept; else made anew")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
-        "--markdown", type=Path, metavar="JSON", help="only write the table of this result file"
+        "--table-of", type=Path, metavar="JSON", help="measure nothing; the table of this result"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="show what users saw")
     given = parser.parse_args()
-    if given.markdown:
-        print(markdown(json.loads(given.markdown.read_text())))
+    if given.table_of:
+        publish(json.loads(given.table_of.read_text()), given.page)
         return
     with contextlib.ExitStack() as stack:
         venvs = given.venvs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
         report = measure(given, venvs)
-    print(markdown(report))
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
+    publish(report, given.page)
 
 
 def measure(given: argparse.Namespace, venvs: Path) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class Campaign:
         self.directory = Path(directory)
         self.temporary = self.directory / "t"
         self.temporary.mkdir()
+        (self.directory / "run").mkdir(mode=0o700)
         self.mark = self.directory.name
         self._stack.enter_context(self._surroundings())
         self.mailbox = Mailbox(self.directory / "mail")
@@ -173,6 +174,7 @@ class Campaign:
         ours = {
             census.MARK: self.mark,
             "TMPDIR": str(self.temporary),
+            "XDG_RUNTIME_DIR": str(self.directory / "run"),
             "IPYTHONDIR": str(self.directory / "ipython"),
             "HVDLAB_PRELOAD": "torch" if self.plane == "gloo" else "numpy",
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
@@ -202,11 +204,11 @@ class Campaign:
         """The pool; started if there is none."""
         if self._pool is None:
             self._shm = census.shared_memory()
-            self._pool = pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
+            self._pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
             self.pools += 1
-            assert pool.cluster is not None  # ipyparallel's controller is there from the beginning
             self.set_up(range(self.size))
             self.cell("training.check()")
+            self._join()
             self._family = Counter(census.marked(self.mark).values())
             self._holdings.clear()
             self._young.clear()
@@ -285,12 +287,22 @@ class Campaign:
             self._expected[rank] = found
         return lost
 
+    def _join(self) -> None:
+        """Let all ranks be ipyparallel's engines, as they become in quiet moments: that takes descriptors and threads."""
+        pool = self.pool
+        assert pool.cluster is not None
+        if not census.settled(lambda: pool._base.joining.joined != frozenset(pool.ranks), self.hang_after):
+            raise Hang(
+                f"only ranks {sorted(pool._base.joining.joined)} of {pool.ranks} have joined ipyparallel"
+            )
+
     def leaks(self) -> list[str]:
         """What there is more of than before, once what is on its way out had time to go.
 
         Each process is compared with what it held after the second trial that it saw: until then it still opens what it
         needs for good.
         """
+        self._join()
         for _ in range(2):  # the shell lets go of a cell's error when the next cell has ended
             self.values("training.forget()")
         found: list[str] = []

@@ -105,7 +105,9 @@ DEATHS_OF_PARTS = (
 )
 """Deaths of processes other than ranks, after which the pool goes on."""
 
-KERNEL = Fault(
-    "the notebook kernel is killed", "owner", "", 5.0, spots=(), outside=True, deadly=True, weight=1
+KERNELS = (
+    Fault("the notebook kernel is killed", "owner", "", 5.0, spots=(), outside=True, deadly=True, weight=1),
+    Fault("the kernel of a kept pool is killed", "keeping_owner", "", 5.0, spots=(), outside=True, weight=1),
 )
-"""Nothing is to be left after it; the time is that until nothing is."""
+"""After the first nothing is to be left, and the time is that until nothing is. After the second another process goes on
+with the pool, and the time is that until it has it."""

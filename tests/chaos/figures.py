@@ -143,6 +143,15 @@ def total(found: Sequence[dict[str, Any]]) -> list[str]:
     return ["all", str(sum(row["count"] for row in found)), "", "", "", *map(str, sums), ""]
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The table of a result file, for a page."""
+    lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)]]
+    lines += [*map(cells, result["rows"]), [f"**{text}**" if text else "" for text in total(result["rows"])]]
+    shown = ["| " + " | ".join(line) + " |" for line in lines]
+    machine = f"{result['faults']} faults, {result['ranks']} ranks on {result['cores']} cores, Python {result['python']}"
+    return "\n".join([f"{machine}, seed {result['seed']}.", "", *shown])
+
+
 def story(outcome: Outcome) -> dict[str, Any]:
     """An outcome for a result file."""
     return {key: value for key, value in asdict(outcome).items() if value not in (None, "", [])}

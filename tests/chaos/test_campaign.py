@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from chaos.campaign import Campaign
-from chaos.faults import FAULTS, KERNEL, Fault
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, Fault
 from chaos.figures import Outcome, rows, table
 
 BRIEF = [fault for fault in FAULTS if fault.play in ("failing", "dying", "restarting", "interrupting")]
 """Faults that need no waiting."""
 
-ALL = (*FAULTS, KERNEL)
+ALL = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 
 
 def play(seed: int, plane: str, faults: list[Fault], count: int) -> list[Outcome]:

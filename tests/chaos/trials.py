@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import re
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from chaos.figures import Outcome
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.pool import Pool
 
 FOREVER = 10**9
 OWNER = Path(__file__).with_name("owner.py")
@@ -56,9 +60,10 @@ class Trial:
         """Play it. Whatever goes wrong is in the outcome."""
         outcome, whole = self.outcome, False
         try:
-            if self.fault.play == "owner":
-                self.owner()
-                whole = True
+            if self.fault.play in ("owner", "keeping_owner"):
+                whole = True  # the campaign's pool has no part in it
+                getattr(self, self.fault.play)()
+                self._note_told()
                 return outcome
             assert self.campaign.pool.state == "idle"
             self.began = time.monotonic()
@@ -96,7 +101,7 @@ class Trial:
             "phase": self.spot if self.spot in self.fault.phases else "",
             "spot": self.spot,
             "deed": self.fault.deed,
-            "after": rng.randint(1, 30),
+            "after": rng.randint(1, 12),
             "at": rng.randint(1, 12),
             "signal": int(signal.SIGKILL),
             "code": 7,
@@ -236,13 +241,13 @@ class Trial:
     # -- ranks that let others wait -------------------------------------------------------------------------------
 
     def stalling(self) -> None:
-        run = self.begin(seconds=STALL + 1.5, steps=15)
+        run = self.begin(seconds=STALL + 1.5, steps=30)
         at = self.await_fault()
         self._await_stall(at)
         self._goes_on(run)
 
     def pausing(self) -> None:
-        run = self.begin(steps=15)
+        run = self.begin(steps=30)
         at = self.await_fault()
         pid = self._pids()[self.victim]
         self._await_stall(at)
@@ -342,7 +347,6 @@ class Trial:
     # -- processes other than ranks -------------------------------------------------------------------------------
 
     def losing_part(self) -> None:
-        assert self.campaign.pool.cluster is not None  # there may be no controller since the last trial
         run = self.begin()
         self.victim = self.outcome.victim = -1
         self.await_instant()
@@ -369,37 +373,74 @@ class Trial:
 
     def owner(self) -> None:
         """A process with a pool of its own, which is killed while it trains."""
-        outcome = self.outcome
-        mark = f"{self.campaign.mark}-{outcome.number}"
+        with self._owned() as (mark, temporary, process, _):
+            at = time.monotonic()
+            process.kill()
+            process.wait()
+            census.settled(lambda: bool(census.marked(mark) or census.files(temporary)), 10.0)
+            self.outcome.report = time.monotonic() - at
+
+    def keeping_owner(self) -> None:
+        """As before, but the pool was to be kept: this process goes on with it."""
+        name = f"kept-{self.outcome.number}"
+        with self._owned(name) as (_, _, process, memory):
+            at = time.monotonic()
+            process.kill()
+            process.wait()
+            pool = Pool.attach(name, timeout=self.campaign.hang_after)
+            try:
+                self.outcome.report = time.monotonic() - at
+                self.event("attached")
+                pool.interrupt()  # they go on to train
+                handle = pool.start_run("(training.check(), training.memory())")
+                results = handle.wait(self.campaign.hang_after)
+                self.outcome.next_collective = time.monotonic() - at - self.outcome.report
+                if not results.ok:
+                    self.outcome.wrong.append(f"the next cell failed: {results.root_cause}")
+                    return
+                for rank, (ranks, now) in ((rank, results[rank]) for rank in results.ranks):
+                    if ranks != list(range(self.campaign.size)):
+                        self.outcome.wrong.append(f"rank {rank} took part with {ranks}")
+                    before = memory[str(rank)]
+                    changed = [key for key in before if key != "steps" and now[key] != before[key]]
+                    self.outcome.lost += [f"rank {rank}: {key} has changed" for key in changed]
+            finally:
+                pool.stop()
+
+    @contextlib.contextmanager
+    def _owned(self, *words: str) -> Iterator[tuple[str, Path, subprocess.Popen[bytes], dict[str, Any]]]:
+        """An owner that trains; afterwards nothing of it may be left."""
+        self.campaign.mailbox.clear()
+        mark = f"{self.campaign.mark}-{self.outcome.number}"
         shm = census.shared_memory()
-        temporary = self.campaign.directory / f"o{outcome.number}"
+        temporary = self.campaign.directory / f"o{self.outcome.number}"
         temporary.mkdir()
+        command = [sys.executable, str(OWNER), str(self.campaign.size), self.campaign.plane]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                str(OWNER),
-                str(self.campaign.size),
-                self.campaign.plane,
-                self.campaign.mailbox.path,
-            ],
+            [*command, self.campaign.mailbox.path, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
                 census.MARK: mark,
                 "TMPDIR": str(temporary),
-                "PYTHONPATH": str(Path(__file__).parents[1]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+                ),
             },
         )
-        with process:
+        try:
             assert process.stdout is not None
-            if process.stdout.readline() != b"on\n":
-                outcome.wrong.append("the owner did not start")
+            memory = json.loads(process.stdout.readline() or b"null")
+            if memory is None:
+                raise RuntimeError("the owner did not start")
+            self.event("the owner's ranks train")
             time.sleep(self.rng.uniform(0, 0.5))
-            at = time.monotonic()
+            yield mark, temporary, process, memory
+        finally:
             process.kill()
-        if not census.settled(lambda: bool(census.marked(mark) or census.files(temporary)), 10.0):
-            outcome.leaks += [f"process {pid} {name}" for pid, name in census.marked(mark).items()]
-            outcome.leaks += [f"file {name}" for name in sorted(census.files(temporary))]
-        outcome.report = time.monotonic() - at
-        outcome.leaks += [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - shm)]
+            process.communicate()
+        if not census.settled(lambda: bool(census.marked(mark) or census.files(temporary)), 5.0):
+            self.outcome.leaks += [f"process {pid} {name}" for pid, name in census.marked(mark).items()]
+            self.outcome.leaks += [f"file {name}" for name in sorted(census.files(temporary))]
+        self.outcome.leaks += [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - shm)]

@@ -7,12 +7,16 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.handover import take_over
+from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.coordinator.listeners import Listeners
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
@@ -21,9 +25,8 @@ from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.exits import describe_signal
 from hvdlab.kernel_ext.warm.processes import exit_status, open_process, readable
 
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.process import CoordinatorProcess
-
+ANSWER_WITHIN = 5.0
+"""Seconds that a coordinator has to hand over its socket."""
 END_WITHIN = 5.0
 """Seconds that a coordinator has to end by itself."""
 
@@ -36,11 +39,23 @@ class AttachedCoordinator:
 
     def __init__(self, kept: Kept) -> None:
         self.address, self.token, self.directory = kept.address, kept.token, Path(kept.directory)
-        self.pid = kept.coordinator.pid
+        self._first = kept.coordinator.pid
         self._process = open_process(kept.coordinator.pid, kept.coordinator.started)
+        self._successor: CoordinatorProcess | None = None
+        self._launch: Launch | None = None
+        self._listeners: Listeners | None = None
+        with contextlib.suppress(OSError):  # then it can't have a successor
+            self._launch, listener = take_over(self.directory, ANSWER_WITHIN)
+            self._listeners = Listeners(self.directory, "", listener)
+
+    @property
+    def pid(self) -> int:
+        return self._first if self._successor is None else self._successor.pid
 
     def ending(self) -> str:
         """How it ended, as far as that can be known; empty as long as it runs."""
+        if self._successor is not None:
+            return self._successor.ending()
         if self._process >= 0 and not readable(self._process, 0):
             return ""
         status = exit_status(self._process, self.pid) if self._process >= 0 else None
@@ -50,29 +65,45 @@ class AttachedCoordinator:
         return describe_signal(-code) if code < 0 else f"exit status {code}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Raises ``StartError``: its sockets went with it."""
-        raise StartError(
-            "only the process that started the pool keeps what a successor needs, and that has ended"
-        )
+        """Start a successor; what is left of this one is killed. Raises ``StartError``."""
+        if self._successor is not None:
+            self._successor.respawn(timeout)
+            return
+        if self._launch is None or self._listeners is None:
+            raise StartError("it did not hand over what a successor needs")
+        self._end(((signal.SIGKILL, END_WITHIN),))
+        self._successor = CoordinatorProcess.succeed(self._launch, self._listeners, timeout)
 
-    def release(self, timeout: float = 0) -> None:
+    def release(self) -> None:
         """Leave it to itself. Idempotent."""
         descriptor, self._process = self._process, -1
         if descriptor >= 0:
             os.close(descriptor)
+        if self._successor is not None:
+            self._successor.release()
+        elif self._listeners is not None:
+            self._listeners.close()
 
-    def close(self, timeout: float = END_WITHIN) -> None:
+    def close(self) -> None:
         """End it and remove what it may have left. Idempotent."""
-        if self._process >= 0:
-            for number, seconds in ((signal.SIGTERM, timeout), (signal.SIGKILL, END_WITHIN)):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._process, number)
-                if readable(self._process, seconds):
-                    break
-            with contextlib.suppress(ChildProcessError):  # this very process may have started it
-                os.waitpid(self.pid, os.WNOHANG)
+        if self._successor is not None:
+            self._successor.close()
+        elif self._listeners is not None:
+            self._listeners.close()  # first, or else those that lose it would wait for a successor
+        self._end(((signal.SIGTERM, END_WITHIN), (signal.SIGKILL, END_WITHIN)))
         self.release()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _end(self, signals: Sequence[tuple[signal.Signals, float]]) -> None:
+        if self._process < 0:
+            return
+        for number, seconds in signals:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, number)
+            if readable(self._process, seconds):
+                break
+        with contextlib.suppress(ChildProcessError):  # this very process may have started it
+            os.waitpid(self._first, os.WNOHANG)
 
 
 class Keeping:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from hvdlab.collectives.coordinator.handover import Handover
 from hvdlab.collectives.coordinator.launch import Launch, Ready, state_options
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
@@ -46,6 +47,9 @@ def main() -> int:
         server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
+        if launch.linger and launch.keeps:
+            handover = Handover(launch)
+            server.watch(handover.socket.fileno(), handover.serve)
         _watch(server, launch)
         _answer(ready)
         server.serve()

@@ -23,19 +23,25 @@ BACKLOG = 1024
 class Listeners:
     """A Unix socket, and one for ranks of other hosts if there are any.
 
+    Args:
+        directory: Where the Unix socket is made.
+        tcp_host: Address to listen on for other hosts, or empty.
+        local: The Unix socket, if another process has made it.
+
     Attributes:
         address: Where ranks and clients of this host connect.
         tls_address: Where those of other hosts connect, or ``None``.
     """
 
-    def __init__(self, directory: Path, tcp_host: str) -> None:
+    def __init__(self, directory: Path, tcp_host: str, local: socket.socket | None = None) -> None:
         path = directory / SOCKET_NAME
         self._remote: socket.socket | None = None
         self.tls_address: str | None = None
-        self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._local = local or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._local.bind(str(path))
-            self._local.listen(BACKLOG)
+            if local is None:
+                self._local.bind(str(path))
+                self._local.listen(BACKLOG)
             if tcp_host:
                 family = socket.AF_INET6 if ":" in tcp_host else socket.AF_INET
                 self._remote = socket.create_server((tcp_host, 0), family=family, backlog=BACKLOG)

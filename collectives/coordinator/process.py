@@ -110,6 +110,22 @@ class CoordinatorProcess:
             listeners.close()
         return cls(process, launch, listeners, ready)
 
+    @classmethod
+    def succeed(cls, launch: Launch, listeners: Listeners, timeout: float = 10) -> CoordinatorProcess:
+        """Start the successor of a coordinator that another process had started, and that has ended.
+
+        Args:
+            launch: What that was started with.
+            listeners: Its sockets; belong to the result then.
+            timeout: Seconds.
+
+        Raises:
+            StartError: It did not come up; it may be tried again.
+        """
+        launch = msgspec.structs.replace(launch, generation=launch.generation + 1, starter=os.getpid())
+        process, ready = _launch(launch, listeners, Deadline(timeout))
+        return cls(process, launch, listeners, ready)
+
     @property
     def pid(self) -> int:
         return self._process.pid

@@ -117,6 +117,10 @@ class Server:
         """Stop once this descriptor is readable (a process descriptor, a signal's wake-up)."""
         self._poller.register(descriptor, READ, self.stop)
 
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Call this when a descriptor is readable. It must not block."""
+        self._poller.register(descriptor, READ, callback)
+
     def stop(self) -> None:
         """Leave :meth:`serve` after what is being handled."""
         self._running = False

@@ -251,14 +251,31 @@ def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(what: str, tmp_p
     assert not Path(kept.directory).exists()
 
 
-def test_an_attached_pool_that_loses_its_coordinator_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["stop", "detach"])
+def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
+    kill(keeper("2"))
+    pool = Pool.attach("mine")
+    pids = pool.pull("mine")
+    for _ in range(2):
+        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        check(pool, pids)
+    if how == "detach":
+        pool._base.rebuilder.settle(30)
+        pool.detach()
+        pool = Pool.attach("mine")
+        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        check(pool, pids)
+    pool.stop()
+
+
+def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     kill(keeper("1"))
+    (Path(Registry().get("mine").directory) / "handover").unlink()
     pool = Pool.attach("mine")
     os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
-    pool._base.rebuilder.settle(10)
     while not pool.broken:
         pool._base.rebuilder.settle(10)
-    with pytest.raises(StartError, match=r"broken down: its coordinator ended"):
+    with pytest.raises(StartError, match=r"broken down: its coordinator ended.*did not hand over"):
         pool.run("1")
     pool.stop()
 

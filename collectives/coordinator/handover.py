@@ -1,0 +1,68 @@
+"""How the listening socket of a coordinator that outlives its starter gets to the process that looks after it next.
+
+Who holds the socket can start a successor when the coordinator dies. It lies open in a directory that only the user may
+enter: who can connect there may have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives.coordinator.launch import Launch
+
+_NAME = "handover"
+_LARGEST = 1 << 16
+
+
+class Handover:
+    """The coordinator's side.
+
+    Args:
+        launch: What a successor is started with, and the number of the listening socket.
+
+    Attributes:
+        socket: To be watched; :meth:`serve` when it is readable.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        path = Path(launch.directory) / _NAME
+        path.unlink(missing_ok=True)  # a predecessor's
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.bind(str(path))
+        self.socket.listen(4)
+        self.socket.setblocking(False)
+
+    def serve(self) -> None:
+        """Give one process what it needs."""
+        with contextlib.suppress(OSError):  # it has gone again
+            peer, _ = self.socket.accept()
+            with peer:
+                peer.setblocking(False)
+                socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
+
+
+def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:
+    """The settings and the listening socket of the coordinator in this directory. Raises ``OSError``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.settimeout(timeout)
+        door.connect(str(directory / _NAME))
+        said, descriptors, _, _ = socket.recv_fds(door, _LARGEST, 1)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        try:
+            while piece := door.recv(_LARGEST):
+                said += piece
+            launch = msgspec.json.decode(said, type=Launch)
+        except (OSError, msgspec.DecodeError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(f"the coordinator in {directory} hands nothing over: {error}") from error
+    if not descriptors:
+        raise OSError(f"the coordinator in {directory} hands no socket over")
+    return launch, socket.socket(fileno=descriptors[0])

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import resource
 import select
 import signal
 import socket
+import ssl
 import struct
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.codec import decode_to_peer, encode
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from protocol_fuzz import KINDS, make, spoil
 
 DOORS = ("unix", "tls")
 SECONDS = 30
@@ -128,3 +136,117 @@ def test_strangers_can_not_use_all_descriptors_up(
     job.endpoints[0] = job.join(0, "tls")  # somebody who knows the token still gets in
     for sock in silent:
         sock.close()
+
+
+def secure(process: CoordinatorProcess) -> socket.socket:
+    """A stranger who gets through the handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(stranger(process, "tls"))
+
+
+def garbage(chance: random.Random) -> Iterator[bytes]:
+    hello = encode(m.Hello(m.PROTOCOL_VERSION, "guess", "rank", 0))
+    yield from (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+        + chance.randbytes(200),  # a handshake that goes wrong
+        struct.pack("<I", (1 << 32) - 1),
+        struct.pack("<I", HELLO_LIMIT) + chance.randbytes(HELLO_LIMIT - 1),
+        hello,
+        hello[:-1],
+        hello * 3,
+        b"\x80\x04\x95\x1e\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",  # a pickle
+        chance.randbytes(5000),
+    )
+    for _ in range(20):
+        yield spoil(encode(make(chance.choice(KINDS), chance)), chance)
+
+
+@pytest.mark.parametrize("door", [*DOORS, "within tls"])
+def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job, door: str) -> None:
+    """Some keep their end open, some close half of it, some read nothing."""
+    chance = random.Random(1)
+    before = descriptors(coordinator.pid)
+    opened = []
+    for number, data in enumerate(garbage(chance)):
+        sock = secure(coordinator) if door == "within tls" else stranger(coordinator, door)
+        opened.append(sock)
+        with contextlib.suppress(OSError):
+            for start in range(0, len(data), 1000):
+                sock.sendall(data[start : start + 1000])
+            if number % 3 == 0 and door != "within tls":
+                sock.shutdown(socket.SHUT_WR)
+        if number % 7 == 0:
+            job.works()
+    job.works()
+    for sock in opened:
+        sock.close()
+    until = time.monotonic() + SECONDS
+    while descriptors(coordinator.pid) != before:
+        assert time.monotonic() < until, "descriptors are kept"
+        job.works()
+
+
+def test_who_says_one_byte_at_a_time_holds_nobody_up(coordinator: CoordinatorProcess, job: Job) -> None:
+    hello = encode(m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", 5))
+    slow = [stranger(coordinator, DOORS[number % 2]) for number in range(50)]
+    for byte in hello[:20]:
+        for sock in slow:
+            with contextlib.suppress(OSError):
+                sock.sendall(bytes([byte]))
+        job.works()
+    for sock in slow:
+        sock.close()
+
+
+def test_connections_under_a_number_that_is_taken(coordinator: CoordinatorProcess, job: Job) -> None:
+    """They know the token, as a rank does that is started twice; the first one stays, and so does its epoch."""
+    refusals: list[str] = []
+
+    def again(rank: int, door: str) -> None:
+        try:
+            job.join(rank, door).close()
+        except StartError as error:
+            refusals.append(str(error))
+
+    others = [
+        threading.Thread(target=again, args=(rank, door))
+        for rank in (0, 1)
+        for door in DOORS
+        for _ in range(5)
+    ]
+    for thread in others:
+        thread.start()
+    job.works()
+    for thread in others:
+        thread.join()
+    assert len(refusals) == len(others)
+    assert all("is already connected" in text for text in refusals)
+    job.works()
+
+
+def test_a_client_that_sends_garbage_is_dropped_and_nobody_else(
+    coordinator: CoordinatorProcess, job: Job
+) -> None:
+    chance = random.Random(2)
+    hello = m.Hello(m.PROTOCOL_VERSION, coordinator.token, "client")
+    for number in range(20):
+        endpoint, _ = connect(coordinator.address, hello, deadline=Deadline(SECONDS))
+        noise = chance.randbytes(30) if number % 2 else encode(m.Announce(0, 1, (number,)))[4:]
+        endpoint.send_frame(struct.pack("<I", len(noise)) + noise)
+        job.works()
+        endpoint.close()
+
+
+def test_a_rank_that_sends_garbage_is_lost_and_only_it(coordinator: CoordinatorProcess, job: Job) -> None:
+    job.endpoints[1].send_frame(struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1")
+    abort = None
+    while abort is None:
+        assert select.select([job.endpoints[0]], [], [], SECONDS)[0]
+        for payload in job.endpoints[0].receive():
+            message = decode_to_peer(payload)
+            abort = message if isinstance(message, m.Abort) else abort
+    assert (abort.kind, abort.ranks) == ("rank_died", (1,))
+    job.endpoints[1].close()
+    job.endpoints[1] = job.join(1)

@@ -8,6 +8,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks
+from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 
@@ -50,7 +51,7 @@ class ExchangeMagics(Magics):
         pulled: dict[str, Any] = {}
         for name in options.names:
             try:
-                with as_usage_error():
+                with as_usage_error(), patience(pool, ranks, f"%hvd_pull {name}"):
                     values = pool.pull(name, ranks)
             except LookupError as error:
                 raise UsageError(str(error)) from None
@@ -71,5 +72,5 @@ class ExchangeMagics(Magics):
         missing = [name for name in options.names if name not in variables]
         if missing:
             raise UsageError(f"%hvd_push: the notebook has no variable `{missing[0]}`")
-        with as_usage_error():
+        with as_usage_error(), patience(pool, ranks_of(pool), "%hvd_push"):
             pool.push(**{name: variables[name] for name in options.names})

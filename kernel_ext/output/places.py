@@ -104,6 +104,12 @@ class Whereabouts:
             blocks.append("\n".join([f"{format_ranks(ranks)}: {head}", *(f"  {line}" for line in lines)]))
         return "\n".join(blocks)
 
+    def lines(self, ranks: Sequence[int]) -> list[str]:
+        """One line for each place where these ranks are."""
+        return grouped(
+            {r: short_place(self.stacks[r]) if r in self.stacks else self.silent[r] for r in ranks}
+        )
+
     def _place(self, rank: int) -> list[str]:
         stack = self.stacks.get(rank)
         if stack is None:

@@ -103,6 +103,12 @@ def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> No
         "rank 1: no answer to the interrupt, not waited for any longer; `%hvd_pool restart 1` replaces it"
         in report
     )
+    pulling = kernel.send("%hvd_pull x")
+    kernel.until(lambda: "waits for rank 1:\n  rank 1: stopped" in pulling.text("stderr"))
+    kernel.interrupt()
+    kernel.finish(pulling)
+    assert pulling.error is not None
+    assert plain(pulling.error["traceback"]) == "KeyboardInterrupt: %hvd_pull x was given up"
     refused = kernel.run(SUM).text("stderr")
     assert "rank 1 still hangs in cell [" in refused
     assert kernel.run("%%hvd_run --ranks 0,2\nprint(x)").lines() == ["[0] 0", "[2] 20"]

@@ -67,6 +67,15 @@ class Settled(Payload, frozen=True):
     cell: str
 
 
+class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The first ``length`` bytes of descriptor ``memory`` of process ``pid``, which must be called ``name``."""
+
+    pid: int
+    memory: int
+    name: str
+    length: int
+
+
 class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
 
@@ -82,7 +91,7 @@ class PushValue(Payload, frozen=True):
 class PushPart(Payload, frozen=True):
     """A piece of what a :class:`PushValue` with this ``lot`` will bind: ``data`` of one part at an offset.
 
-    ``sizes`` are the bytes of all parts. The answer is a :class:`Done`.
+    ``sizes`` are the bytes of all parts. The answer is a :class:`Done`; then what is ``shared`` may change.
     """
 
     ticket: int
@@ -91,6 +100,7 @@ class PushPart(Payload, frozen=True):
     part: int
     offset: int
     data: bytes
+    shared: Shared | None = None
 
 
 class PullValue(Payload, frozen=True):
@@ -101,13 +111,17 @@ class PullValue(Payload, frozen=True):
 
 
 class Fetch(Payload, frozen=True):
-    """Ask for a :class:`Piece` of what the :class:`Value` with ticket ``lot`` did not carry."""
+    """Ask for a :class:`Piece` of what the :class:`Value` with ticket ``lot`` did not carry.
+
+    ``share`` says that the pool is on the rank's host and can look into its memory.
+    """
 
     ticket: int
     lot: int
     part: int
     offset: int
     length: int
+    share: bool = False
 
 
 class Release(Payload, frozen=True):
@@ -264,10 +278,11 @@ class Value(Payload, frozen=True):
 
 
 class Piece(Payload, frozen=True):
-    """Answer to Fetch; without data if the value is not kept any longer."""
+    """Answer to Fetch; with neither if the value is not kept any longer. What is shared is valid until the next one."""
 
     ticket: int
     data: bytes | None
+    shared: Shared | None = None
 
 
 class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.base import PoolBase, Progress
@@ -372,7 +373,7 @@ class Pool:
         Raises:
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        transfer.push(self._base.runs.questions, values, self._chosen(ranks))
+        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """The value of a variable or expression on these ranks (by default all), by rank.
@@ -380,7 +381,7 @@ class Pool:
         Raises:
             LookupError: It does not exist on a rank, can't be sent, or there is no memory for it here.
         """
-        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks))
+        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
@@ -399,6 +400,10 @@ class Pool:
             lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
         )
         return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+
+    def _near(self) -> set[int]:
+        """Ranks that share memory with this process."""
+        return {m.rank for m in self.client.membership().members if m.host == host_key()}
 
     def _one(self, rank: int | None) -> tuple[int, ...]:
         return self._chosen(self.ranks[:1] if rank is None else [rank])

@@ -5,8 +5,10 @@ A large value is in this process once, whatever its size: its arrays are receive
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
@@ -16,6 +18,7 @@ from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.kernel_ext.checks import available_memory
 from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.rank.lending import NOT_SHARED, Window, Windows
 from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
 
 IN_FLIGHT = 32 << 20
@@ -26,8 +29,10 @@ LEAST_PIECE = 256 << 10
 LOST = "it is lost"
 
 
-def pull(questions: Questions, name: str, ranks: Sequence[int]) -> dict[int, Any]:
-    """The value of an expression on these ranks, by rank.
+def pull(
+    questions: Questions, name: str, ranks: Sequence[int], *, near: Collection[int] = ()
+) -> dict[int, Any]:
+    """The value of an expression on these ranks, by rank; ``near`` are those whose memory can be looked into.
 
     Raises:
         LookupError: It does not exist on a rank, can't be sent, or there is no room for it here.
@@ -49,7 +54,7 @@ def pull(questions: Questions, name: str, ranks: Sequence[int]) -> dict[int, Any
                 raise LookupError(f"rank {rank}: {name}: {LOST}")
             if error := found[rank].errors[0]:
                 raise LookupError(f"rank {rank}: {name}: {error}")
-        parts = _fetch(questions, name, lots[0], sizes) if sizes else {}
+        parts = _fetch_all(questions, name, lots[0], sizes, near) if sizes else {}
     finally:
         if lent:
             questions.tell(Release(lots[0]), ranks)
@@ -64,8 +69,8 @@ def pull(questions: Questions, name: str, ranks: Sequence[int]) -> dict[int, Any
     return values
 
 
-def _fetch(
-    questions: Questions, name: str, lot: int, sizes: Mapping[int, tuple[int, ...]]
+def _fetch_all(
+    questions: Questions, name: str, lot: int, sizes: Mapping[int, tuple[int, ...]], near: Collection[int]
 ) -> dict[int, list[bytearray]]:
     # What is in the pickle itself is copied once more out of it.
     needs = [sum(found) + found[0] for found in sizes.values()]
@@ -77,22 +82,47 @@ def _fetch(
             f"but only {rough_size(room)} of memory are free here; pull it from fewer ranks at a time, or a part of it"
         )
     parts = {rank: [bytearray(size) for size in found] for rank, found in sizes.items()}
-    length = max(LEAST_PIECE, min(PIECE, IN_FLIGHT // len(sizes)))
-    for part, offset in _positions(sizes.values(), length):
-        asked = [rank for rank, found in sizes.items() if part < len(found) and offset < found[part]]
-        question = _fetching(lot, part, offset, length)
-        answers = questions.ask(question, asked, Deadline(None))
-        for rank in asked:
-            piece = answers.get(rank)
-            if not isinstance(piece, Piece) or piece.data is None:
-                why = LOST if piece is None else "it does not keep the value any longer"
-                raise LookupError(f"rank {rank}: {name}: {why}")
-            parts[rank][part][offset : offset + len(piece.data)] = piece.data
+    far = {rank: found for rank, found in parts.items() if rank not in near}
+    if shared := {rank: found for rank, found in parts.items() if rank in near}:
+        try:
+            with Windows() as windows:
+                _fetch(questions, name, lot, shared, windows)
+        except OSError:  # it can't be looked into after all
+            far = parts
+    if far:
+        _fetch(questions, name, lot, far, None)
     return parts
 
 
-def _fetching(lot: int, part: int, offset: int, length: int) -> Callable[[int], Fetch]:
-    return lambda ticket: Fetch(ticket, lot, part, offset, length)
+def _fetch(
+    questions: Questions,
+    name: str,
+    lot: int,
+    parts: Mapping[int, list[bytearray]],
+    windows: Windows | None,
+) -> None:
+    sizes = {rank: tuple(map(len, found)) for rank, found in parts.items()}
+    length = max(LEAST_PIECE, min(PIECE if windows is None else IN_FLIGHT, IN_FLIGHT // len(sizes)))
+    for part, offset in _positions(sizes.values(), length):
+        asked = [rank for rank, found in sizes.items() if part < len(found) and offset < found[part]]
+        answers = questions.ask(_fetching(lot, part, offset, length, windows), asked, Deadline(None))
+        for rank in asked:
+            piece = answers.get(rank)
+            if isinstance(piece, Piece) and piece.shared is not None and windows is not None:
+                windows.read(
+                    piece.shared, memoryview(parts[rank][part])[offset : offset + piece.shared.length]
+                )
+            elif isinstance(piece, Piece) and piece.data is not None:
+                parts[rank][part][offset : offset + len(piece.data)] = piece.data
+            else:
+                why = LOST if piece is None else "it does not keep the value any longer"
+                raise LookupError(f"rank {rank}: {name}: {why}")
+
+
+def _fetching(
+    lot: int, part: int, offset: int, length: int, windows: Windows | None
+) -> Callable[[int], Fetch]:
+    return lambda ticket: Fetch(ticket, lot, part, offset, length, windows is not None)
 
 
 def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
@@ -103,8 +133,10 @@ def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
             yield part, offset
 
 
-def push(questions: Questions, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    """Bind variables on these ranks.
+def push(
+    questions: Questions, values: Mapping[str, Any], ranks: Sequence[int], *, near: Collection[int] = ()
+) -> None:
+    """Bind variables on these ranks; ``near`` are those that can look into this process's memory.
 
     Raises:
         HvdlabError: A value can't be pickled, or a rank could not take it.
@@ -119,22 +151,61 @@ def push(questions: Questions, values: Mapping[str, Any], ranks: Sequence[int]) 
     if small:
         _check(names, questions.ask(lambda ticket: PushValue(ticket, names, pickles), ranks, Deadline(None)))
         return
-    sizes = tuple(part.nbytes for part in parts)
-    lots: list[int] = []
+    lot = secrets.randbits(62)
     try:
-        for part, offset in _positions([sizes], PIECE):
-            data = bytes(parts[part][offset : offset + PIECE])
-
-            def bring(ticket: int, part: int = part, offset: int = offset, data: bytes = data) -> PushPart:
-                lots.append(ticket)
-                return PushPart(ticket, lots[0], sizes, part, offset, data)
-
-            _check(names, questions.ask(bring, ranks, Deadline(None)))
-        _check(
-            names, questions.ask(lambda ticket: PushValue(ticket, names, (), lots[0]), ranks, Deadline(None))
-        )
+        _bring(questions, names, lot, parts, ranks, near)
+        _check(names, questions.ask(lambda ticket: PushValue(ticket, names, (), lot), ranks, Deadline(None)))
     finally:
-        questions.tell(Release(lots[0]), ranks)
+        questions.tell(Release(lot), ranks)
+
+
+def _bring(
+    questions: Questions,
+    names: Sequence[str],
+    lot: int,
+    parts: Sequence[memoryview],
+    ranks: Sequence[int],
+    near: Collection[int],
+) -> None:
+    if set(ranks) <= set(near):
+        with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as messages
+            if _bring_pieces(questions, names, lot, parts, ranks, Window(IN_FLIGHT)):
+                return
+    _bring_pieces(questions, names, lot, parts, ranks, None)
+
+
+def _bring_pieces(
+    questions: Questions,
+    names: Sequence[str],
+    lot: int,
+    parts: Sequence[memoryview],
+    ranks: Sequence[int],
+    window: Window | None,
+) -> bool:
+    """Whether they arrived; if not, a rank could not look into the window."""
+    sizes = tuple(part.nbytes for part in parts)
+    length = PIECE if window is None else IN_FLIGHT
+    for part, offset in _positions([sizes], length):
+        ask = _bringing(lot, sizes, part, offset, parts[part][offset : offset + length], window)
+        answers = questions.ask(ask, ranks, Deadline(None))
+        if any(isinstance(answer, Done) and answer.error == NOT_SHARED for answer in answers.values()):
+            return False
+        _check(names, answers)
+    return True
+
+
+def _bringing(
+    lot: int,
+    sizes: tuple[int, ...],
+    part: int,
+    offset: int,
+    data: memoryview,
+    window: Window | None,
+) -> Callable[[int], PushPart]:
+    if window is None:
+        return lambda ticket: PushPart(ticket, lot, sizes, part, offset, bytes(data))
+    shared = window.write(data)
+    return lambda ticket: PushPart(ticket, lot, sizes, part, offset, b"", shared)
 
 
 def _check(names: Sequence[str], answers: Mapping[int, Any]) -> None:

@@ -7,10 +7,19 @@ changes what is being read; large arrays are read where they are, not copied fir
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Value
+from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Shared, Value
+
+NOT_SHARED = "the memory of the pool's process can't be looked into"
 
 PATIENCE = 60.0
 """Seconds without a question after which a value is no longer kept for a pool that seems to be gone."""
@@ -24,6 +33,57 @@ class _Lot:
     asked: int = 0
 
 
+class Window:
+    """Memory that a process of this host can look into, by ``/proc/<pid>/fd``; gone when it is forgotten."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        label = f"hvdlab-{secrets.token_hex(8)}"
+        self._name = f"/memfd:{label} (deleted)"
+        self._descriptor = os.memfd_create(label)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, size)
+        self._memory = mmap.mmap(self._descriptor, size)
+
+    def write(self, data: memoryview) -> Shared:
+        """Put data at its beginning; returns where to find it."""
+        self._memory[: len(data)] = data
+        return Shared(os.getpid(), self._descriptor, self._name, len(data))
+
+
+class Windows:
+    """Other processes' windows, as this one looks into them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, mmap.mmap] = {}
+
+    def read(self, shared: Shared, target: memoryview) -> None:
+        """Copy what is shared. Raises ``OSError`` if there is no such window."""
+        memory = self._open.get(shared.name)
+        if memory is None:
+            path = f"/proc/{shared.pid}/fd/{shared.memory}"
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.readlink(f"/proc/self/fd/{descriptor}") != shared.name:
+                    raise OSError(f"{path} is not {shared.name}")
+                memory = self._open[shared.name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+        with memoryview(memory) as view:
+            target[:] = view[: shared.length]
+
+    def close(self) -> None:
+        """Look no longer."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Lending:
     """What the pool may fetch. Made on the main thread of a rank.
 
@@ -34,6 +94,8 @@ class Lending:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lots: dict[int, _Lot] = {}
+        self._guard = threading.Lock()
+        self._window: Window | None = None
 
     def lend(self, answer: Value, parts: Sequence[memoryview]) -> None:
         """Keep the parts that an answer speaks of. Main thread, before the answer is sent."""
@@ -50,6 +112,8 @@ class Lending:
                     return
         finally:
             self._lots.pop(ticket, None)
+            with self._guard:
+                self._window = None
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
@@ -64,7 +128,19 @@ class Lending:
         if lot is None or fetch.part >= len(lot.parts):
             return Piece(fetch.ticket, None)
         lot.asked += 1
-        return Piece(fetch.ticket, bytes(lot.parts[fetch.part][fetch.offset : fetch.offset + fetch.length]))
+        data = lot.parts[fetch.part][fetch.offset : fetch.offset + fetch.length]
+        if fetch.share:
+            with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
+                return self._shared(fetch, data)
+        return Piece(fetch.ticket, bytes(data))
+
+    def _shared(self, fetch: Fetch, data: memoryview) -> Piece:
+        with self._guard:
+            window = self._window
+            if window is None or window.size < fetch.length:
+                self._window = None
+                window = self._window = Window(fetch.length)
+            return Piece(fetch.ticket, None, window.write(data))
 
     def give_back(self, ticket: int | None = None) -> None:
         """The pool needs this (or nothing) any longer."""
@@ -83,6 +159,7 @@ class Parcels:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[bytearray]] = {}
+        self._windows = Windows()
 
     def put(self, part: PushPart) -> Done:
         """Take a piece. Control thread."""
@@ -94,7 +171,16 @@ class Parcels:
                 parts = self._parts[part.lot] = [bytearray(size) for size in part.sizes]
         except MemoryError:
             return Done(part.ticket, f"MemoryError: there is no room for {sum(part.sizes):,} bytes")
-        parts[part.part][part.offset : part.offset + len(part.data)] = part.data
+        target = parts[part.part]
+        if part.shared is None:
+            target[part.offset : part.offset + len(part.data)] = part.data
+            return Done(part.ticket)
+        try:
+            self._windows.read(
+                part.shared, memoryview(target)[part.offset : part.offset + part.shared.length]
+            )
+        except OSError:
+            return Done(part.ticket, NOT_SHARED)
         return Done(part.ticket)
 
     def take(self, lot: int) -> list[bytearray]:
@@ -104,3 +190,4 @@ class Parcels:
     def drop(self, lot: int) -> None:
         """It is not wanted any more. Control thread."""
         self._parts.pop(lot, None)
+        self._windows.close()

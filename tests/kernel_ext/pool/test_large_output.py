@@ -16,7 +16,9 @@ import pytest
 
 from hvdlab.kernel_ext.output.limit import LimitedSink
 from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.payloads import Shared
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.rank.lending import Window, Windows
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 
@@ -186,6 +188,31 @@ def test_two_gibibytes_are_returned_and_pulled(start_pool: StartPool) -> None:
     seconds = time.monotonic() - begun
     print(f"2 GiB in {seconds:.1f} s, {growth[0] / MB:.0f} MB more memory", file=sys.stderr)
     assert growth[0] < (2 << 30) + 100 * MB
+
+
+def test_a_value_of_another_host_comes_by_message(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np = pytest.importorskip("numpy")
+    pool = start_pool(2)
+    pool.run("import numpy as np\nx = np.arange(1_000_000)")
+    looks: list[object] = []
+
+    def look(self: Windows, piece: Shared, target: memoryview) -> None:
+        looks.append(piece)
+        raise PermissionError
+
+    monkeypatch.setattr(Windows, "read", look)
+    assert {rank: int(x[-1]) for rank, x in pool.pull("x").items()} == {0: 999_999, 1: 999_999}
+    assert len(looks) == 1
+    monkeypatch.setattr(Window, "write", lambda self, data: Shared(os.getpid(), 0, "nothing", len(data)))
+    pool.push(y=np.arange(1_000_000))
+    assert list(pool.run("int(y.sum())")) == [499_999_500_000] * 2
+    monkeypatch.setenv("HVDLAB_HOST", "another")
+    pool.push(y=pool.pull("x", [0])[0])
+    assert list(pool.run("int(y.sum())")) == [499_999_500_000] * 2
+    assert int(pool.pull("x", [1])[1].sum()) == 499_999_500_000
+    assert len(looks) == 1
 
 
 def test_what_does_not_fit_into_memory_is_refused(

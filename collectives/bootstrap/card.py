@@ -9,6 +9,7 @@ import msgspec
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
+from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
 PROBE_SECONDS = 5.0
@@ -43,7 +44,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ``StartError`` if this is no card."""
         try:
             return msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise StartError(f"Rank 0 has announced something that can't be read: {error}") from error
 
     @property

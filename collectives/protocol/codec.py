@@ -20,8 +20,8 @@ _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(cast("type[T
 
 Payload = bytes | memoryview
 
-# A string that is no UTF-8 and nesting without end are told by exceptions of Python's own.
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises: strings that are no UTF-8 and nesting without end are told by exceptions of Python's own."""
 
 
 def encode(message: Message) -> bytes:
@@ -37,7 +37,7 @@ def decode_hello(payload: Payload) -> Hello:
     """The first message of a connection. Raises ``ProtocolError`` if it is anything else."""
     try:
         return _hello.decode(payload)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"no Hello: {error}") from error
 
 
@@ -45,7 +45,7 @@ def decode_from_rank(payload: Payload) -> FromRank:
     """A message that a rank sent. Raises ``ProtocolError`` if ranks may not send it or it is malformed."""
     try:
         return _from_rank.decode(payload)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"no message of a rank: {error}") from error
 
 
@@ -53,7 +53,7 @@ def decode_from_client(payload: Payload) -> FromClient:
     """A message that a client sent. Raises ``ProtocolError`` if clients may not send it or it is malformed."""
     try:
         return _from_client.decode(payload)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"no message of a client: {error}") from error
 
 
@@ -61,5 +61,5 @@ def decode_to_peer(payload: Payload) -> ToPeer:
     """A message that the coordinator sent. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_peer.decode(payload)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"no message of the coordinator: {error}") from error

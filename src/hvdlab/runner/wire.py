@@ -8,6 +8,7 @@ from typing import cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 
 GREETING = b"\x00hvdlab-agent-1\x00"
@@ -133,7 +134,7 @@ def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
     """A message to the agent. Raises ``ProtocolError``."""
     try:
         return _to_agent.decode(payload)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a message to an agent: {error}") from error
 
 
@@ -141,5 +142,5 @@ def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
     """A message of an agent. Raises ``ProtocolError``."""
     try:
         return _from_agent.decode(payload)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a message of an agent: {error}") from error

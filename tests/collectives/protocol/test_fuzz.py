@@ -7,12 +7,14 @@ import random
 import pytest
 
 from effort import examples
+from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.coordinator.events import PeerConnected
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
-from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.runner import wire
 from protocol_fuzz import DECODERS, KINDS, make, one_conversation, one_input, run
 
 
@@ -30,6 +32,18 @@ def test_a_million_inputs() -> None:
 @pytest.mark.timeout(3600)
 def test_whatever_peers_say_the_coordinator_goes_on() -> None:
     run(one_conversation, examples(600))
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xdd\0\0\0\1\xa7\0\0\0\0\0\0\x80", b"\x91" * 100_000, b'{"\xff": 1}', b"[" * 100_000]
+)
+def test_what_others_decode_is_garbage_to_them(data: bytes) -> None:
+    """The card that ranks find each other by, and what a launcher and its agents say."""
+    with pytest.raises(StartError):
+        Card.decode(data)
+    for decode in (wire.decode_to_agent, wire.decode_from_agent):
+        with pytest.raises(ProtocolError):
+            decode(data)
 
 
 def test_what_is_made_up_is_understood() -> None:

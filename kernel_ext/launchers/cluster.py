@@ -24,6 +24,8 @@ from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
+    LAUNCHER,
+    Adopt,
     ControllerUp,
     Engine,
     Exited,
@@ -32,6 +34,7 @@ from hvdlab.kernel_ext.warm.messages import (
     FromWarm,
     Guard,
 )
+from hvdlab.kernel_ext.warm.processes import start_time
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
@@ -220,6 +223,10 @@ class Companion:
         """Have these files removed when the pool ends in whatever way."""
         self._guarded += paths
         self._warm.send(Guard(self._guarded))
+
+    def watch_launcher(self, pid: int) -> None:
+        """Have this program, which started the ranks, ended with the pool in whatever way that ends."""
+        self._warm.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:
         if self._timer is not None:

@@ -94,6 +94,9 @@ class ForeignRanks:
         name = await cluster.start_engines(size, **self.options(size))
         launched = cluster.engines[name]
         launched.on_stop(self._launcher_stopped)
+        process = getattr(launched, "process", None)
+        if process is not None:
+            self._companion.watch_launcher(process.pid)
         if log := getattr(launched, "output_file", ""):
             self._companion.guard(log)
 

@@ -12,6 +12,9 @@ from hvdlab.collectives.protocol.frames import encode_frame
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
 
+LAUNCHER = -2
+"""Number of an adopted process that is the program which starts and ends the ranks (``mpiexec``)."""
+
 
 class WarmMessage(
     msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False

@@ -54,9 +54,10 @@ class ChildPipes:
 
     def send_signal(self, number: int, group: bool) -> None:
         """Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
-        signal.pidfd_send_signal(self.pidfd, 0 if group else number)
-        if group and not readable(self.pidfd, 0):
+        if group and os.getpgid(self.pid) == self.pid and not readable(self.pidfd, 0):
             os.killpg(self.pid, number)
+        else:
+            signal.pidfd_send_signal(self.pidfd, number)
 
     def bury(self) -> int | None:
         """After its end: end what it has left in its session. Returns how it ended, as ``waitpid`` does, if known."""

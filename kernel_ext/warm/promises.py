@@ -48,6 +48,8 @@ class Promises:
                 signal.SIGKILL,
             ):
                 self._ends[number] = message
+            case Adopt(children):
+                self.children.update({child.number: child for child in children})
             case Guard():
                 self._guard = message
             case Keep():

@@ -347,9 +347,9 @@ class Supervisor:
             child.tail.text(),
         )
         effects: list[Effect] = [Send(end)]
-        if child.number != CONTROLLER:
+        if child.number >= 0:
             self._ends[child.number] = end
-        if child.number != CONTROLLER and CONTROLLER in self._children:
+        if child.number >= 0 and CONTROLLER in self._children:
             effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()
 

@@ -1,6 +1,7 @@
-"""A process that owns a pool: ``python owner.py RANKS [busy] [cluster] [hard] [launcher=NAME]``.
+"""A process that owns a pool: ``python owner.py RANKS [busy] [cluster] [hard | stuck] [launcher=NAME]``.
 
-It says ``up``, then sleeps. ``hard`` is for 4 ranks that are difficult to end, and leaves a fork of the owner behind.
+It says ``up``, then sleeps. ``stuck`` leaves rank 0 in C code with the interpreter's lock; ``hard`` is for 4 ranks that
+are difficult to end, and leaves a fork of the owner behind.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ def make_it_hard(pool: Pool) -> None:
     pool.run(CHILDREN, ranks=[2])
     pool.run("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", ranks=[3])
     os.kill(next(status.pid for status in pool.status() if status.rank == 1), signal.SIGSTOP)
+    stick(pool)
+    if os.fork() == 0:
+        threading.Event().wait(60)
+
+
+def stick(pool: Pool) -> None:
+    """Let rank 0 hold the interpreter's lock."""
     with tempfile.TemporaryDirectory() as directory:
         now = f"{directory}/now"
         os.mkfifo(now)
         pool.start_run(STUCK.format(now), ranks=[0])
         with open(now) as told:
             told.read()
-    if os.fork() == 0:
-        threading.Event().wait(60)
 
 
 def main() -> None:
@@ -43,6 +49,8 @@ def main() -> None:
         assert pool.cluster is not None
     if "busy" in words:
         pool.start_run("while True: pass")
+    if "stuck" in words:
+        stick(pool)
     if "hard" in words:
         make_it_hard(pool)
     print("up", flush=True)

@@ -131,3 +131,11 @@ def test_ranks_that_are_hard_to_end_do_not_outlive_the_owner(how: str) -> None:
         alive = living({member.pid for member in family})
         fork.kill()  # it has its owner's output open, for whose end the test would wait
         assert alive == []
+
+
+def test_ranks_of_mpi_that_are_stuck_in_c_code_do_not_outlive_the_owner() -> None:
+    with owner("2", "launcher=mpi", "stuck") as (process, family):
+        assert len(family) >= 5  # warm process, coordinator, mpiexec, its proxy, two ranks
+        process.kill()
+        process.wait()
+        assert living({member.pid for member in family}) == []

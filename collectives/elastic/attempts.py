@@ -26,7 +26,6 @@ FINAL = frozenset(
         CauseKind.CELL_FAILED,
         CauseKind.CELL_ENDED,
         CauseKind.INTERRUPTED,
-        CauseKind.COORDINATOR_LOST,
         CauseKind.SHUTDOWN,
     )
 )
@@ -71,7 +70,7 @@ class Attempts:
 
     def failed(self, error: CollectiveError) -> None:
         """A collective has failed: tell the others that this rank goes back. Raises ``error`` if that makes no sense."""
-        if isinstance(error, AbortedError) and error.cause.kind in FINAL:
+        if isinstance(error, AbortedError) and (error.cause.kind in FINAL or self._is_alone(error)):
             raise error
         if isinstance(error, MismatchError | JoinedRanksError) or (
             isinstance(error, AbortedError) and error.cause.kind in DISAGREEMENTS
@@ -84,6 +83,11 @@ class Attempts:
         self._count(error)
         logger.info("going back to the last commit: %s", text)
         self._stop(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+    def _is_alone(self, error: AbortedError) -> bool:
+        """Whether the coordinator is lost and no successor is waited for."""
+        waits = self._engine is not None and self._engine.waits_for_successor
+        return error.cause.kind is CauseKind.COORDINATOR_LOST and not waits
 
     def interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
         """The world is about to change. Raises ``interrupt`` if the reset limit is reached."""

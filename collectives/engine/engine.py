@@ -315,6 +315,11 @@ class Engine:
         self._dispatcher.mailbox.reconnections.append(callback)
 
     @property
+    def waits_for_successor(self) -> bool:
+        """Whether a coordinator that was lost may be replaced, or has been."""
+        return self.settings.reattach > 0 and self._guarded.state.lost is None
+
+    @property
     def generation(self) -> int:
         """How many coordinators have died before the one that this rank is connected to."""
         return self._reconnecting.generation

@@ -17,6 +17,7 @@ from hvdlab.runner import events as e
 from hvdlab.runner import wire
 from hvdlab.runner.child import STDERR
 from hvdlab.runner.done import Done
+from hvdlab.runner.keeper import Keeper
 from hvdlab.runner.lines import Tail
 from hvdlab.runner.links import Link
 from hvdlab.runner.news import News
@@ -67,10 +68,19 @@ class JobRun:
             address = own_address(self._job)
             self._start_agents()
             environ = {**os.environ, **self._job.environment}
-            coordinator = CoordinatorProcess.start(size=self._job.size, tcp_host=address, environ=environ)
+            coordinator = CoordinatorProcess.start(
+                size=self._job.size, tcp_host=address, keep=True, environ=environ
+            )
+            try:
+                self._client = Client.connect(coordinator.address, coordinator.token)
+            except BaseException:
+                coordinator.close()
+                raise
+            keeper = Keeper(coordinator, self._client, self._news.post, self._news.coordinator_lost)
+            cleanup.callback(keeper.close)
             cleanup.callback(coordinator.close, _CLOSING)
+            cleanup.callback(self._client.close)
             self._world = self._make_world(coordinator, address)
-            self._client = cleanup.enter_context(Client.connect(coordinator.address, coordinator.token))
             self._news.watch(self._client)
             self._start_ranks(self._world)
             self._loop()

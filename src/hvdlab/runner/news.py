@@ -60,7 +60,10 @@ class News:
         client.on_membership(self._on_membership)
         client.on_mail(TOPIC, self._on_uncaught)
         client.on_stall(lambda stall: self.post(stall_line(stall)))
-        client.on_lost(lambda reason: self.post(e.CoordinatorLost(reason)))
+
+    def coordinator_lost(self, reason: str) -> None:
+        """There is no coordinator any more, and there will be none."""
+        self.post(e.CoordinatorLost(reason))
 
     def _on_membership(self, membership: Membership) -> None:
         members = {member.rank: member.pid for member in membership.members}

@@ -1,0 +1,75 @@
+"""Lets a successor take the coordinator's place when it dies."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.errors import StartError
+
+_OFTEN = 5
+"""Deaths within a minute after which there is a reason that another one would not cure."""
+
+
+class Keeper:
+    """Watches the coordinator of a job.
+
+    Args:
+        coordinator: Its process, started with ``keep``.
+        client: The launcher's connection to it.
+        say: Takes a line when another one has taken over.
+        lost: Called with the reason if none could.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorProcess,
+        client: Client,
+        say: Callable[[str], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._coordinator, self._client = coordinator, client
+        self._say, self._lost = say, lost
+        self._deaths: deque[float] = deque(maxlen=_OFTEN)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        client.on_lost(self._begin)
+
+    def close(self) -> None:
+        """Let nobody take over any more. Call it after the coordinator was closed, so that nothing is waited for."""
+        with self._lock:
+            self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self, reason: str) -> None:
+        """The connection is lost. On the client's thread, which must not wait for what follows."""
+        with self._lock:
+            if not self._closing:
+                self._thread = threading.Thread(target=self._replace, args=(reason,), name="hvdlab-keeper")
+                self._thread.start()
+
+    def _replace(self, reason: str) -> None:
+        began = monotonic()
+        if len(self._deaths) == _OFTEN and began < self._deaths[0] + 60:
+            self._lost(f"{reason}; it has ended {_OFTEN} times within a minute")
+            return
+        self._deaths.append(began)
+        try:
+            self._coordinator.respawn()
+            self._client.reconnect()
+        except CoordinatorLostError:
+            return  # it has died as well, which was told, too
+        except (StartError, TimeoutError, OSError) as error:
+            if not self._closing:
+                self._lost(f"{reason}; no other one could take over: {error}")
+        else:
+            self._say(
+                f"{reason}; another coordinator took over within {monotonic() - began:.1f} s. What ranks were doing "
+                "together at that moment has failed; those that can, go on"
+            )

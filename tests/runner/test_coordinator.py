@@ -1,0 +1,83 @@
+"""The coordinator of a job dies: another one takes over, and ranks that can go on do."""
+
+from __future__ import annotations
+
+SCRIPT = """
+    import os, pathlib, signal, sys
+    import numpy as np
+    from hvdlab.collectives import api, context
+    from hvdlab.collectives.errors import AbortedError
+
+    def parent(pid):
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def kill_the_coordinator():
+        launcher = parent(os.getppid())
+        for tasks in pathlib.Path(f"/proc/{launcher}/task").glob("*/children"):
+            for pid in map(int, tasks.read_text().split()):
+                if "hvdlab.collectives.coordinator" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+                    return
+        sys.exit("there is no coordinator")
+
+    rank = context.init().rank
+    for step in range(3):
+        api.barrier()
+        if rank == 0:
+            kill_the_coordinator()
+        while True:
+            try:
+                total = api.allreduce(np.ones(3), f"x{step}", op=api.Sum)
+                break
+            except AbortedError as error:
+                assert error.cause.kind == "coordinator_lost"
+    print("done", total[0], context.engine().generation)
+"""
+
+ELASTIC = """
+    import os, pathlib, signal
+    import torch
+    import hvdlab.torch as hvd
+
+    def parent(pid):
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def kill_the_coordinator():
+        launcher = parent(os.getppid())
+        for tasks in pathlib.Path(f"/proc/{launcher}/task").glob("*/children"):
+            for pid in map(int, tasks.read_text().split()):
+                if "hvdlab.collectives.coordinator" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+
+    hvd.init()
+    killed = False
+
+    @hvd.elastic.run
+    def train(state):
+        global killed
+        while state.batch < 10:
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            if hvd.rank() == 1 and state.batch == 5 and not killed:
+                killed = True
+                kill_the_coordinator()
+            state.batch += 1
+            state.commit()
+
+    state = hvd.elastic.TorchState(batch=0)
+    train(state)
+    print("done", hvd.rank(), hvd.size(), state.batch)
+"""
+
+
+def test_a_job_goes_on(launcher) -> None:
+    ran = launcher.python(2, SCRIPT)
+    assert ran.code == 0, ran.err
+    assert [ran.of(rank) for rank in range(2)] == [["done 2.0 3"]] * 2
+    assert len(ran.launcher) == 3
+    assert "another coordinator took over within" in ran.launcher[0]
+
+
+def test_elastic_training_goes_on(launcher) -> None:
+    ran = launcher.python(2, ELASTIC, flags=("--min-np", "2"))
+    assert ran.code == 0, ran.err
+    assert [ran.of(rank) for rank in range(2)] == [["done 0 2 10"], ["done 1 2 10"]]

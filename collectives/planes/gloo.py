@@ -8,13 +8,14 @@ them returns with an error at once, here and on the peers.
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # Longest time in which Gloo may see nothing from a peer; the coordinator ends a collective long before.
 _GLOO_TIMEOUT = timedelta(hours=24)
 _NEWS_SECONDS = 0.5
+_FINISH_SECONDS = 0.3
 _GIVE_UP_SECONDS = 0.2
 _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
@@ -50,6 +52,7 @@ class GlooPlane(Plane):
         self._ports: set[tuple[str, int]] = set()
         self._aborted = threading.Event()
         self._settled = threading.Event()
+        self._running: list[Any] = []  # the operation that goes on, if one does
         self.gave_up = False
         """Whether an aborted operation, with the group's descriptors, had to be left to the process."""
 
@@ -107,7 +110,7 @@ class GlooPlane(Plane):
         if packed.size:
             options = dist.AllreduceOptions()
             options.reduceOp = _reduce_op(op)
-            self._wait(lambda: self._group.allreduce([_tensor(packed)], options))
+            self._wait(partial(self._group.allreduce, [_tensor(packed)], options))
         moved_at = time.monotonic_ns()
         self._staging.unpack(packed, outs, dtype, postscale)
         phases.pack += packed_at - start
@@ -119,7 +122,7 @@ class GlooPlane(Plane):
         raw_send, raw_out = _raw(send), _raw(out)
         if len(set(counts)) == 1:
             if raw_out.size:
-                self._wait(lambda: self._group._allgather_base(_tensor(raw_out), _tensor(raw_send)))
+                self._wait(partial(self._group._allgather_base, _tensor(raw_out), _tensor(raw_send)))
         else:
             self._gather_ragged(raw_send, [c * send.itemsize for c in counts], raw_out)
         phases.transfer += time.monotonic_ns() - start
@@ -148,7 +151,7 @@ class GlooPlane(Plane):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         if buffer.size:
-            self._wait(lambda: self._group.broadcast([_tensor(_raw(buffer))], options))
+            self._wait(partial(self._group.broadcast, [_tensor(_raw(buffer))], options))
         phases.transfer += time.monotonic_ns() - start
 
     def reducescatter(
@@ -200,26 +203,41 @@ class GlooPlane(Plane):
         splits_in, splits_out = [c * item for c in send_counts], [c * item for c in recv_counts]
         tensors = _tensor(_raw(out)), _tensor(_raw(send))
         options = dist.AllToAllOptions()
-        self._wait(lambda: self._group.alltoall_base(*tensors, splits_out, splits_in, options))
+        self._wait(partial(self._group.alltoall_base, *tensors, splits_out, splits_in, options))
 
     def barrier(self, phases: Phases) -> None:
         # Not Gloo's own barrier: it waits for ever on a connection that was shut down before it began.
         start = time.monotonic_ns()
-        self._wait(lambda: self._group.allreduce([_tensor(np.zeros(1, np.uint8))]))
+        self._wait(partial(self._group.allreduce, [_tensor(np.zeros(1, np.uint8))]))
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
         self._aborted.set()
+        if not self._running:  # else whoever waits for its end does that in a moment
+            self._disconnect()
+        self._settled.set()
+
+    def _disconnect(self) -> None:
         for fd, local, peer in _connections():
             if local in self._ports or peer in self._ports:
                 _shut_down(fd)
-        self._settled.set()
 
     def close(self) -> None:
-        # The destructor joins Gloo's threads; on a group that is still connected they end by themselves.
+        # The destructor joins Gloo's threads; they end by themselves unless an operation goes on for ever, which may
+        # have been left by an interrupt of the thread that waited for it.
+        if self._running and not self._ends(self._running[-1]):
+            self._give_up()
+        self._running.clear()
         self._group = None
 
-    def _wait(self, start: Callable[[], Any]) -> None:
+    def _give_up(self) -> None:
+        """Leave the operation that does not end, and its group, to the process."""
+        self.gave_up = True
+        leave_to_library(self._group, *self._running)
+        self._group = None
+        self._running.clear()
+
+    def _wait(self, start: partial[Any]) -> None:
         """Run an operation to its end, or to an abort.
 
         When a connection ends Gloo tells the buffers that wait for a message's beginning, but not one whose message has
@@ -227,17 +245,29 @@ class GlooPlane(Plane):
         arrive on what is shut down, so no buffer changes any more.
         """
         with self._failures():
-            work = start()
+            # Starting and noting it are one step of the interpreter: an interrupt can't come in between.
+            self._running.extend(map(operator.call, (start,)))
+            work = self._running[-1]
             settled = self._settled = threading.Event()
             work.get_future().add_done_callback(lambda _: settled.set())
             if not self._aborted.is_set():
                 settled.wait()
-            if not work.is_completed() and not _completes(work, _GIVE_UP_SECONDS):
-                self.gave_up = True
-                leave_to_library(self._group, work)
-                self._group = None
+            if not self._ends(work):
+                self._give_up()
                 raise PlaneAborted
+            self._running.clear()
             work.wait()
+
+    def _ends(self, work: Any) -> bool:
+        """Whether the operation has ended, or ends after an abort, in whatever way.
+
+        It is given a moment in which all members may finish it, as they do unless one has died or never began: then no
+        message is left that has arrived in part.
+        """
+        if work.is_completed() or _completes(work, _FINISH_SECONDS):
+            return True
+        self._disconnect()
+        return _completes(work, _GIVE_UP_SECONDS)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

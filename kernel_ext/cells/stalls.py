@@ -99,6 +99,8 @@ class Stalls:
             return []
         key = (stall.process_set, kind_label(stall.kind), stall.name)
         wait = self._waits.get(key)
+        if (_EXECUTING, *key[1:]) in self._waits:
+            return []  # it was found by asking
         if wait is None:
             site = stall.sites[0] if stall.sites else ""
             wait = self._waits[key] = _Wait(key[1], key[2], site, now - stall.seconds, set())
@@ -187,6 +189,8 @@ class Stalls:
                 if pending.seconds < self._every:
                     self._oldest = max(self._oldest, pending.seconds)
                     continue
+                if any(wait.name == pending.name and not wait.executing for wait in self._waits.values()):
+                    continue  # the coordinator has reported it
                 key = (_EXECUTING, pending.collective, pending.name)
                 wait = self._waits.setdefault(
                     key,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.membership import Stall
 from hvdlab.kernel_ext.cells.events import (
@@ -176,6 +178,21 @@ def test_a_collective_that_all_have_submitted_and_that_does_not_end_is_found_by_
     played.happen(12.3, TimePassed(), *(elsewhere(rank) for rank in range(4)))
     assert played.status[-1].final
     assert "went on after about 8 s" in played.status[-1].text
+
+
+@pytest.mark.parametrize("first", ["report", "question"])
+def test_what_is_reported_and_found_is_told_once(first: str) -> None:
+    played = Played(stall_time=5.0)
+    if first == "report":
+        played.happen(9.0, stalled())
+    played.happen(9.0, TimePassed(), *(inside(rank, 9.0) for rank in (0, 1, 3)))
+    played.happen(9.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    played.happen(9.5, stalled())
+    played.happen(10.5, TimePassed(), *(inside(rank, 10.0) for rank in (0, 1, 3)))
+    played.happen(10.8, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    heads = [shown.text.splitlines()[0] for shown in played.status]
+    assert heads
+    assert all(head.endswith("s for rank 2") and "more" not in head for head in heads), heads
 
 
 def test_another_cells_collective_is_not_told_here() -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.kernel_ext.warm.handle import WarmHandle
 from hvdlab.kernel_ext.warm.lifeline import Lifeline
@@ -304,6 +304,9 @@ class WarmProcess:
                     self._step(handle, selector)
                 return
             except ConnectionLost as error:
+                reason = str(error)
+            except ProtocolError as error:
+                handle.kill()
                 reason = str(error)
         self._has_ended(handle, reason)
 

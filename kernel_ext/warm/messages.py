@@ -7,6 +7,7 @@ from typing import cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 
 CONTROLLER = -1
@@ -200,7 +201,7 @@ def decode_to_warm(payload: bytes | memoryview) -> ToWarm:
     """A message to the warm process. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_warm.decode(payload)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a message to the warm process: {error}") from error
 
 
@@ -208,5 +209,5 @@ def decode_from_warm(payload: bytes | memoryview) -> FromWarm:
     """A message of the warm process. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _from_warm.decode(payload)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a message of the warm process: {error}") from error

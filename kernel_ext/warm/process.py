@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import living_children, raise_on_hangup
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
@@ -181,7 +182,7 @@ class WarmShell:
             if endpoint.backlog:
                 endpoint.flush()
             return [Asked(decode_to_warm(payload)) for payload in endpoint.receive()]
-        except ConnectionLost:
+        except (ConnectionLost, ProtocolError):
             return self._pool_lost()
 
     def _pool_lost(self) -> list[Event]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Signal
+from hvdlab.kernel_ext.warm.messages import Signal
 
 
 @pytest.fixture
@@ -137,7 +139,26 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
     os.unlink(door)
 
 
-def test_shutting_down_removes_the_door(door: str, ranks: ForkedRanks) -> None:
+def test_a_stranger_s_bytes_do_no_harm(door: str, ranks: ForkedRanks) -> None:
     ranks.warm.keep(door, Deadline(10))
-    assert os.path.exists(door)
-    assert CONTROLLER not in ranks.warm.children()
+    loaded(ranks.warm)
+    ranks.warm.detach()
+    for garbage in GARBAGE:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(10)
+            stranger.connect(door)
+            stranger.sendall(garbage)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):  # not all of it was read
+                while stranger.recv(4096):
+                    pass
+    ranks.warm = WarmProcess.attach(door, Deadline(10))
+
+
+GARBAGE = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 100,
+    b"\x04\0\0\0\x92\xa1\xff\x00",  # no UTF-8
+    b"\x01\0\0\0\xc1",
+)

@@ -74,7 +74,7 @@ class RankAgent:
         self._leave = leave or loop.stop
         self._fds = fds
         self._gate = InterruptGate(loop)
-        self._capture = Capture(engine.post, fds=fds)
+        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size)
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds)

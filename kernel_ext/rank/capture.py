@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.fds import FdCapture
@@ -23,6 +23,9 @@ from hvdlab.kernel_ext.rank.sent import Post, Sent
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""
+LEAST_WINDOW = 2 << 20
+ON_THE_WAY = 64 << 20
+"""The same for all ranks of a pool together, if that leaves each at least :data:`LEAST_WINDOW`."""
 BATCH = 64 << 10
 """Bytes that are sent without waiting for the interval."""
 INTERVAL = 0.05
@@ -41,14 +44,28 @@ UNBOUNDED = 1 << 62
 _Entry = tuple[str, str, int] | tuple[Display | Clear, None, int]
 
 
+def window_of(ranks: int) -> int:
+    """The window of each of so many ranks."""
+    return max(LEAST_WINDOW, min(WINDOW, ON_THE_WAY // max(1, ranks)))
+
+
 class Capture:
     """The queue, its window and the thread that sends.
 
     Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: no lock is held
     while something is sent or waited for.
+
+    Args:
+        post: Sends mail.
+        fds: Redirected descriptors, if there are any.
+        ranks: How many ranks there are.
     """
 
-    def __init__(self, post: Post, *, fds: FdCapture | None = None) -> None:
+    def __init__(
+        self, post: Post, *, fds: FdCapture | None = None, ranks: Callable[[], int] = lambda: 1
+    ) -> None:
+        self._ranks = ranks
+        self._window = WINDOW
         self.sent = Sent(post)
         self._fds = fds
         self._forked = False
@@ -95,6 +112,7 @@ class Capture:
         with self._sending, self._lock:
             self._send_queued()
             self._cell, self._total, self._taken = cell, 0, 0
+            self._window = window_of(self._ranks())
             self._room.notify_all()
 
     def credit(self, cell: str, taken: int) -> None:
@@ -171,7 +189,7 @@ class Capture:
     def _put(self, entry: _Entry, wait: bool = True) -> None:
         size = entry[2]
         with self._lock:
-            if wait and self._total + size - self._taken > WINDOW:
+            if wait and self._total + size - self._taken > self._window:
                 self._await_room(size)
             if self._closed:
                 return
@@ -188,7 +206,7 @@ class Capture:
         # What is larger than the window itself goes alone.
         self._urgent = True
         self._wake()
-        self._room.wait_for(lambda: self._closed or self._total - self._taken <= max(0, WINDOW - size))
+        self._room.wait_for(lambda: self._closed or self._total - self._taken <= max(0, self._window - size))
 
     def _write_in_child(self, name: str, text: str) -> None:
         """In a process that user code forked there is no thread that sends: write to the descriptor, which is ours."""
@@ -226,7 +244,7 @@ class Capture:
         fds = self._fds
         assert fds is not None
         with fds.lock:
-            room = WINDOW - (self._total - self._taken)
+            room = self._window - (self._total - self._taken)
             for name, text in fds.read(room):
                 # Never waits: the thread that sends comes through here.
                 self._put(_entry(name, text), wait=False)
@@ -257,7 +275,7 @@ class Capture:
         """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
-        room = self._total - self._taken < WINDOW
+        room = self._total - self._taken < self._window
         if room and not watching:
             for fd in self._fds.readers:
                 selector.register(fd, selectors.EVENT_READ)

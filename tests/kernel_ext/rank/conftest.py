@@ -42,6 +42,8 @@ PATIENCE = 20.0
 class FakeEngine:
     """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
 
+    size = 1
+
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []
         self.posted: queue.Queue[Any] = queue.Queue()

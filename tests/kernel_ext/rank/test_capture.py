@@ -13,7 +13,7 @@ import pytest
 
 from hvdlab.kernel_ext import payloads
 from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Output, Stream
-from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture
+from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture, window_of
 from hvdlab.kernel_ext.rank.streams import RankStream
 
 if TYPE_CHECKING:
@@ -369,3 +369,13 @@ def test_a_gibberish_stream_is_replaced_not_lost(fd_rank: Rank) -> None:
 
 def test_ranks_streams_name_their_descriptor(fd_rank: Rank) -> None:
     assert fd_rank.run("import sys\nsys.stdout.fileno(), sys.stderr.fileno()").done.value_repr == "(1, 2)"
+
+
+def test_many_ranks_have_smaller_windows() -> None:
+    assert [window_of(ranks) for ranks in (1, 8, 16, 32, 256)] == [
+        8 << 20,
+        8 << 20,
+        4 << 20,
+        2 << 20,
+        2 << 20,
+    ]

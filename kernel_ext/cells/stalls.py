@@ -20,8 +20,6 @@ from hvdlab.kernel_ext.output.places import collective_of, grouped, waits_in
 
 REFRESH = 1.0
 """Seconds between two states of what is shown."""
-DOUBT = 2.0
-"""Seconds after which it is certain that what is no longer waited for went on, and did not fail."""
 MOST_WAITS = 3
 """Groups of collectives that are told one by one."""
 
@@ -81,7 +79,7 @@ class Stalls:
         self._refresh_at = None if every is None else now + every
         self._told: _Wait | None = None  # what is shown now; of several the oldest
         self._places_told: list[str] = []
-        self._went_on: tuple[_Wait, float] | None = None  # what was last shown to have gone on, and when
+        self._vanished = False  # nobody was in it any more when the ranks were asked last
         self._behind = False  # that ranks are behind is shown now
         self._quiet = False
         self._oldest = 0.0  # seconds of the collective that executes longest
@@ -137,9 +135,13 @@ class Stalls:
         self._refresh_at = self._next_look(now, at_once=bool(self._waits) or behind)
         if own:
             self._told, self._behind = min(own, key=lambda wait: wait.since), False
+            self._vanished = False
             return [ShowStatus("\n".join(self._lines(own, now)))]
+        if self._told is not None and not self._vanished:
+            # It went on, or failed: then the cell's end comes soon.
+            self._vanished, self._refresh_at = True, now + REFRESH
+            return []
         if self._told is not None:
-            self._went_on = self._told, now
             return self._conclude(True, now)
         if behind:
             self._behind = True
@@ -153,8 +155,6 @@ class Stalls:
     def close(self, ok: bool, now: float) -> list[Effect]:
         """The cell has ended, without an error if ``ok``."""
         self._quiet = True
-        if not ok and self._told is None and self._went_on is not None and now - self._went_on[1] < DOUBT:
-            self._told = self._went_on[0]
         return self._conclude(ok, now) if self._told is not None or self._behind else []
 
     # -- helpers ------------------------------------------------------------------------------------------------------

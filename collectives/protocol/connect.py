@@ -8,10 +8,11 @@ import ssl
 import struct
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
-from hvdlab.collectives.protocol.address import Address, TlsAddress, UnixAddress, parse_address
+from hvdlab.collectives.protocol.address import Address, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
@@ -50,7 +51,8 @@ def connect(
         certificate: PEM text; over TLS the coordinator must show exactly this certificate.
         deadline: Limit of all steps together.
         dead_after: Seconds without a sign of life of the other host after which the connection is lost (``tls`` only).
-        opened: Gets the socket before the answer is waited for; shutting it down from another thread ends the wait.
+        opened: Gets each socket before something is waited for on it; shutting it down from another thread ends the
+            wait. May raise ``StartError`` to give up.
 
     Returns:
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
@@ -76,7 +78,7 @@ def _open(
     where: Address, certificate: str | None, deadline: Deadline, opened: Opened | None
 ) -> socket.socket:
     try:
-        sock = _reach_here(where, deadline) if isinstance(where, UnixAddress) else _reach(where, deadline)
+        sock = _reach(where, deadline, opened)
     except OSError as error:
         kind = NobodyThereError if error.errno in _NOBODY else StartError
         raise kind(
@@ -96,26 +98,41 @@ def _open(
     return sock
 
 
-def _reach_here(where: UnixAddress, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(deadline.remaining())
-        sock.connect(where.path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _reach(where: TlsAddress, deadline: Deadline) -> socket.socket:
-    """A connection to another host. One that has just come (back) to the network may not be reachable at once."""
+def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
+    """A connection. A host that has just come (back) to the network may not be reachable at once."""
     while True:
         try:
-            return socket.create_connection((where.host, where.port), deadline.remaining())
+            return _connect_first(where, deadline, opened)
         except OSError as error:
             if error.errno not in _PASSING or deadline.expired:
                 raise
         time.sleep(min(_TRY_AGAIN_SECONDS, deadline.remaining() or _TRY_AGAIN_SECONDS))
+
+
+def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
+    """A connection to the first of its addresses that answers."""
+    if isinstance(where, UnixAddress):
+        found: list[tuple[int, Any]] = [(socket.AF_UNIX, where.path)]
+    else:
+        names = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
+        found = [(family, address) for family, _, _, _, address in names]
+    failure: OSError | None = None
+    for family, address in found:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.remaining())
+            if opened is not None:
+                opened(sock)
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure or OSError(f"{where} has no address")
 
 
 def _wrap(plain: socket.socket, where: str, certificate: str | None) -> ssl.SSLSocket:

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -71,6 +72,7 @@ class Group:
         self._members = Members()
         self._changed = threading.Condition(threading.RLock())
         self._broken = ""
+        self._reasons: dict[tuple[int, int], str] = {}
         self._ending: set[int] = set()  # told to end by the user
         client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
 
@@ -100,6 +102,8 @@ class Group:
     def handle(self, event: Event) -> None:
         """Something happened to a rank. Any thread."""
         with self._changed:
+            if isinstance(event, Ended) and (reason := self._reasons.pop((event.rank, event.pid), "")):
+                event = replace(event, reason=reason)
             ready = self._members.ready
             if isinstance(event, Ended) and event.rank in self._ending:
                 self._ending.discard(event.rank)
@@ -110,6 +114,11 @@ class Group:
             for rank in self._members.ready:
                 if rank not in ready:
                     self._ready(rank)
+
+    def explain(self, rank: int, pid: int, reason: str) -> None:
+        """Why this rank's process is about to end, which it can't tell itself. Any thread."""
+        with self._changed:
+            self._reasons[rank, pid] = reason
 
     def broken(self, reason: str) -> None:
         """What the ranks depend on is gone, and so are they. Any thread."""

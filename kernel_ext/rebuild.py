@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
@@ -23,9 +24,12 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.group import CUT_OFF_WITHIN, Group
 from hvdlab.kernel_ext.members import Ended
 from hvdlab.kernel_ext.runs import Runs
+from hvdlab.kernel_ext.warm.processes import open_process, readable, start_time
 
 RESPAWN_WITHIN = 20.0
 RECONNECT_WITHIN = 40.0
+KILLED_WITHIN = 5.0
+"""Seconds that a killed process has to end."""
 OFTEN = 5
 """Coordinators that may die within a minute; more of them die for a reason that another one would not cure."""
 
@@ -134,9 +138,16 @@ class Rebuilder:
         deaths = {(death.rank, death.pid): death.reason for death in self._client.membership().deaths}
         for rank, pid in ranks:
             reason = deaths.get((rank, pid))
-            if reason is not None and self._group.pids().get(rank) == pid:
+            # Of one that has ended already it is about to be told how.
+            if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
+                self._group.explain(rank, pid, reason)
                 self._group.kill([rank])
-                self._group.handle(Ended(rank, pid, reason))
+                self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
+
+    def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:
+        """Not even SIGKILL has ended it: it hangs in the system."""
+        if self._group.pids().get(rank) == pid and _lives(pid):
+            self._group.handle(Ended(rank, pid, reason))
 
     def _rebuild(self, reason: str) -> None:
         began = time.monotonic()
@@ -180,3 +191,13 @@ class Rebuilder:
     def _fail(self, reason: str) -> None:
         if not self._closing:
             self._give_up(reason)
+
+
+def _lives(pid: int) -> bool:
+    process = open_process(pid, start_time(pid))
+    if process < 0:
+        return False
+    try:
+        return not readable(process, 0)
+    finally:
+        os.close(process)

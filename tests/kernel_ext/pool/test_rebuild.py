@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 import zmq
 
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import Death
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.group import CUT_OFF_WITHIN
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.warm import prewarm
 from pool_recorder import Recorder
 
@@ -364,3 +370,67 @@ def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:
     assert new != watched.pids[1]
     watched.pids[1] = new
     watched.check()
+
+
+class Surroundings:
+    """What a Rebuilder needs, with one rank that the coordinator has given up."""
+
+    closed = False
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.told: list[object] = []
+        self.killed = threading.Event()
+        self.look: Callable[[Membership], None] = lambda membership: None
+
+    # the client
+    def on_lost(self, callback: object) -> None: ...
+
+    def on_membership(self, callback: Callable[[Membership], None]) -> None:
+        self.look = callback
+
+    def membership(self) -> Membership:
+        return Membership(deaths=(Death(1, self.process.pid, 0.0, "silent for 30 s"),))
+
+    # the group
+    def cut_off(self, membership: Membership) -> list[int]:
+        return [1]
+
+    def pids(self) -> dict[int, int]:
+        return {1: self.process.pid}
+
+    def explain(self, rank: int, pid: int, reason: str) -> None:
+        self.told.append((rank, pid, reason))
+
+    def kill(self, ranks: list[int]) -> None:
+        assert ranks == [1]
+        self.process.kill()
+        self.killed.set()
+
+    def handle(self, event: object) -> None:
+        self.told.append(event)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        if not lives:
+            process.kill()
+            process.wait()
+        surroundings: Any = Surroundings(process)
+        rebuilder = Rebuilder(
+            surroundings,
+            surroundings,
+            surroundings,
+            surroundings,
+            tell=pytest.fail,
+            give_up=pytest.fail,
+            rebuilt=pytest.fail,
+        )
+        surroundings.look(surroundings.membership())
+        assert surroundings.killed.wait(20 if lives else 2 * CUT_OFF_WITHIN) is lives
+        rebuilder.settle(10)
+        rebuilder.close()
+        rebuilder.join()
+        # How it ended is told by who looks after the process; this only knows why.
+        assert surroundings.told == ([(1, process.pid, "silent for 30 s")] if lives else [])

@@ -7,7 +7,6 @@ ranks of its predecessor at once. Only when that thread has ended is anything fo
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import selectors
 import signal
@@ -20,12 +19,11 @@ from collections.abc import Callable, Sequence
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import living_children, raise_on_hangup
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
+from hvdlab.kernel_ext.warm.family import Family
 from hvdlab.kernel_ext.warm.forking import Role, fork, why_not
 from hvdlab.kernel_ext.warm.lifeline import wake_on_hangup
 from hvdlab.kernel_ext.warm.link import Door, PoolLink
 from hvdlab.kernel_ext.warm.messages import (
-    CONTROLLER,
     Children,
     Fork,
     Forked,
@@ -35,13 +33,10 @@ from hvdlab.kernel_ext.warm.messages import (
     decode_to_warm,
     encode,
 )
-from hvdlab.kernel_ext.warm.pipes import READ_SIZE, ChildPipes
+from hvdlab.kernel_ext.warm.pipes import READ_SIZE
 from hvdlab.kernel_ext.warm.preload import load_later
 from hvdlab.kernel_ext.warm.supervisor import (
     Asked,
-    ChildEnded,
-    ChildWrote,
-    ControllerListens,
     Do,
     Effect,
     Event,
@@ -80,11 +75,10 @@ class WarmShell:
         self._supervisor = Supervisor()
         self._importing = True
         self._later = deque(later)
-        self._memory = OutOfMemoryCounter()
-        self._pipes: dict[int, ChildPipes] = {}
         self._answers: list[Event] = []
         self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
+        self._family = Family(self._selector)
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._watch_pool()
@@ -234,97 +228,6 @@ class WarmShell:
                 os.write(announced, b"!")
             os.close(announced)
 
-    # -- children -------------------------------------------------------------------------------------------------
-
-    def _read_log(self, pipes: ChildPipes) -> list[Event]:
-        if self._pipes.get(pipes.number) is not pipes:
-            return []  # the child was reaped a moment ago, and its log was read then
-        try:
-            data = os.read(pipes.log, READ_SIZE)
-        except BlockingIOError:
-            return []
-        if not data:
-            self._selector.unregister(pipes.log)
-            return []
-        return [ChildWrote(pipes.number, data)]
-
-    def _read_controller(self) -> list[Event]:
-        pipes = self._pipes.get(CONTROLLER)
-        if pipes is None or pipes.channel is None:
-            return []
-        try:
-            said = pipes.channel.recv(READ_SIZE)
-        except ConnectionResetError:  # it ended without having read everything
-            said = b""
-        if not said:
-            self._selector.unregister(pipes.channel)
-            return []
-        return [ControllerListens()]
-
-    def _reap(self) -> list[Event]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup, READ_SIZE)
-        events: list[Event] = []
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return events
-            if found is None:
-                return events
-            events += self._reap_one(found.si_pid)
-
-    def _reap_one(self, pid: int) -> list[Event]:
-        events: list[Event] = []
-        pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
-        if pipes is not None:
-            # What it left behind in its process group (a data loader's workers) ends with it; as long as it is not
-            # reaped, nobody else can get its number.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            events += self._drain(pipes)
-        _, status, usage = os.wait4(pid, 0)
-        return [*events, self._ended(pid, status, usage.ru_maxrss * 1024)]
-
-    def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
-        status = pipes.bury()
-        return [*self._drain(pipes), self._ended(pipes.pid, status, 0)]
-
-    def _ended(self, pid: int, status: int | None, max_rss: int) -> ChildEnded:
-        if status is None:
-            return ChildEnded(pid, max_rss=max_rss, out_of_memory=self._memory.increased())
-        code = os.waitstatus_to_exitcode(status)
-        killed = code == -signal.SIGKILL and self._memory.increased()
-        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed)
-
-    def _drain(self, pipes: ChildPipes) -> list[Event]:
-        """Read a child's last words, and close its pipes."""
-        for source in (pipes.log, pipes.channel, pipes.pidfd):
-            if source is not None and source != -1:
-                self._ignore(source)
-        del self._pipes[pipes.number]
-        events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
-        pipes.close()
-        return events
-
-    def _watch(self, child: Forked) -> None:
-        """Look after a process that was forked by another."""
-        pipes = ChildPipes.adopt(child)
-        if pipes is None:
-            self._answers.append(self._ended(child.pid, None, 0))
-            return
-        self._keep(pipes)
-        self._selector.register(
-            pipes.pidfd, selectors.EVENT_READ, functools.partial(self._adopted_ended, pipes)
-        )
-
-    def _keep(self, pipes: ChildPipes) -> None:
-        self._pipes[pipes.number] = pipes
-        if pipes.log >= 0:
-            self._selector.register(pipes.log, selectors.EVENT_READ, functools.partial(self._read_log, pipes))
-        if pipes.channel is not None:
-            self._selector.register(pipes.channel, selectors.EVENT_READ, self._read_controller)
-
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
@@ -333,11 +236,11 @@ class WarmShell:
                 case Send(message):
                     self._send(message)
                 case Kill(pid, number, group):
-                    self._kill(pid, number, group)
+                    self._family.kill(pid, number, group)
                 case TellController(rank, joined):
-                    self._tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
+                    self._family.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
                 case Watch(child):
-                    self._watch(child)
+                    self._answers += self._family.adopt(child)
                 case Listen(path):
                     self._listen(path)
                 case Do(order):
@@ -348,20 +251,6 @@ class WarmShell:
                     return effect
         return None
 
-    def _kill(self, pid: int, number: int, group: bool) -> None:
-        adopted = next((p for p in self._pipes.values() if p.pid == pid and p.pidfd >= 0), None)
-        with contextlib.suppress(ProcessLookupError):
-            if adopted is not None:
-                adopted.send_signal(number, group)
-            else:
-                (os.killpg if group else os.kill)(pid, number)
-
-    def _tell_controller(self, line: bytes) -> None:
-        pipes = self._pipes.get(CONTROLLER)
-        if pipes is not None and pipes.channel is not None:
-            with contextlib.suppress(OSError):
-                pipes.channel.send(line)
-
     def _fork(self, order: Fork) -> Role | None:
         try:
             outcome = fork(order, self._lifeline, self._forget)
@@ -370,7 +259,7 @@ class WarmShell:
             return None
         if isinstance(outcome, Role):
             return outcome
-        self._keep(outcome.pipes)
+        self._family.add(outcome.pipes)
         self._unannounced[outcome.record.pid] = outcome.announced
         self._answers.append(ForkReturned(order.number, outcome.record))
         return None
@@ -387,8 +276,12 @@ class WarmShell:
             self._door.forget()
         for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
-        for pipes in self._pipes.values():
-            pipes.close()
+        self._family.forget()
+
+    def _reap(self) -> list[Event]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup, READ_SIZE)
+        return self._family.reap()
 
     def _finish(self, exit_: Exit) -> None:
         if self._door is not None:

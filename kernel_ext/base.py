@@ -76,6 +76,7 @@ class PoolBase:
             reason=self._why_lost,
             local_pid=self._local_pid,
             stall_time=_stall_time(),
+            replaceable=launcher == names.LOCAL,
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))

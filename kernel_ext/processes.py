@@ -19,7 +19,7 @@ DUMP_WITHIN = 0.2
 DUMP_EVERY = 10.0
 """Seconds between two dumps of a process: the signal breaks some system calls, and not all code expects that."""
 
-BUSY = "C code that keeps the interpreter to itself"
+BUSY = "no answer, probably C code keeps the interpreter to itself"
 
 _LOOK = 0.005
 _PROC = Path("/proc")
@@ -40,7 +40,7 @@ class Processes:
         found = {rank: look_at_state(pid) for rank, pid in pids.items()}
         busy = {rank: pids[rank] for rank, state in found.items() if not state}
         for rank, place in self._places(busy).items():
-            found[rank] = f"{place}, in {BUSY}" if place else f"in {BUSY}"
+            found[rank] = f"{place}; {BUSY}" if place else BUSY
         return found
 
     def _places(self, pids: Mapping[int, int]) -> dict[int, str]:

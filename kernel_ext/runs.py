@@ -63,6 +63,7 @@ class Runs:
         reason: Why a rank is lost, or an empty text.
         local_pid: The process of a rank on this host, or None.
         stall_time: Seconds after which it is told what a cell waits for; None never.
+        replaceable: Whether single ranks can be started again.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Runs:
         reason: Callable[[int], str],
         local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
+        replaceable: bool = True,
     ) -> None:
         self._client = client
         self._began, self._ended, self._reason = began, ended, reason
@@ -83,7 +85,7 @@ class Runs:
         self._connected = True
         self._lost_at = 0.0
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
-        self._stall_time = stall_time
+        self._stall_time, self._replaceable = stall_time, replaceable
         self._given_up: dict[int, tuple[str, str]] = {}
         self.questions = Questions(self._post, gone=lambda rank: bool(reason(rank)))
         self.lookout = Lookout(self._post, self.questions, local_pid)
@@ -123,7 +125,15 @@ class Runs:
         arrivals, now = Arrivals(ranks), time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
         handle = CellHandle(
-            CellRun(cell, ranks, label=label, now=now, timeout=timeout, stall_time=self._stall_time),
+            CellRun(
+                cell,
+                ranks,
+                label=label,
+                now=now,
+                timeout=timeout,
+                stall_time=self._stall_time,
+                replaceable=self._replaceable,
+            ),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
             interrupt=self.interrupt,

@@ -124,9 +124,11 @@ class Session:
         hang, them = ("hangs", "it") if len(late) == 1 else ("hang", "them")
         others = [rank for rank in ranks_of(pool) if rank not in hanging]
         leave_out = f", `--ranks {compact_ranks(others)}` leaves {them} out" if others else ""
+        replace = f"`%hvd_pool restart {compact_ranks(late)}` replaces {them}"
+        if pool.launcher != "local":  # others can't start single ranks
+            replace = "`%hvd_pool stop` ends the pool"
         raise UsageError(
-            f"{format_ranks(late)} still {hang} in {cell}, which was given up; "
-            f"`%hvd_pool restart {compact_ranks(late)}` replaces {them}{leave_out}"
+            f"{format_ranks(late)} still {hang} in {cell}, which was given up; {replace}{leave_out}"
         )
 
     def _gone(self) -> str:

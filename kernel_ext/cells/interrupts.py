@@ -19,7 +19,7 @@ PATIENCE = 2.0
 ASK_BEFORE = ANSWER_WITHIN + SEEN_WITHIN
 """Seconds before that moment at which they are asked where they are."""
 
-LAST_CHANCE = 0.7
+LAST_CHANCE = 1.0
 """Seconds between the last interrupt and giving up; enough to find out where the ranks are."""
 
 AFTER_TIMEOUT = 10.0

@@ -8,7 +8,7 @@ from hvdlab.kernel_ext.cells.events import AskStacks, Effect, LookAt
 from hvdlab.kernel_ext.output.places import short_place
 from hvdlab.kernel_ext.payloads import Stack
 
-ANSWER_WITHIN = 0.3
+ANSWER_WITHIN = 0.6
 """Seconds that a rank has to answer; its control thread does, unless something holds the whole process."""
 
 SEEN_WITHIN = 0.3

@@ -100,6 +100,7 @@ class CellResults(Sequence[Any]):
         interrupted: Whether the user interrupted the cell.
         timed_out: The ranks that still ran when the time limit was reached.
         unanswered: The ranks that did not answer an interrupt and were not waited for any longer, and where they are.
+        replaceable: Whether single ranks of the pool can be started again.
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
@@ -116,6 +117,7 @@ class CellResults(Sequence[Any]):
         unanswered: Mapping[int, str] | None = None,
         timed_out: tuple[int, ...] = (),
         timeout: float | None = None,
+        replaceable: bool = True,
         interrupted: bool = False,
         label: str = "",
     ) -> None:
@@ -128,6 +130,7 @@ class CellResults(Sequence[Any]):
         self.seconds: dict[int, float] = {r: d.seconds for r, d in sorted(done.items())}
         self.interrupted, self.timed_out = interrupted, timed_out
         self.unanswered: dict[int, str] = dict(unanswered or {})
+        self.replaceable = replaceable
         self._timeout = timeout
         self._done = dict(done)
         self._shown = dict(shown or {})
@@ -154,7 +157,8 @@ class CellResults(Sequence[Any]):
                 for d in self.deaths.values()
                 if d.reason == death.reason and (d is death or tuple(crash_lines(d.tail)) == lines)
             ]
-            said = f"{format_ranks(alike)} died: {death.reason}"
+            reason = death.reason if len(alike) == 1 else death.reason.replace("its ", "their ", 1)
+            said = f"{format_ranks(alike)} died: {reason}"
             return RootCause(tuple(alike), "RankDied", said, lines)
         if first is not None:
             return self._cause_of(first)

@@ -67,6 +67,7 @@ class CellRun:
         now: float,
         timeout: float | None = None,
         stall_time: float | None = None,
+        replaceable: bool = True,
         ack_bytes: int = ACK_BYTES,
     ) -> None:
         if not ranks:
@@ -80,6 +81,7 @@ class CellRun:
         self._timeout_at = None if timeout is None else now + timeout
         self._grace_at: float | None = None
         self._failure = ""
+        self._replaceable = replaceable
         self._places = Places()
         self._interrupts = Interrupts(self._places)
         self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
@@ -254,6 +256,7 @@ class CellRun:
             unanswered=self._unanswered,
             timed_out=self._timed_out,
             timeout=self._timeout,
+            replaceable=self._replaceable,
             interrupted=self._interrupts.requests > 0,
             label=self.label,
         )

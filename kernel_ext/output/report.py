@@ -104,7 +104,10 @@ def _given_up(results: CellResults) -> list[str]:
     late = tuple(results.unanswered)
     if not late:
         return []
-    remedy = f"`%hvd_pool restart {compact_ranks(late)}` replaces {'it' if len(late) == 1 else 'them'}"
+    if results.replaceable:
+        remedy = f"`%hvd_pool restart {compact_ranks(late)}` replaces {'it' if len(late) == 1 else 'them'}"
+    else:
+        remedy = "`%hvd_pool stop` ends the pool"
     if others := [rank for rank in results.ranks if rank not in late]:
         remedy += f", `--ranks {compact_ranks(others)}` leaves {'it' if len(late) == 1 else 'them'} out"
     lines = [f"{format_ranks(late)}: no answer to the interrupt, not waited for any longer; {remedy}"]

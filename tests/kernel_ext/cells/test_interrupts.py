@@ -105,6 +105,14 @@ def test_the_second_interrupt_is_the_last() -> None:
     ]
 
 
+def test_where_single_ranks_can_not_be_started_another_remedy_is_named() -> None:
+    played = Played(replaceable=False)
+    played.happen(InterruptRequested(), interrupted(0), InterruptRequested(), InterruptRequested())
+    assert "waited for any longer; `%hvd_pool stop` ends the pool, `--ranks 0`" in "\n".join(
+        report(played.results)
+    )
+
+
 def test_who_clicks_twice_in_a_hurry_gives_nobody_up_too_soon() -> None:
     played = Played()
     played.happen(InterruptRequested(), InterruptRequested())

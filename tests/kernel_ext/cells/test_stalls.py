@@ -108,7 +108,7 @@ def test_a_rank_that_falls_silent_is_told_with_its_last_place() -> None:
     played = Played()
     played.stall()
     played.happen(11.0, TimePassed(), *(waiting(rank, 11.0) for rank in (0, 1, 3)))
-    played.happen(11.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    played.happen(11.6, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
     place = "cell [7] line 12 in train_step: loader.next()"
     assert played.status[-1].text.endswith(f"\n  rank 2: stopped (SIGSTOP); it was last at {place}")
 
@@ -167,18 +167,18 @@ def test_a_collective_that_all_have_submitted_and_that_does_not_end_is_found_by_
     assert played.run.deadline == 9.0
     assert played.status == []
     played.happen(10.0, TimePassed(), *(inside(rank, 6.0) for rank in (0, 1, 3)))
-    played.happen(10.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    played.happen(10.6, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
     assert played.status == [
         ShowStatus(
             "allreduce `loss` (cell [7] line 4): ranks 0,1,3 have waited 6 s for rank 2\n  rank 2: stopped (SIGSTOP)"
         )
     ]
-    played.happen(11.3, TimePassed(), *(inside(rank, 7.3) for rank in range(4)))
+    played.happen(11.6, TimePassed(), *(inside(rank, 7.6) for rank in range(4)))
     assert played.status[-1].text == (
         "allreduce `loss` (cell [7] line 4): ranks 0-3 have been in it for 7 s, its data is under way"
     )
-    played.happen(12.3, TimePassed(), *(elsewhere(rank) for rank in range(4)))
-    played.happen(13.3, TimePassed(), *(elsewhere(rank) for rank in range(4)))
+    played.happen(12.6, TimePassed(), *(elsewhere(rank) for rank in range(4)))
+    played.happen(13.6, TimePassed(), *(elsewhere(rank) for rank in range(4)))
     assert played.status[-1].final
     assert "went on after about 8 s" in played.status[-1].text
 
@@ -189,10 +189,10 @@ def test_what_is_reported_and_found_is_told_once(first: str) -> None:
     if first == "report":
         played.happen(9.0, stalled())
     played.happen(9.0, TimePassed(), *(inside(rank, 9.0) for rank in (0, 1, 3)))
-    played.happen(9.3, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
-    played.happen(9.5, stalled())
-    played.happen(10.5, TimePassed(), *(inside(rank, 10.0) for rank in (0, 1, 3)))
-    played.happen(10.8, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    played.happen(9.6, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
+    played.happen(9.7, stalled())
+    played.happen(10.6, TimePassed(), *(inside(rank, 10.0) for rank in (0, 1, 3)))
+    played.happen(11.2, TimePassed(), ProcessSeen(2, "stopped (SIGSTOP)"))
     heads = [shown.text.splitlines()[0] for shown in played.status]
     assert heads
     assert all(head.endswith("s for rank 2") and "more" not in head for head in heads), heads

@@ -136,6 +136,10 @@ class Host:
         """Put the cable back."""
         self._network.switch("ip", "link", "set", f"port{self._number}", "up")
 
+    def cut_one_way(self, *, incoming: bool) -> None:
+        """Let nothing come in, or nothing go out, over its slow cable; or again, when it is called again."""
+        self._network.links[self._number].process.send_signal(signal.SIGUSR1 if incoming else signal.SIGUSR2)
+
     def close(self) -> None:
         """End it, with all its processes."""
         self._holder.close()
@@ -167,7 +171,7 @@ class Network:
 
     def __init__(self, count: int, slow: Mapping[int, SlowLink] | None = None) -> None:
         self.hosts: list[Host] = []
-        self._links: list[_Holder] = []
+        self.links: dict[int, _Holder] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="hosts-"))
         self._switch: _Holder | None = None
         try:
@@ -194,9 +198,8 @@ class Network:
         else:
             namespaces = [f"/proc/{pid}/ns/net" for pid in (self._switch.process.pid, host.pid)]
             ends = [namespaces[0], port, namespaces[1], "eth0"]
-            self._links.append(
-                _Holder([sys.executable, str(_SLOW_LINK), *ends, str(slow.delay), str(slow.rate)])
-            )
+            command = [sys.executable, str(_SLOW_LINK), *ends, str(slow.delay), str(slow.rate)]
+            self.links[number] = _Holder(command)
         self.switch("ip", "link", "set", port, "master", "switch")
         self.switch("ip", "link", "set", port, "up")
         host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
@@ -213,7 +216,7 @@ class Network:
 
     def close(self) -> None:
         """End all hosts."""
-        for holder in (*self.hosts, *self._links, self._switch):
+        for holder in (*self.hosts, *self.links.values(), self._switch):
             if holder is not None:
                 holder.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,7 +1,8 @@
 """A slow cable between two network namespaces; see ``hosts.py``. Kernels do not always have the means (netem).
 
 ``slow_link.py NAMESPACE DEVICE NAMESPACE DEVICE DELAY RATE`` makes a TAP device in each and carries frames between
-them, until its standard input ends.
+them, until its standard input ends. SIGUSR1 cuts the direction towards the second namespace, SIGUSR2 the other one; each
+puts it together again when it comes again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 import itertools
 import os
 import select
+import signal
 import struct
 import sys
 import time
@@ -30,10 +32,16 @@ class Direction:
         self.source, self.target = source, target
         self._delay, self._rate = delay, rate
         self._free = 0.0  # when the last frame is on its way
+        self.cut = False
+
+    def toggle(self, number: int, frame: object) -> None:
+        self.cut = not self.cut
 
     def due(self, length: int, now: float) -> float | None:
         """When a frame arrives; ``None`` if it is lost."""
         begin = max(now, self._free)
+        if self.cut:
+            return None
         if begin - now > _QUEUE_SECONDS:
             return None
         self._free = begin + length * 8 / self._rate
@@ -82,8 +90,11 @@ def carry(directions: list[Direction]) -> None:
 def main() -> None:
     one_namespace, one, other_namespace, other, delay, rate = sys.argv[1:]
     ends = device(one_namespace, one), device(other_namespace, other)
+    directions = [Direction(a, b, float(delay), float(rate)) for a, b in (ends, ends[::-1])]
+    for number, direction in zip((signal.SIGUSR1, signal.SIGUSR2), directions, strict=True):
+        signal.signal(number, direction.toggle)
     print("up", flush=True)
-    carry([Direction(a, b, float(delay), float(rate)) for a, b in (ends, ends[::-1])])
+    carry(directions)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def check(pool: Pool, pids: dict[int, int]) -> None:
     }
 
 
-@pytest.mark.parametrize("end", ["killed", "exits"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("exits", marks=pytest.mark.soak)])
 def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
     process = keeper("3")
     (kept,) = Registry().all()
@@ -106,6 +106,7 @@ def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
         assert Registry().all()[0].owner.pid == os.getpid()
 
 
+@pytest.mark.soak
 def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
     kill(keeper("2"))
     with Pool.attach("mine") as pool:
@@ -156,6 +157,7 @@ def test_what_runs_goes_on_and_can_be_interrupted() -> None:
         check(pool, pool.pull("mine"))
 
 
+@pytest.mark.soak
 def test_a_cell_that_wrote_more_than_a_window_while_nobody_listened_goes_on() -> None:
     process = keeper("1", "talkative")
     kill(process)
@@ -184,6 +186,7 @@ def test_a_pool_that_is_in_use_is_refused_with_who_has_it() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.soak
 def test_a_pool_is_detached_and_attached_to_in_one_process() -> None:
     pool = Pool.start(2, keep="")
     assert pool.name == "pool"
@@ -199,6 +202,7 @@ def test_a_pool_is_detached_and_attached_to_in_one_process() -> None:
         assert again.pull("x") == {0: 6, 1: 6}
 
 
+@pytest.mark.soak
 def test_names() -> None:
     with Pool.start(1, keep="mine") as first:
         with pytest.raises(InvalidRequestError, match="there is a pool `mine` already"):
@@ -219,6 +223,7 @@ def test_names() -> None:
         Pool.attach("mine")
 
 
+@pytest.mark.soak
 def test_coordinators_and_warm_processes_that_die_are_replaced_in_a_kept_pool() -> None:
     pool = Pool.start(2, keep="mine")
     pool.run("import os; mine = os.getpid()")
@@ -234,7 +239,7 @@ def test_coordinators_and_warm_processes_that_die_are_replaced_in_a_kept_pool() 
         assert again.pull("os.getpid()") == pids == again.pull("mine")
 
 
-@pytest.mark.parametrize("what", ["coordinator", "warm"])
+@pytest.mark.parametrize("what", ["coordinator", pytest.param("warm", marks=pytest.mark.soak)])
 def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(what: str, tmp_path: Path) -> None:
     process = keeper("2")
     kept = Registry().get("mine")
@@ -251,7 +256,7 @@ def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(what: str, tmp_p
     assert not Path(kept.directory).exists()
 
 
-@pytest.mark.parametrize("how", ["stop", "detach"])
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.soak), "detach"])
 def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
     kill(keeper("2"))
     pool = Pool.attach("mine")
@@ -268,6 +273,7 @@ def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
     pool.stop()
 
 
+@pytest.mark.soak
 def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     kill(keeper("1"))
     (Path(Registry().get("mine").directory) / "handover").unlink()

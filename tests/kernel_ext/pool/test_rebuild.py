@@ -72,6 +72,7 @@ class Watched:
         }
 
 
+@pytest.mark.soak
 def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> None:
     watched = Watched(start_pool(3))
     before = watched.coordinator
@@ -106,7 +107,7 @@ def test_a_cell_is_sent_while_there_is_no_coordinator(start_pool: StartPool) -> 
         watched.check()
 
 
-@pytest.mark.parametrize("kills", [1, 3])
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_the_coordinator_dies_while_cells_print(start_pool: StartPool, kills: int) -> None:
     watched = Watched(start_pool(2))
     out = Recorder()
@@ -207,6 +208,7 @@ def test_a_rank_dies_with_the_coordinator(start_pool: StartPool) -> None:
     watched.check()
 
 
+@pytest.mark.soak
 def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool) -> None:
     watched = Watched(start_pool(2))
     watched.kill_coordinator()
@@ -223,6 +225,7 @@ def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool
     watched.check()
 
 
+@pytest.mark.soak
 def test_a_coordinator_that_dies_before_a_pool_takes_it_is_replaced(start_pool: StartPool) -> None:
     warm = prewarm()
     warm._done.wait(30)
@@ -251,6 +254,7 @@ def test_a_coordinator_that_can_not_be_replaced_ends_the_pool(
         watched.pool.run("1")
 
 
+@pytest.mark.soak
 def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     pool = start_pool(2)
     family = psutil.Process().children(recursive=True)
@@ -320,6 +324,7 @@ def test_coordinator_and_warm_process_die_together(start_pool: StartPool) -> Non
     watched.check()
 
 
+@pytest.mark.soak
 def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +346,7 @@ def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
 # -- ipyparallel's controller -------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_the_controller_dies_and_comes_up_again(start_pool: StartPool) -> None:
     watched = Watched(start_pool(2))
     pool = watched.pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from lab_page import CHROMIUM, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
@@ -60,7 +61,7 @@ def lab(tmp_path: Path) -> Iterator[LabPage]:
 def run_while_away(lab: LabPage, cell: int, files: str) -> None:
     """Run a cell, close the browser after its first line, come back after its second."""
     lab.run(cell)
-    lab.wait_for_text(cell, "[0,1] epoch 0")
+    lab.wait_for_text(cell, "epoch 0")
     lab.leave()
     Path(f"{files}-closed").touch()
     deadline = time.monotonic() + 60
@@ -71,8 +72,12 @@ def run_while_away(lab: LabPage, cell: int, files: str) -> None:
 
 
 def check_complete(text: str) -> None:
-    for line in ("[0,1] epoch 0", "[0] epoch 1 of rank 0", "[1] epoch 1 of rank 1", "[0,1] epoch 2"):
-        assert text.count(line) == 1, text
+    """Each rank's lines are there once and in order; whether equal ones were merged depends on their timing."""
+    written: dict[str, list[str]] = {"0": [], "1": []}
+    for labels, line in re.findall(r"^\[([01,]+)\] (epoch .*)$", text, re.MULTILINE):
+        for rank in labels.split(","):
+            written[rank].append(line)
+    assert written == {rank: ["epoch 0", f"epoch 1 of rank {rank}", "epoch 2"] for rank in "01"}, text
     assert "ValueError: bad batch" in text
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 BEGIN = """
 import os, resource, signal, sys
@@ -61,7 +61,7 @@ def run(program: str, tmp_path: Path, *, before: str = "", **environment: str) -
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

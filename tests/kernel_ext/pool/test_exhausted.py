@@ -75,6 +75,7 @@ def may_mount() -> bool:
 mounts = pytest.mark.skipif(not may_mount(), reason="needs mount namespaces")
 
 
+@pytest.mark.soak
 @mounts
 def test_64_mib_of_shared_memory_are_enough(tmp_path: Path) -> None:
     program = """
@@ -119,6 +120,7 @@ assert not [name for name in os.listdir(small) if name.startswith("hvdlab")], os
     run(program, tmp_path, before=f"mount -t tmpfs -o size=8m tmpfs {small};", TMPDIR=str(small))
 
 
+@pytest.mark.soak
 @mounts
 def test_a_pool_that_can_not_start_on_a_full_disk_says_so(tmp_path: Path) -> None:
     small = tmp_path / "small"

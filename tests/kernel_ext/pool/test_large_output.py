@@ -135,6 +135,7 @@ def test_a_flood_can_be_interrupted(start_pool: StartPool) -> None:
     assert pool.run("1 + 1")[0] == 2
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_killed_in_a_flood_ends_the_cell(start_pool: StartPool) -> None:
     pool = start_pool(2)
     frontend = Frontend()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.cells.events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.payloads import TO_RANK, AskStack, Stack, encode
-from hvdlab.kernel_ext.processes import Processes
+from hvdlab.kernel_ext.processes import Processes, halted
 from hvdlab.kernel_ext.questions import Answer, Questions
 
 ELSEWHERE = "it does not answer"
@@ -43,6 +43,11 @@ class Lookout:
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
 
+    def halted(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks that can't answer, as their process does not run. Any thread."""
+        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
+        return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
+
     def follow(self, take: Callable[[int, Answer], None]) -> int:
         return self._questions.follow(take)
 
@@ -58,8 +63,10 @@ class Watch:
         self._ticket = lookout.follow(self._answered)
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks where they are; the answers come as :class:`StackArrived`."""
+        """Ask ranks where they are; the answers come as :class:`StackArrived`, of those that can't :class:`ProcessSeen`."""
         self._lookout.ask(self._ticket, ranks)
+        for rank, text in self._lookout.halted(ranks).items():
+            self._feed(ProcessSeen(rank, text))
 
     def look(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""

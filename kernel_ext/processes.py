@@ -53,22 +53,29 @@ class Processes:
         return {rank: known[pid][1] for rank, pid in pids.items()}
 
 
-def look_at_state(pid: int, proc: Path = _PROC) -> str:
-    """What keeps a process from running; empty if nothing does."""
-    try:
-        stat = (proc / f"{pid}/stat").read_text()
-    except OSError:
-        return "its process has ended"
-    state = stat.rpartition(")")[2].split()[0]
+def halted(pid: int, proc: Path = _PROC) -> str:
+    """Why a process does not run and won't by itself; empty if it does."""
+    state = _state(pid, proc)
     if state == "T":
         return f"stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
     if state == "t":
         return "stopped by a debugger"
-    if state in "ZX":
-        return "its process has ended"
-    if state == "D":
+    return "its process has ended" if state in ("", "Z", "X") else ""
+
+
+def look_at_state(pid: int, proc: Path = _PROC) -> str:
+    """What keeps a process from running; empty if nothing does."""
+    if _state(pid, proc) == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"
-    return ""
+    return halted(pid, proc)
+
+
+def _state(pid: int, proc: Path) -> str:
+    """The letter that the kernel has for it; empty if there is no such process."""
+    try:
+        return (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _waits_in(pid: int, proc: Path) -> str:

@@ -83,7 +83,7 @@ class StackArrived:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """What :class:`LookAt` found out, as it reads after ``rank 2: ``."""
+    """What a look at a process told, as it reads after ``rank 2: ``."""
 
     rank: int
     text: str
@@ -144,7 +144,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class AskStacks:
-    """Ask these ranks where they are. They may belong to another cell."""
+    """Ask these ranks where they are. They may belong to another cell, and :class:`ProcessSeen` may be the answer."""
 
     ranks: tuple[int, ...]
 

@@ -28,6 +28,7 @@ class Places:
         self.deadline: float | None = None
         self._asked: frozenset[int] = frozenset()
         self._seen: dict[int, str] = {}
+        self._seen_now: set[int] = set()
         self._last: dict[int, str] = {}
         self._looking = False
 
@@ -35,6 +36,7 @@ class Places:
         """Begin a round. What is known from the last one is forgotten, but for looks at who did not answer."""
         self._asked = frozenset(ranks)
         self.answers = {}
+        self._seen_now = set()
         self._seen = {rank: text for rank, text in self._seen.items() if rank in self._asked}
         self._looking = False
         self.deadline = now + ANSWER_WITHIN
@@ -60,12 +62,13 @@ class Places:
         if rank not in self._asked or rank in self.answers:
             return False
         self._seen[rank] = text
-        return self._looking and self._all_known()
+        self._seen_now.add(rank)
+        return self._all_known()
 
     def time(self) -> tuple[bool, list[Effect]]:
         """The deadline was reached. Returns whether the round is over, and what is to be done."""
         assert self.deadline is not None
-        silent = tuple(sorted(self._asked - set(self.answers)))
+        silent = tuple(sorted(self._asked - set(self.answers) - self._seen_now))
         if self._looking or not silent:
             self.deadline = None
             return True, []
@@ -87,9 +90,7 @@ class Places:
         return seen if last is None or seen.startswith("cell ") else f"{seen}; it was last at {last}"
 
     def _all_known(self) -> bool:
-        if self.deadline is None or self._asked - set(self.answers) - (
-            set(self._seen) if self._looking else set()
-        ):
+        if self.deadline is None or self._asked - set(self.answers) - self._seen_now:
             return False
         self.deadline = None
         return True

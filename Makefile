@@ -44,7 +44,7 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
-	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/chaos tests/kernel_ext/pool tests/torch/test_habits.py $(PYTEST_ARGS)
+	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/kernel_ext/pool tests/torch/test_habits.py $(PYTEST_ARGS)
 
 chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md

@@ -128,7 +128,9 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     kernel.finish(cell)
     assert "rank 2 has not answered the interrupt" in cell.text("stderr")
     number = cell.reply["execution_count"]
-    assert f"rank 2: cell [{number}] line 3; no answer, probably C code keeps the interpreter" in cell.text("stderr")
+    assert f"rank 2: cell [{number}] line 3; no answer, probably C code keeps the interpreter" in cell.text(
+        "stderr"
+    )
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run(SUM).lines() == ["[0] 1.0 0", "[1] 1.0 10", "[2] 1.0 20"]

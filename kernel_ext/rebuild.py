@@ -40,9 +40,11 @@ class Coordinator(Protocol):
     @property
     def pid(self) -> int:
         """Its number."""
+        ...
 
     def ending(self) -> str:
         """How it ended; empty as long as it runs."""
+        ...
 
     def respawn(self, timeout: float = ...) -> None:
         """Start a successor."""

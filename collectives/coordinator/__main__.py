@@ -30,6 +30,7 @@ def main() -> int:
     launch = msgspec.json.decode(_read_line(0), type=Launch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
+    server: Server | None = None
     try:
         options = ServerOptions(
             launch.token,
@@ -54,7 +55,7 @@ def main() -> int:
         _answer(ready)
         server.serve()
     finally:
-        if not launch.keeps or server.alone:
+        if not launch.keeps or server is None or server.alone:
             shutil.rmtree(directory, ignore_errors=True)  # else it belongs to the successor, too
     return 0
 

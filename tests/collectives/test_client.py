@@ -240,12 +240,15 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
         client.wait_for(lambda now: now.complete, 10)
         client.on_membership(seen.append)
         client.flush()
+        process = os.pidfd_open(kept.pid)
         os.kill(kept.pid, signal.SIGKILL)
         assert "lost" in lost.get(timeout=10)
         with pytest.raises(CoordinatorLostError):
             client.post("t", b"", [0])
         assert client.membership().ranks == (0, 1), "as it was"
         client.rank_lost(1, os.getpid(), "killed by SIGBUS")
+        assert select.select([process], [], [], 10)[0]  # a process ends a moment after its connections
+        os.close(process)
         assert kept.ending() == "killed by SIGKILL"
         kept.respawn()
         assert (kept.ending(), kept.generation) == ("", 1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any
+
+import pytest
 
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
@@ -11,6 +15,7 @@ from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
 from hvdlab.magics.screens.pacing import Pacer, wire_size
 from hvdlab.magics.screens.pages import Page, page_html, page_text
 from hvdlab.magics.screens.tabs import REFRESH, DetailsView, PagesSink
+from hvdlab.magics.screens.terminal import TerminalScreen
 
 
 class Recorder:
@@ -124,6 +129,64 @@ def test_live_lines_have_one_area_that_is_empty_at_last() -> None:
     assert recorder.areas() == {"hvdlab-c-live": {"text/plain": "[0-2] 90%"}}
     notebook.live(LiveLines(()))
     assert recorder.areas() == {"hvdlab-c-live": {"text/plain": "", "text/html": ""}}
+
+
+def test_what_a_cell_waits_for_is_told_in_place_and_next_time_below() -> None:
+    notebook, recorder, _ = screen()
+    notebook.status("", final=True)
+    assert recorder.sent == []
+    for seconds in (10, 11):
+        notebook.status(f"waits {seconds} s", final=False)
+    notebook.status("went on", final=True)
+    assert recorder.areas() == {"hvdlab-c-status-0": {"text/plain": "went on"}}
+    notebook.write(Text("stdout", "step 2\n"))
+    notebook.status("waits again", final=False)
+    assert recorder.areas()["hvdlab-c-status-0"]["text/plain"] == ""
+    assert recorder.areas()["hvdlab-c-status-1"] == {"text/plain": "waits again"}
+    notebook.status("", final=True)
+    assert recorder.areas()["hvdlab-c-status-1"]["text/plain"] == ""
+
+
+class Terminal(io.StringIO):
+    """A tty that knows what is on its screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        lines, at = [""], 0
+        for part in re.split(r"(\r|\n|\x1b\[K|\x1b\[1A)", self.getvalue()):
+            if part == "\n":
+                at += 1
+                lines += [""] * (at == len(lines))
+            elif part == "\x1b[1A":
+                at -= 1
+            elif part == "\x1b[K":
+                lines[at] = ""
+            elif part != "\r":
+                lines[at] += part
+        return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_a_terminal_shows_what_a_cell_waits_for_below_its_output(
+    tty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(terminal, "isatty", lambda: tty)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    shown = TerminalScreen(range(3))
+    shown.write(Text("stdout", "step 1\n"))
+    for seconds in (10, 11):
+        shown.status(f"waits {seconds} s\n  rank 2: cell", final=False)
+    shown.write(Text("stdout", "step 2\n"))
+    if tty:
+        assert terminal.screen() == ["step 1", "step 2", "waits 11 s", "  rank 2: cell"]
+    shown.status("went on", final=True)
+    shown.finish()
+    first = [] if tty else ["waits 10 s", "  rank 2: cell"]
+    assert terminal.screen() == ["step 1", *first, "step 2", "went on"]
 
 
 def test_long_text_is_cut_at_line_ends() -> None:

@@ -239,7 +239,8 @@ class Companion:
         cluster.delay = 0
         cluster.controller = None  # one that could not be started
         await cluster.start_controller(warm=self._warm, reuse=again)
-        information = json.dumps((await cluster.controller.get_connection_info())["engine"])
+        controller: Any = cluster.controller
+        information = json.dumps((await controller.get_connection_info())["engine"])
         if ours:
             await self._take_over_ranks(cluster)
         self._connected(information)

@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ipyparallel.engine.app as engine_app  # type: ignore[import-untyped]  # has no types
 import zmq
@@ -89,13 +89,14 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
             raise JoinFailed(
                 "the new controller could not get the ports of the old one; restart the rank to join it"
             )
+        registrar: Any = self.registrar
         content = {"uuid": self.ident, "id": self.id}
-        self.session.send(self.registrar, "registration_request", content=content)
+        self.session.send(registrar, "registration_request", content=content)
         poller = zmq.asyncio.Poller()
-        poller.register(self.registrar, zmq.POLLIN)
+        poller.register(registrar, zmq.POLLIN)
         if not await poller.poll(timeout=int(self.timeout * 1000)):
             self.abort()
-        _, parts = self.session.feed_identities(self.registrar.recv_multipart())
+        _, parts = self.session.feed_identities(registrar.recv_multipart())
         answer = self.session.deserialize(parts)["content"]
         if answer["status"] != "ok":
             raise JoinFailed(f"the controller refused: {answer.get('evalue', answer)}")
@@ -108,7 +109,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     def init_signal(self) -> None:
         """Signals belong to the rank."""
 
-    def abort(self) -> None:
+    def abort(self) -> NoReturn:
         """There was no answer; the rank goes on without ipyparallel."""
         raise JoinFailed(f"the controller at {self.registration_url} did not answer in {self.timeout:g} s")
 

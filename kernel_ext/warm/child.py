@@ -78,7 +78,9 @@ def _set_up(role: Role) -> None:
     _connect_standard_descriptors(role)
     depend_on(role.lifeline)
     if not os.read(role.leave_to_live, 1):
-        os._exit(1)  # nobody has heard of this process; a successor of the warm process forks another one
+        # Nobody may have heard of this process; then a successor of the warm process forks another one.
+        os.write(2, b"The process that forked this one died before it could tell so.\n")
+        os._exit(1)
     os.close(role.leave_to_live)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     os.environ.clear()

@@ -13,6 +13,7 @@ from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
 
+_WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -177,8 +178,29 @@ class CellResults(Sequence[Any]):
         if error.cause == "deadlock":
             stuck = tuple(r for r, e in self.errors.items() if (e.cause, e.why) == (error.cause, error.why))
             return RootCause(stuck, error.ename, error.why, nobody=True)
-        alike = tuple(r for r, e in self.errors.items() if same_error(e, error))
-        return RootCause(alike, error.ename, error.evalue, error.traceback, nobody=error.aborted)
+        alike = {r for r, e in self.errors.items() if same_error(e, error)}
+        said = error.evalue
+        if error.aborted:
+            # Who came late was told that those who had been stopped were missing; it waited for the same ranks.
+            late = {r for r, e in self.errors.items() if e.aborted and e.collective == error.collective}
+            alike |= {r for r in late if self.origin(r) == set(error.culprits)}
+            said = _WAITED.sub(f"{format_ranks(tuple(alike))} waited; ", said, count=1)
+        ranks = tuple(sorted(alike))
+        return RootCause(ranks, error.ename, said, error.traceback, nobody=error.aborted)
+
+    def origin(self, rank: int) -> set[int]:
+        """The ranks because of which an aborted rank was stopped, not counting those that only were stopped themselves."""
+        found: set[int] = set()
+        seen, todo = {rank}, [rank]
+        while todo:
+            for culprit in self.errors[todo.pop()].culprits:
+                error = self.errors.get(culprit)
+                if error is None or not error.aborted or culprit in self.deaths:
+                    found.add(culprit)
+                elif culprit not in seen:
+                    seen.add(culprit)
+                    todo.append(culprit)
+        return found
 
     def _timeout_cause(self) -> RootCause:
         said = f"{format_ranks(self.timed_out)} did not end within {self._timeout or 0:g} s and {_were(self.timed_out)} interrupted"

@@ -94,7 +94,7 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
     folded: dict[str, list[int]] = {}
     for rank, error in results.errors.items():
         if rank not in (cause.shown or cause.ranks):
-            folded.setdefault(_one_line(results, cause, error), []).append(rank)
+            folded.setdefault(_one_line(results, rank, error), []).append(rank)
     lines += [f"{format_ranks(ranks)}: {line}" for line, ranks in folded.items()]
     return lines + _given_up(results)
 
@@ -114,23 +114,20 @@ def _given_up(results: CellResults) -> list[str]:
     return lines + [f"  {line}" for line in grouped(results.unanswered)]
 
 
-def _one_line(results: CellResults, cause: RootCause, error: CellError) -> str:
+def _one_line(results: CellResults, rank: int, error: CellError) -> str:
     if error.interrupted:
         return f"interrupted at {error.site}" if error.site else "interrupted"
     if error.aborted and error.collective:
-        return f"stopped in {error.collective}{_because(results, cause, error)}"
+        return f"stopped in {error.collective}{_because(results, rank, error)}"
     return one_line(error)
 
 
-def _because(results: CellResults, cause: RootCause, error: CellError) -> str:
-    dead = [rank for rank in error.culprits if rank in results.deaths]
-    failed = [rank for rank in error.culprits if rank in results.errors and rank not in dead]
-    # A rank that came late is told that all who had stopped before are missing; those were only stopped themselves.
-    failed = [rank for rank in failed if not results.errors[rank].aborted] or failed
+def _because(results: CellResults, rank: int, error: CellError) -> str:
+    origin = sorted(results.origin(rank))
+    dead = [rank for rank in origin if rank in results.deaths]
+    failed = [rank for rank in origin if rank in results.errors and rank not in dead]
     if dead:
         return f" because {format_ranks(dead)} died"
-    if failed and cause.nobody and all(results.errors[rank].aborted for rank in failed):
-        return " as well"  # it came late to what the cause is about
     if failed:
         interrupted = all(results.errors[rank].interrupted for rank in failed)
         was = "was" if len(failed) == 1 else "were"

@@ -197,12 +197,18 @@ def test_of_interrupted_ranks_the_odd_one_is_shown_and_the_others_named() -> Non
     ]
 
 
-def test_who_came_late_to_what_was_given_up_is_not_told_that_the_others_failed() -> None:
+def test_who_came_late_to_what_was_given_up_waited_too() -> None:
     def waited(when: int, *culprits: int) -> CellError:
-        what = "allreduce `a`"
+        said = "allreduce `a`: ranks 1,3 waited; rank 2 finished its cell without it"
         return CellError(
-            "AbortedError", "a waited", ("line 4",), when, True, what, culprits, cause="cell_ended"
+            "AbortedError", said, ("line 4",), when, True, "allreduce `a`", culprits, cause="cell_ended"
         )
 
     found = shown(results({0: waited(9, 1, 3), 1: waited(2, 2), 2: None, 3: waited(2, 2)}))
-    assert found[-1] == "rank 0: stopped in allreduce `a` as well"
+    assert found[0] == "allreduce `a`: ranks 0,1,3 waited; rank 2 finished its cell without it"
+    assert "stopped" not in "".join(found)
+
+
+def test_who_came_late_was_stopped_by_the_same_death() -> None:
+    found = shown(results({1: aborted(4, 0), 3: aborted(5, 1)}, deaths={0: Death(0, "exit code 7", 3)}))
+    assert found[-1] == "ranks 1,3: stopped in allreduce `grad.fc.weight` because rank 0 died"

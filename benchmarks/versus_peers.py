@@ -535,7 +535,7 @@ def _kept(found: dict[str, Any], limit: float) -> str:
     n, of = found["kept"]
     if n == of:
         return "yes"
-    return f"of {n} in {of}" if n else "no" if found["answered"] else f"no answer in {NEXT:g} s"
+    return f"{n} of {of}" if n else "no" if found["answered"] else f"no answer in {NEXT:g} s"
 
 
 def _next(found: dict[str, Any], limit: float) -> str:

@@ -144,6 +144,7 @@ class Campaign:
         self._expected: dict[int, dict[str, Any]] = {}
         self._holdings: dict[int, census.Count] = {}
         self._young: Counter[int] = Counter()
+        self._left: Counter[int] = Counter()
         self._family: Counter[str] = Counter()
         self._shm: set[str] = set()
         self._stack = contextlib.ExitStack()
@@ -296,40 +297,44 @@ class Campaign:
                 f"only ranks {sorted(pool._base.joining.joined)} of {pool.ranks} have joined ipyparallel"
             )
 
-    def leaks(self) -> list[str]:
-        """What there is more of than before, once what is on its way out had time to go.
+    def leaks(self) -> tuple[list[str], list[str]]:
+        """What there is more of than before, once what is on its way out had time to go; and what is left to Gloo.
 
         Each process is compared with what it held after the second trial that it saw: until then it still opens what it
         needs for good.
         """
         self._join()
         for _ in range(2):  # the shell lets go of a cell's error when the next cell has ended
-            self.values("training.forget()")
+            left = self.values("training.forget()")
+        pids: dict[int, int] = self.pool._base.group.pids()
+        excused = {pids[rank] for rank, count in left.items() if count > self._left[pids[rank]]}
+        self._left = Counter({pids[rank]: count for rank, count in left.items()})
         found: list[str] = []
 
         def look() -> bool:
-            found[:] = self._grown()
+            found[:] = self._grown(excused)
             return bool(found)
 
         census.settled(look, SETTLE)
+        kept = [f"rank {rank}: a group of Gloo's" for rank in left if pids[rank] in excused]
         for pid in self._pids():
             self._young[pid] += 1
-            if self._young[pid] <= 2 or found:
+            if self._young[pid] <= 2 or found or pid in excused:
                 self._holdings[pid] = census.holdings(pid)
         if found:
             self._family = Counter(census.marked(self.mark).values())
             self._shm |= census.shared_memory()
-        return found
+        return found, kept
 
     def _pids(self) -> dict[int, str]:
         return {os.getpid(): "the pool's process", **census.marked(self.mark)}
 
-    def _grown(self) -> list[str]:
+    def _grown(self, excused: set[int]) -> list[str]:
         now = census.marked(self.mark)
         more = Counter(now.values()) - self._family
         found = [f"{n} x process {name}" for name, n in more.items()]
         for pid, name in self._pids().items():
-            if self._young[pid] >= 2:
+            if self._young[pid] >= 2 and pid not in excused:
                 extra = census.more(census.holdings(pid), self._holdings[pid])
                 # Threads come and go with what a library does; one more is a leak only if it is ours, and then it shows
                 # at the end of the process.

@@ -23,6 +23,7 @@ class Outcome:
         hang: What did not come to its end, if anything.
         lost: Memory of survivors that is not what it was.
         leaks: What is left over.
+        left_to_gloo: Groups that Gloo keeps because it can't cancel an operation, of which half a message has come.
         wrong: What else is not as it should be: a report that does not name the rank, a wrong result.
         said: The report.
         events: What happened when, in seconds from the trial's beginning.
@@ -41,6 +42,7 @@ class Outcome:
     hang: str = ""
     lost: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    left_to_gloo: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     said: str = ""
     events: list[str] = field(default_factory=list)
@@ -85,6 +87,7 @@ def _row(name: str, group: Sequence[Outcome]) -> dict[str, Any]:
         "lost_memory": sum(bool(o.lost) for o in group),
         "leaks": sum(bool(o.leaks) for o in group),
         "wrong": sum(bool(o.wrong) for o in group),
+        "left_to_gloo": sum(len(o.left_to_gloo) for o in group),
     }
 
 

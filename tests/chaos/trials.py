@@ -69,7 +69,8 @@ class Trial:
             self.began = time.monotonic()
             getattr(self, self.fault.play)()
             self.go_on()
-            outcome.leaks += self.campaign.leaks()
+            leaks, outcome.left_to_gloo = self.campaign.leaks()
+            outcome.leaks += leaks
             whole = True
         except Hang as hang:
             outcome.hang = str(hang)

@@ -26,6 +26,7 @@ from IPython.core.getipython import get_ipython
 
 from chaos.phases import Ambush
 from hvdlab.collectives import api, context
+from hvdlab.collectives.planes import gloo
 
 BIG, SMALL = 60_000, 3_000
 """Elements of two gradients: one that is cut and reduced in slices, one that everybody reduces himself."""
@@ -33,6 +34,22 @@ BIG, SMALL = 60_000, 3_000
 
 class Boom(Exception):
     """The error that a rank is made to raise."""
+
+
+def _left_to_gloo() -> list[int]:
+    """Counts from now on how many groups are left to Gloo, which can't cancel an operation."""
+    count = [0]
+    leave = gloo.leave_to_library
+
+    def counted(*objects: object) -> None:
+        count[0] += 1
+        leave(*objects)
+
+    gloo.leave_to_library = counted
+    return count
+
+
+LEFT = _left_to_gloo()
 
 
 class GroupChanged(Exception):
@@ -135,8 +152,8 @@ class Training:
         api.barrier()
         return list(ranks)
 
-    def forget(self) -> None:
-        """Let go of the last traceback, whose frames keep what they had in use."""
+    def forget(self) -> int:
+        """Let go of the last traceback, whose frames keep what they had in use. Returns how many groups Gloo keeps."""
         for name in ("last_exc", "last_value", "last_traceback"):
             if hasattr(sys, name):
                 delattr(sys, name)
@@ -144,6 +161,7 @@ class Training:
         if shell is not None:
             shell.InteractiveTB.tb = None
         gc.collect()
+        return LEFT[0]
 
     def memory(self) -> dict[str, Any]:
         """Hashes of all that a fault elsewhere must leave alone."""

@@ -28,7 +28,7 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(params=["unix", "tls"])
+@pytest.fixture(params=[pytest.param("unix", marks=pytest.mark.soak), "tls"])
 def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(
         2, keep=True, tls=request.param == "tls", env={"HVDLAB_PLANE": "gloo"}, imports=["torch"]

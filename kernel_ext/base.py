@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.launch import Launch, settings_from
-from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.foundation import base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.keeping import Keeping
 from hvdlab.kernel_ext.launchers import names
@@ -124,7 +124,7 @@ class PoolBase:
             keep = checks.check_keepable(launcher, keep)
         progress("starting the coordinator")
         far = bool(hosts) or launcher not in (names.LOCAL, names.MPI)
-        base = _base_for(local, far, keep is not None, warm, deadline)
+        base = base_for(local, far, keep is not None, warm, deadline)
         try:
             if local:
                 progress("importing what the ranks share")
@@ -332,26 +332,3 @@ def _stall_time() -> float | None:
     """Seconds after which it is told what cells wait for, as the coordinator has it; None never."""
     launch = Launch("", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None
-
-
-def _base_for(local: bool, far: bool, keep: bool, warm: WarmPool | None, deadline: Deadline) -> Base:
-    if warm is None:
-        warm = WarmPool.begin(preload=local)
-    base = warm.take(deadline)
-    if not far and not keep:
-        return base
-    # Ranks of other hosts reach the coordinator by TLS only; one that is kept has to know from its start.
-    try:
-        base.client.close()
-        base.coordinator.close()
-        base.coordinator = CoordinatorProcess.start(
-            keep=True,
-            linger=keep,
-            tcp_host="0.0.0.0" if far else None,
-            timeout=deadline.remaining() or 10,
-        )
-        base.client = Client.connect(base.coordinator.address, base.coordinator.token)
-    except BaseException:
-        base.close()
-        raise
-    return base

@@ -87,8 +87,8 @@ class Runs:
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
         self._given_up: dict[int, tuple[str, str]] = {}
-        self.questions = Questions(self._post, gone=lambda rank: bool(reason(rank)))
-        self.lookout = Lookout(self._post, self.questions, local_pid)
+        self.questions = Questions(self.post, gone=lambda rank: bool(reason(rank)))
+        self.lookout = Lookout(self.post, self.questions, local_pid)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
@@ -165,7 +165,8 @@ class Runs:
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
         """Send mail that may be lost with a coordinator, since it is sent again then. Any thread."""
-        self._post(topic, body, ranks)
+        with contextlib.suppress(CoordinatorLostError):
+            self._client.post(topic, body, ranks)
 
     def tell(self, text: str) -> bool:
         """Show this line under the cells that run; False if there are none. Any thread."""
@@ -258,14 +259,9 @@ class Runs:
             self._client.cell_started(run.order.cell, run.handle.ranks)
             self._client.post(TO_RANK, encode(run.order), run.handle.ranks)
 
-    def _post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
-        """Send what can be lost, as it is sent again."""
-        with contextlib.suppress(CoordinatorLostError):
-            self._client.post(topic, body, ranks)
-
     def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:
         arrivals.taken(rank, taken)
-        self._post(TO_RANK, encode(Credit(cell, taken)), [rank])
+        self.post(TO_RANK, encode(Credit(cell, taken)), [rank])
 
     def _finished(self, cell: str, results: CellResults | None) -> None:
         with self._lock:
@@ -275,7 +271,7 @@ class Runs:
                 self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         if run is not None:
             run.watch.close()
-            self._post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
+            self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
         if idle:
             self._ended()
 

@@ -107,6 +107,7 @@ def main() -> None:
     result = {
         "benchmark": "chaos",
         "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
         "ranks": given.ranks,
         "seed": given.seed,

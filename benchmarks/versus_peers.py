@@ -595,6 +595,7 @@ def measure(given: argparse.Namespace, venvs: Path) -> dict[str, Any]:
     report: dict[str, Any] = {
         "benchmark": "versus_peers",
         "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "ranks": RANKS,

@@ -152,7 +152,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [*map(cells, result["rows"]), [f"**{text}**" if text else "" for text in total(result["rows"])]]
     shown = ["| " + " | ".join(line) + " |" for line in lines]
     machine = f"{result['faults']} faults, {result['ranks']} ranks on {result['cores']} cores, Python {result['python']}"
-    return "\n".join([f"{machine}, seed {result['seed']}.", "", *shown])
+    load = f", load average {result['load_average']}" if "load_average" in result else ""
+    return "\n".join([f"{machine}{load}, seed {result['seed']}.", "", *shown])
 
 
 def story(outcome: Outcome) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""What a campaign makes of its outcomes, and that the page has what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chaos.figures import Outcome, markdown, rows, table
+from chaos.trials import names
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "faults.md"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The benchmarks' modules can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pages
+
+    yield pages
+    for name in ("pages", "versus_peers"):
+        sys.modules.pop(name, None)
+
+
+def outcome(**more: object) -> Outcome:
+    return Outcome(1, 0, "shm", "SIGKILL", "pack", 2, 1.0, **more)  # type: ignore[arg-type]  # passed through
+
+
+def test_what_was_not_told_in_time_is_late() -> None:
+    (row,) = rows([outcome(report=0.2), outcome(report=1.5), outcome(), outcome(report=0.4)])
+    assert (row["count"], row["late"]) == (4, 2)
+    assert row["report_s"] == {"median": 0.4, "worst": 1.5}
+
+
+def test_each_trouble_counts_its_faults() -> None:
+    (row,) = rows([outcome(hang="x", lost=["a", "b"]), outcome(leaks=["fd"], wrong=["y"])])
+    assert [row[name] for name in ("hangs", "lost_memory", "leaks", "wrong")] == [1, 1, 1, 1]
+    assert table([row]).splitlines()[-1].split() == ["all", "2", "2", "1", "1", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("rank 2 died: killed by SIGKILL", True),
+        ("ranks 0,2,3: stopped", True),
+        ("ranks 1-3 were interrupted", True),
+        ("ranks 0,1 waited", False),
+        ("rank 12 died", False),
+        ("2 of them", False),
+    ],
+)
+def test_a_rank_is_named_by_its_number(text: str, named: bool) -> None:
+    assert names(text, 2) is named
+
+
+def test_the_page_has_the_figures_of_the_campaign(benchmarks: ModuleType) -> None:
+    result = json.loads((ROOT / "benchmarks/results/chaos.json").read_text())
+    assert benchmarks.between(PAGE.read_text(), "chaos") == markdown(result)
+
+
+def test_the_page_has_what_was_seen_of_the_peers(benchmarks: ModuleType) -> None:
+    import versus_peers
+
+    result = json.loads((ROOT / "benchmarks/results/versus_peers.json").read_text())
+    assert benchmarks.between(PAGE.read_text(), "peers") == versus_peers.markdown(result)

@@ -226,6 +226,7 @@ class Supervisor:
         self._loaded: Loaded | None = None
         self._early: list[Fork] = []
         self._kept = False
+        self._alone = False  # kept, and no pool's process is connected
         # How ranks ended of whose number there is no newer one: a successor of the pool's process must learn it.
         self._ends: dict[int, Exited] = {}
         self._guarded: tuple[str, ...] = ()
@@ -242,8 +243,10 @@ class Supervisor:
                 early, self._early = self._early, []
                 return [Send(loaded), *(effect for order in early for effect in self._order(order))]
             case PoolLost():
-                return [] if self._kept else self._stop(GRACE_WITHOUT_POOL, now)
+                self._alone = True
+                return self._leave_if_useless(now) if self._kept else self._stop(GRACE_WITHOUT_POOL, now)
             case PoolFound():
+                self._alone = False
                 return self._introduce()
             case ListenReturned(path, error):
                 self._kept = bool(path and not error)
@@ -251,7 +254,7 @@ class Supervisor:
             case ForkReturned():
                 return self._forked(event)
             case ChildEnded():
-                return self._ended(event)
+                return self._ended(event) + self._leave_if_useless(now)
             case ChildWrote(number, data):
                 child = self._children.get(number)
                 if child is not None:
@@ -352,6 +355,11 @@ class Supervisor:
         if child.number >= 0 and CONTROLLER in self._children:
             effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()
+
+    def _leave_if_useless(self, now: float) -> list[Effect]:
+        """Kept for a successor of the pool's process, who would find no rank."""
+        ranks = any(number >= 0 for number in self._children)
+        return [] if ranks or not self._alone or self._stopping else self._stop(GRACE_WITHOUT_POOL, now)
 
     def _stop(self, grace: float, now: float) -> list[Effect]:
         kill_at = now + grace

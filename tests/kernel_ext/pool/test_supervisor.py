@@ -198,6 +198,19 @@ def test_a_kept_one_waits_for_a_successor_and_tells_it_what_it_missed() -> None:
     assert supervisor.handle(PoolFound(), 5.0)[2:] == []
 
 
+def test_a_kept_one_ends_with_its_last_rank_if_nobody_is_there() -> None:
+    supervisor = with_children(0, CONTROLLER)
+    keep(supervisor)
+    supervisor.handle(PoolLost(), 1.0)
+    assert supervisor.handle(ended(0, 1), 2.0)[-1] == Kill(999, signal.SIGTERM)
+    assert supervisor.handle(ended(CONTROLLER, 0), 3.0)[-1] == Exit(())
+    supervisor = with_children(0)
+    keep(supervisor)
+    supervisor.handle(PoolLost(), 1.0)
+    supervisor.handle(PoolFound(), 1.0)
+    assert not any(isinstance(effect, Exit) for effect in supervisor.handle(ended(0, 1), 2.0))
+
+
 def test_one_that_can_not_be_kept_or_no_longer_is_ends_with_the_pool() -> None:
     supervisor = with_children(0)
     supervisor.handle(Asked(Keep("/p")), 0.0)

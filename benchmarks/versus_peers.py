@@ -405,6 +405,7 @@ class Case:
             directory=self.directory,
             allreduce=self.peer.allreduce,
         )
+        ready: list[int] = []
         for _ in range(3):  # a peer's ranks may still be starting when it says that they have
             said.append(notebook.run(setup.lstrip("\n"), 120))
             ready = [rank for rank in range(RANKS) if self._is_marked("ready", rank)]

@@ -304,8 +304,10 @@ class Campaign:
         needs for good.
         """
         self._join()
-        for _ in range(2):  # the shell lets go of a cell's error when the next cell has ended
-            left = self.values("training.forget()")
+        self.values("training.forget()")
+        left = self.values(
+            "training.forget()"
+        )  # the shell lets go of a cell's error when the next cell has ended
         pids: dict[int, int] = self.pool._base.group.pids()
         excused = {pids[rank] for rank, count in left.items() if count > self._left[pids[rank]]}
         self._left = Counter({pids[rank]: count for rank, count in left.items()})

@@ -59,7 +59,7 @@ class Ambush:
         strike: What to do there, on whichever thread it is.
     """
 
-    def __init__(self, plane: str, phase: str, after: int, strike: Callable[[], None]) -> None:
+    def __init__(self, plane: str, phase: str, after: int, strike: Callable[[], object]) -> None:
         self._left = after
         self._strike = strike
         self._lock = threading.Lock()

@@ -74,7 +74,7 @@ class Training:
         self.rank = context.engine().rank
         self._mailbox = mailbox
         rng = np.random.default_rng([seed, self.rank])
-        self.kept = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
+        self.kept: dict[str, npt.NDArray[Any]] = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
         self.kept["labels"] = rng.integers(0, 10, 5_000)
         self.weights = np.zeros(BIG, np.float32)
         self.steps = 0

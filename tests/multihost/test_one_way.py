@@ -17,6 +17,8 @@ from ranks_on_hosts import RanksOnHosts
 if hosts.slow_missing():
     pytest.skip(hosts.slow_missing(), allow_module_level=True)
 
+pytestmark = pytest.mark.soak
+
 PING_AFTER, DEAD_AFTER = 0.5, 4.0
 HEARTBEAT = {
     "HVDLAB_PING_AFTER": str(PING_AFTER),
@@ -86,7 +88,7 @@ def ranks() -> Iterator[RanksOnHosts]:
     "incoming",
     [
         pytest.param(True, id="nothing reaches it"),
-        pytest.param(False, id="nothing comes from it", marks=pytest.mark.soak),
+        pytest.param(False, id="nothing comes from it"),
     ],
 )
 def test_a_network_that_works_in_one_direction(ranks: RanksOnHosts, *, incoming: bool) -> None:
@@ -118,7 +120,6 @@ def test_a_network_that_works_in_one_direction(ranks: RanksOnHosts, *, incoming:
     assert ranks.run(total, ranks=[0, 1]) == [2.0] * 2
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_messages_that_are_late_by_half_the_heartbeat_kill_nobody() -> None:
     with (

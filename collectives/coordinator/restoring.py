@@ -149,6 +149,9 @@ def _restore_sets(state: CoordinatorState) -> None:
         members = tuple(rank for rank in known.ranks if rank in restoring.resumed)
         if members and _stands(known, members, restoring):
             kept[id] = members
+            # Who was cut off when the others went on without it is no member any more, and must not wait to be one.
+            former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
+            state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
@@ -157,6 +160,10 @@ def _restore_sets(state: CoordinatorState) -> None:
     if newest and not restoring.recalled:
         # Who was expected and did not live by then is not on its way.
         state.membership.awaited &= restoring.alive.keys()
+
+
+def _is_in(said: m.Resume, id: int, rank: int) -> bool:
+    return any(known.id == id and rank in known.ranks for known in said.sets)
 
 
 def _stands(known: m.KnownSet, members: tuple[int, ...], restoring: Restoring) -> bool:

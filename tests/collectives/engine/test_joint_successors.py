@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlab.collectives.coordinator.events import PeerLost
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
@@ -152,3 +153,26 @@ def test_the_interrupt_of_one_ends_what_others_finish_who_were_left_out() -> Non
         assert isinstance(entry, SimEntry)
         assert isinstance(entry.outcome, AbortedError)
         assert entry.outcome.cause.kind is CauseKind.INTERRUPTED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_was_cut_off_from_a_process_set_does_not_wait_for_it(seed: int) -> None:
+    """The others have gone on without it, and it comes back to the successor, to the world alone."""
+    simulation = Simulation(3, seed)
+    for rank in range(3):
+        simulation.submit(rank, Request(OpKind.ADD_PROCESS_SET, "add", ranks=(0, 1, 2)))
+    simulation.run()
+    simulation.ranks[1].cut = True  # it does not notice before it has found the successor
+    simulation._carry_out(PeerLost(simulation.ranks[1].peer, "no sign of life"))
+    simulation.ranks[1].open = False
+    for rank in (0, 2):
+        while simulation.ranks[rank].from_coordinator:
+            simulation._from_coordinator(simulation.ranks[rank])
+    simulation.ranks[1].from_coordinator.append(None)
+    simulation.restart(client=False)
+    simulation.run()
+    assert [me.state.sets[0].ranks for me in simulation.ranks] == [(0, 1, 2)] * 3 or not simulation.ranks[
+        1
+    ].alive
+    assert 1 not in simulation.ranks[1].state.sets
+    assert simulation.ranks[0].state.sets[1].ranks == (0, 2)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, ProtocolError
@@ -26,7 +26,12 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
+if TYPE_CHECKING:
+    from hvdlab.collectives.recording import Recording
+
 logger = logging.getLogger(__name__)
+
+LABELS_KEPT = 10_000
 
 __all__ = ["Client", "CoordinatorLostError", "Membership", "Stall"]
 
@@ -82,6 +87,8 @@ class Client:
         self._on_stall: list[Callable[[Stall], Any]] = []
         self._on_lost: list[Callable[[str], Any]] = []
         self._on_reconnected: list[Callable[[Membership], Any]] = []
+        self._labels: dict[str, str] = {}
+        self._recording: Recording | None = None
         self._start()
 
     def _start(self) -> None:
@@ -153,15 +160,20 @@ class Client:
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
-    def cell_started(self, cell: str, ranks: Sequence[int], timeout: float = 10) -> None:
+    def cell_started(self, cell: str, ranks: Sequence[int], timeout: float = 10, *, label: str = "") -> None:
         """Say that a cell is about to be sent to these ranks.
 
-        Returns once the coordinator knows, so that no rank can be ahead of this news.
+        Returns once the coordinator knows, so that no rank can be ahead of this news. ``label`` is how users know it.
 
         Raises:
             CoordinatorLostError: The connection ended.
             TimeoutError: The coordinator did not answer.
         """
+        if label:
+            with self._changed:
+                self._labels[cell] = label
+                while len(self._labels) > LABELS_KEPT:
+                    del self._labels[next(iter(self._labels))]
         self._send(m.CellStarted(cell, tuple(ranks)))
         self.flush(timeout)
 
@@ -203,6 +215,28 @@ class Client:
     def off_events(self, callback: Callable[[int, bytes], Any]) -> None:
         """Call this no more; it may be called once more that is under way. Raises ``CoordinatorLostError``."""
         self._call(lambda: self._on_events.remove(callback))
+
+    @property
+    def recording(self) -> Recording:
+        """Spans of all ranks, kept here from the first use on, with the history that the coordinator has.
+
+        It goes on with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
+        """
+        from hvdlab.collectives.recording import Recording
+
+        with self._changed:
+            made = self._recording is None
+            if self._recording is None:
+                self._recording = Recording(label=lambda cell: self._labels.get(cell, cell))
+            recording = self._recording
+        if made and self._closing:
+            recording.close()
+        elif made:
+            self.on_membership(recording.take_membership)
+            # If the coordinator is lost, its successor is told.
+            with contextlib.suppress(CoordinatorLostError):
+                self.on_events(recording.feed)
+        return recording
 
     def on_stall(self, callback: Callable[[Stall], Any]) -> None:
         """Call this when a collective has been waiting for long."""
@@ -303,6 +337,8 @@ class Client:
             self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+        if self._recording is not None:
+            self._recording.close()
 
     def __enter__(self) -> Self:
         return self

@@ -39,6 +39,7 @@ from hvdlab.kernel_ext.status import RankStatus
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.kernel_ext.warm.ahead import WarmPool
 
@@ -364,6 +365,16 @@ class Pool:
             raise
         recorder.driven(lambda: handle.feed(TimePassed()))
         return handle
+
+    # -- what was measured ----------------------------------------------------------------------------------------
+
+    def trace(self) -> DataFrame:
+        """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
+
+        ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
+        what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
+        """
+        return self.client.recording.table()
 
     # -- variables ------------------------------------------------------------------------------------------------
 

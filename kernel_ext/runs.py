@@ -235,7 +235,7 @@ class Runs:
         """Ranks that have the cell already, or have ended it, ignore it."""
         if waiting := run.arrivals.waiting:
             if run.order.cell not in told:
-                self._client.cell_started(run.order.cell, waiting)
+                self._client.cell_started(run.order.cell, waiting, label=run.order.label)
             self._client.post(TO_RANK, encode(run.order), waiting)
 
     def _ask_again(self, rank: int) -> None:
@@ -256,7 +256,7 @@ class Runs:
             return
         with contextlib.suppress(CoordinatorLostError):
             # The coordinator must know before any rank can be ahead of the others in a collective.
-            self._client.cell_started(run.order.cell, run.handle.ranks)
+            self._client.cell_started(run.order.cell, run.handle.ranks, label=run.order.label)
             self._client.post(TO_RANK, encode(run.order), run.handle.ranks)
 
     def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:

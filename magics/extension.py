@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -16,6 +16,10 @@ from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
+from hvdlab.widgets.source import add_finder, remove_finder
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
 MAGICS = {
@@ -60,6 +64,7 @@ class Extension:
         self.shell.events.register("pre_run_cell", self._remember_cell)
         self.shell.input_transformers_cleanup.append(self._auto)
         self._completer.load()
+        add_finder(self._pool)
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -69,6 +74,7 @@ class Extension:
     def unload(self) -> None:
         """Stop the pool and remove the magics."""
         delattr(self.shell, _ATTRIBUTE)
+        remove_finder(self._pool)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)
@@ -76,6 +82,9 @@ class Extension:
             for name in names:
                 self.shell.magics_manager.magics[kind].pop(name, None)
         self.session.close()
+
+    def _pool(self) -> Pool | None:
+        return self.session.pool
 
     def _remember_cell(self, info: Any) -> None:
         self.session.raw_cell = info.raw_cell or ""

@@ -1,1 +1,1 @@
-"""Live views of the event stream."""
+"""Live views of the event stream: widgets in a notebook, text in a terminal."""

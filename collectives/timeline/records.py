@@ -24,6 +24,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
@@ -186,8 +187,19 @@ def _pack(event: Event, name: int) -> bytes:
             return SMALL.pack(RecordType.MEMBERS, 0, 0, 0, name, *group, event.time_ns, event.size, 0)
 
 
-def decode(data: bytes) -> Batch:
-    """Read one batch. Raises :class:`ProtocolError` for anything that is not exactly one valid batch."""
+class Head(NamedTuple):
+    """What a batch says before its records: the header's fields, its names and where the records begin."""
+
+    rank: int
+    clock: int
+    dropped: int
+    refused: int
+    names: dict[int, str]
+    start: int
+
+
+def read_head(data: bytes) -> Head:
+    """Read all of a batch but its records. Raises :class:`ProtocolError` if their number does not fit either."""
     try:
         magic, version, _, rank, definitions, count, clock, dropped, refused = HEADER.unpack_from(data)
     except struct.error:
@@ -201,8 +213,16 @@ def decode(data: bytes) -> Batch:
     names, start = _read_names(data, definitions)
     if len(data) != start + count * RECORD_BYTES:
         raise ProtocolError(f"event batch: {len(data)} bytes do not fit {count} records")
-    events = tuple(_read(data, offset, names) for offset in range(start, len(data), RECORD_BYTES))
-    return Batch(rank, clock, dropped, refused, events)
+    return Head(rank, clock, dropped, refused, names, start)
+
+
+def decode(data: bytes) -> Batch:
+    """Read one batch. Raises :class:`ProtocolError` for anything that is not exactly one valid batch."""
+    head = read_head(data)
+    events = tuple(
+        read_record(data, offset, head.names) for offset in range(head.start, len(data), RECORD_BYTES)
+    )
+    return Batch(head.rank, head.clock, head.dropped, head.refused, events)
 
 
 def _read_names(data: bytes, count: int) -> tuple[dict[int, str], int]:
@@ -220,7 +240,8 @@ def _read_names(data: bytes, count: int) -> tuple[dict[int, str], int]:
     return names, offset
 
 
-def _read(data: bytes, offset: int, names: dict[int, str]) -> Event:
+def read_record(data: bytes, offset: int, names: dict[int, str]) -> Event:
+    """Read the record at ``offset``. Raises :class:`ProtocolError` if it is not a valid one."""
     try:
         if data[offset] == RecordType.SPAN:
             return _read_span(data, offset, names)

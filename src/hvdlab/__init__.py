@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.results import CellResults as CellResults
     from hvdlab.kernel_ext.pool import Pool as Pool
     from hvdlab.runner import run as run
+    from hvdlab.widgets.views import ranks as ranks
+    from hvdlab.widgets.views import timeline as timeline
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,8 @@ _LAZY = {
     "CellFailed": "hvdlab.kernel_ext.cells.failure",
     "install_as_horovod": "hvdlab.horovod.installing",
     "run": "hvdlab.runner",
+    "timeline": "hvdlab.widgets.views",
+    "ranks": "hvdlab.widgets.views",
 }
 
 __all__ = [
@@ -36,7 +40,9 @@ __all__ = [
     "__version__",
     "install_as_horovod",
     "load_ipython_extension",
+    "ranks",
     "run",
+    "timeline",
     "unload_ipython_extension",
 ]
 

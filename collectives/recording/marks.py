@@ -1,0 +1,110 @@
+"""What happens besides collectives: cells, aborts, ranks that come and go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd
+
+KEPT = 2000
+
+
+@dataclass(slots=True)
+class Mark:
+    """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
+
+    Times are on the common axis; those of ``joined`` and ``left`` are when the news came here.
+    """
+
+    kind: Literal["cell", "abort", "joined", "left"]
+    rank: int
+    begin_ns: int
+    end_ns: int | None
+    text: str
+    ok: bool = True
+
+
+class Marks:
+    """The newest marks by number; :meth:`changed_since` tells which are new or have changed."""
+
+    def __init__(self) -> None:
+        self.stamp = 0
+        self._marks: OrderedDict[int, tuple[int, Mark]] = OrderedDict()
+        self._next = 0
+        self._open: dict[tuple[int, str], int] = {}
+        self._running: dict[int, str] = {}
+        self._membership: Membership | None = None
+
+    def all(self) -> list[Mark]:
+        return [mark for _, mark in self._marks.values()]
+
+    def running(self, rank: int) -> str:
+        """The cell that runs on a rank; empty if none does."""
+        return self._running.get(rank, "")
+
+    def changed_since(self, stamp: int) -> list[tuple[int, Mark]]:
+        return [(number, mark) for number, (changed, mark) in self._marks.items() if changed > stamp]
+
+    def _put(self, mark: Mark) -> int:
+        number, self._next = self._next, self._next + 1
+        self.stamp += 1
+        self._marks[number] = (self.stamp, mark)
+        while len(self._marks) > KEPT:
+            self._marks.popitem(last=False)
+        return number
+
+    def event(
+        self, rank: int, event: CellBegin | CellEnd | Abort, offset_ns: int, label: Callable[[str], str]
+    ) -> None:
+        """Take in what a rank recorded."""
+        at = event.time_ns + offset_ns
+        if isinstance(event, CellBegin):
+            self._running[rank] = label(event.cell)
+            self._open[rank, event.cell] = self._put(Mark("cell", rank, at, None, label(event.cell)))
+        elif isinstance(event, CellEnd):
+            self._running.pop(rank, None)
+            number = self._open.pop((rank, event.cell), None)
+            if number is not None and number in self._marks:
+                mark = self._marks[number][1]
+                mark.end_ns, mark.ok = max(at, mark.begin_ns), event.ok
+                self.stamp += 1
+                self._marks[number] = (self.stamp, mark)
+        elif not any(m.kind == "abort" and m.text == event.text for m in self.all()[-64:]):
+            # All members record the same abort; the first one's time is shown.
+            self._put(Mark("abort", rank, at, at, event.text, False))
+
+    def membership(self, now: Membership, at_ns: int | None) -> None:
+        """Take in who is there; ``None`` if this clock can't be compared with the ranks'.
+
+        The first news is how things are, not that something happened.
+        """
+        before, self._membership = self._membership, now
+        if before is None or not before.members or at_ns is None:
+            return
+        known = {(death.rank, death.pid) for death in before.deaths}
+        here = {member.rank: member.pid for member in before.members}
+        for death in now.deaths:
+            if (death.rank, death.pid) not in known:
+                self._end_cells(death.rank, at_ns)
+                text = f"rank {death.rank} died: {death.reason}"
+                self._put(Mark("left", death.rank, at_ns, at_ns, text, False))
+        for member in now.members:
+            if here.get(member.rank) != member.pid:
+                self._put(Mark("joined", member.rank, at_ns, at_ns, f"rank {member.rank} joined"))
+        dead = {death.rank for death in now.deaths}
+        for rank in set(here) - set(now.ranks) - dead:
+            self._put(Mark("left", rank, at_ns, at_ns, f"rank {rank} left"))
+
+    def _end_cells(self, rank: int, at_ns: int) -> None:
+        self._running.pop(rank, None)
+        for key in [key for key in self._open if key[0] == rank]:
+            number = self._open.pop(key)
+            if number in self._marks:
+                mark = self._marks[number][1]
+                mark.end_ns, mark.ok = at_ns, False
+                self.stamp += 1
+                self._marks[number] = (self.stamp, mark)

@@ -1,0 +1,98 @@
+"""Numbers for collectives, equal on all ranks: what is matched once need not be matched again by who looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.recording.rows import NOT_READY, Rows
+from hvdlab.collectives.timeline.events import Members
+
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_KEPT = 1 << 16
+
+
+class Epochs:
+    """Which epoch of its process set each span is of: sequence numbers begin anew with each."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[tuple[int, int], int] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+
+    def assign(
+        self, rows: Rows, rank: int, places: NDArray[np.intp], news: Sequence[tuple[int, Members]]
+    ) -> None:
+        """Set ``epoch`` and ``size`` of one rank's rows.
+
+        Args:
+            rows: The rows.
+            rank: Whose they are.
+            places: Each row's place among all records of the batch.
+            news: Places of the batch's records of members, and these.
+        """
+        for _, event in news:
+            self._sizes[event.process_set, event.epoch] = event.size
+        for process_set in np.unique(rows["set"]).tolist():
+            own = rows["set"] == process_set
+            changes = [(place, event.epoch) for place, event in news if event.process_set == process_set]
+            # What is told behind the first spans that one hears of goes for these, too.
+            first = changes[0][1] if changes else 0
+            rows["epoch"][own] = self._epochs.get((rank, process_set), first)
+            for place, epoch in changes:
+                rows["epoch"][own & (places > place)] = epoch
+            for epoch in np.unique(rows["epoch"][own]).tolist():
+                rows["size"][own & (rows["epoch"] == epoch)] = self._sizes.get((process_set, epoch), 0)
+        for _, event in news:
+            self._epochs[rank, event.process_set] = event.epoch
+
+
+class Numbering:
+    """Gives each tensor's collective a number that grows, the same for all ranks that took part.
+
+    The newest ``2 * _KEPT`` are remembered; a rank whose records come later than that is matched with nobody.
+    """
+
+    def __init__(self) -> None:
+        self._next = 1
+        # Of each collective, by a digest of what names it: its number in the low 32 bits, a bit per rank above them.
+        self._new: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def assign(self, rows: Rows, rank: int) -> None:
+        """Set ``op`` of one rank's rows, in the order in which it recorded them."""
+        operations = (rows["flags"] & NOT_READY) == 0
+        if not operations.any():
+            return
+        keys = _digest(rows[operations])
+        rows["op"][operations] = [self._number(key, 1 << (rank + 32)) for key in keys]
+        if len(self._new) > _KEPT:
+            self._new, self._old = {}, self._new
+
+    def _number(self, key: int, bit: int) -> int:
+        known = self._new.get(key) or self._old.get(key)
+        if known is None or known & bit:
+            known = self._next
+            self._next = self._next % 0xFFFFFFFF + 1
+        self._new[key] = known | bit
+        return known & 0xFFFFFFFF
+
+
+def _digest(rows: Rows) -> list[int]:
+    """64 bits for each row, equal for the same tensor of the same operation."""
+    mixed: NDArray[Any] = np.zeros(len(rows), np.uint64)
+    for column in ("set", "epoch", "sequence", "batch", "name", "kind"):
+        mixed = (mixed ^ rows[column].astype(np.uint64)) * _PRIME
+        mixed ^= mixed >> _HALF
+    keys: list[int] = mixed.tolist()
+    if len(set(keys)) == len(keys):
+        return keys
+    # Tensors without a name that are fused into one operation: matched in order.
+    seen: dict[int, int] = {}
+    for i, key in enumerate(keys):
+        seen[key] = seen.get(key, -1) + 1
+        keys[i] = (key + seen[key] * int(_PRIME)) & 0xFFFFFFFFFFFFFFFF
+    return keys

@@ -1,0 +1,266 @@
+"""The recording: takes the ranks' batches in, keeps their spans as rows, and wakes who looks at them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.recording.marks import Mark, Marks
+from hvdlab.collectives.recording.numbering import Epochs, Numbering
+from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
+from hvdlab.collectives.timeline.alignment import Alignment
+from hvdlab.collectives.timeline.clock import clock_domain
+from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, ClockSample, Members, Metric
+from hvdlab.collectives.timeline.records import RECORD_BYTES, Head, RecordType, read_head, read_record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
+ROWS_KEPT = 1_000_000
+NAMES_KEPT = 65_536
+METRICS_KEPT = 100_000
+UNALIGNED_KEPT = 256
+
+__all__ = ["Mark", "Recording"]
+
+
+class Recording:
+    """The newest spans of all ranks on one time axis, and what happened besides. All methods: any thread.
+
+    Args:
+        limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
+        label: What users call a cell, from its id.
+
+    Attributes:
+        origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
+            host that was heard first.
+        names: Names of tensors by number; 0 is the empty one.
+        refused: Batches that could not be read.
+    """
+
+    def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
+        self.origin_ns: int | None = None
+        self.names: list[str] = [""]
+        self.refused = 0
+        self._label = label
+        self._numbers: dict[str, int] = {"": 0}
+        self._rows = RowStore(limit)
+        self._marks = Marks()
+        self._metrics: list[tuple[int, Metric, int]] = []
+        self._epochs = Epochs()
+        self._numbering = Numbering()
+        self._alignment = Alignment()
+        self._unaligned: list[tuple[bytes, Head]] = []
+        self._unaligned_dropped = 0
+        self._lost: dict[int, int] = {}
+        self._domains: dict[int, int] = {}
+        self._membership = Membership()
+        self._changed = threading.Condition()
+        self._version = 0
+        self._closed = False
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def feed(self, rank: int, batch: bytes) -> None:
+        """Take a batch in. One that can't be read is counted, not raised: the others go on."""
+        with self._changed:
+            try:
+                self._feed(batch, read_head(batch))
+            except ProtocolError:
+                self.refused += 1
+            self._wake()
+
+    def _feed(self, batch: bytes, head: Head) -> None:
+        records = np.frombuffer(batch, RECORD, offset=head.start)
+        small = [
+            (place, read_record(batch, head.start + place * RECORD_BYTES, head.names))
+            for place in np.flatnonzero(records["type"] != RecordType.SPAN).tolist()
+        ]
+        self._alignment.observe(head.clock)
+        self._domains[head.rank] = head.clock
+        for _, event in small:
+            if isinstance(event, ClockSample):
+                self._alignment.observe(head.clock, event)
+        offset = self._alignment.offset(head.clock)
+        if offset is None:
+            self._hold(batch, head)
+            return
+        held, self._unaligned = self._unaligned, []
+        for earlier, its_head in held:
+            self._feed(earlier, its_head)
+        self._lost[head.rank] = head.dropped + head.refused
+        self._spans(records, head, offset[0], [(at, e) for at, e in small if isinstance(e, Members)])
+        for _, event in small:
+            self._small(head.rank, event, offset[0])
+
+    def _hold(self, batch: bytes, head: Head) -> None:
+        if len(self._unaligned) < UNALIGNED_KEPT:
+            self._unaligned.append((batch, head))
+        else:
+            self._unaligned_dropped += (len(batch) - head.start) // RECORD_BYTES
+
+    def _spans(
+        self, records: NDArray[Any], head: Head, offset_ns: int, members: list[tuple[int, Members]]
+    ) -> None:
+        places = np.flatnonzero(records["type"] == RecordType.SPAN)
+        _check(head.rank, records[places])
+        rows = rows_of(records[places], head.rank, offset_ns)
+        if len(rows):
+            used, which = np.unique(rows["name"], return_inverse=True)
+            if missing := set(used.tolist()) - set(head.names):
+                raise ProtocolError(f"event batch: name {min(missing)} is not defined")
+            rows["name"] = np.array([self._number(head.names[name]) for name in used.tolist()], "<u4")[which]
+            self._see(int(rows["arrival"].min()))
+        self._epochs.assign(rows, head.rank, places, members)
+        if len(rows):
+            self._numbering.assign(rows, head.rank)
+            self._rows.append(rows)
+
+    def _small(self, rank: int, event: object, offset_ns: int) -> None:
+        if isinstance(event, CellBegin | CellEnd | Abort):
+            self._see(event.time_ns + offset_ns)
+            self._marks.event(rank, event, offset_ns, self._label)
+        elif isinstance(event, Metric):
+            self._metrics.append((rank, event, offset_ns))
+            if len(self._metrics) > METRICS_KEPT * 5 // 4:
+                del self._metrics[:-METRICS_KEPT]
+
+    def _see(self, time_ns: int) -> None:
+        if self.origin_ns is None:
+            self.origin_ns = time_ns
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) >= NAMES_KEPT:
+                return self._numbers.setdefault("(another name)", len(self.names) - 1)
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def take_membership(self, membership: Membership) -> None:
+        """Take in who is there now."""
+        with self._changed:
+            self._membership = membership
+            offset = self._alignment.offset(clock_domain())
+            at = None if offset is None else time.monotonic_ns() + offset[0]
+            self._marks.membership(membership, at)
+            self._wake()
+
+    def close(self) -> None:
+        """Nothing comes any more; what was recorded stays readable. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._wake()
+
+    def _wake(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def version(self) -> int:
+        """Grows with each change."""
+        return self._version
+
+    @property
+    def count(self) -> int:
+        """Rows that are here."""
+        return len(self._rows)
+
+    @property
+    def end(self) -> int:
+        """Number of the next row."""
+        return self._rows.end
+
+    @property
+    def lost(self) -> int:
+        """Spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
+        return self._unaligned_dropped + sum(self._lost.values())
+
+    @property
+    def dropped(self) -> int:
+        """Spans that are not here: those that never came, and those that have made room."""
+        return self._rows.begin + self.lost
+
+    def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
+        """Wait until something came after ``version``, the recording is closed, or ``wanted()`` (see :meth:`poke`).
+
+        Returns whether that happened within ``timeout`` seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._version != version or self._closed or wanted(), timeout
+            )
+
+    def poke(self) -> None:
+        """Let everybody in :meth:`wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def rows_since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
+        """Rows from ``number`` on (those before may have been dropped): the number of the first, and a copy."""
+        with self._changed:
+            return self._rows.since(number, most)
+
+    def marks_since(self, stamp: int) -> tuple[int, list[tuple[int, Mark]]]:
+        """Marks that are new or have changed, with their numbers, and the stamp to ask with next time."""
+        with self._changed:
+            return self._marks.stamp, self._marks.changed_since(stamp)
+
+    def marks(self) -> list[Mark]:
+        with self._changed:
+            return self._marks.all()
+
+    def metrics(self) -> list[tuple[int, Metric, int]]:
+        """Rank, metric, and what has to be added to its time in ns."""
+        with self._changed:
+            return list(self._metrics)
+
+    def running(self, rank: int) -> str:
+        """The cell that runs on a rank; empty if none does."""
+        return self._marks.running(rank)
+
+    @property
+    def membership(self) -> Membership:
+        return self._membership
+
+    def clock_errors(self) -> dict[int, int]:
+        """Of ranks whose clock had to be compared with that of the first host: by how many ns it may be off."""
+        with self._changed:
+            found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
+        return {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
+
+    def table(self) -> DataFrame:
+        """All spans as a pandas table; the columns are in ``docs/reference/trace.md``.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        from hvdlab.collectives.recording.table import table
+
+        return table(self)
+
+
+def _check(rank: int, spans: NDArray[Any]) -> None:
+    if rank >= 1 << 16:
+        raise ProtocolError(f"event batch: there is no rank {rank}")
+    if not len(spans):
+        return
+    if spans["kind"].max() >= len(OpKind) or spans["dtype"].max() >= len(DType):
+        raise ProtocolError("event batch: a span has an unknown kind or element type")
+    if ((spans["ready"] > spans["started"]) | (spans["started"] > spans["finished"])).any():
+        raise ProtocolError("event batch: the times of a span are out of order")

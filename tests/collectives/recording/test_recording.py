@@ -1,0 +1,262 @@
+"""Spans of several ranks as rows and as a table, and who came last."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.recording import Recording, summarize
+from hvdlab.collectives.recording.rows import ROW, RowStore
+from hvdlab.collectives.timeline.clock import clock_domain
+from hvdlab.collectives.timeline.events import (
+    Abort,
+    CellBegin,
+    CellEnd,
+    ClockSample,
+    Event,
+    Members,
+    Metric,
+    Span,
+)
+from hvdlab.collectives.timeline.records import encode
+from timeline_traces import steps
+
+MS = 1_000_000
+START = 7_000 * MS
+
+
+def span(name: str, sequence: int, arrival: int, ready: int, end: int, **more: object) -> Span:
+    values: dict[str, object] = {"kind": OpKind.ALLREDUCE, "dtype": DType.F32, "process_set": 0, "batch": 0}
+    values |= {"nbytes": 4096, "started_ns": ready, **more}
+    return Span(
+        name=name,
+        sequence=sequence,
+        submitted_ns=arrival,
+        ready_ns=ready,
+        finished_ns=end,
+        **values,  # type: ignore[arg-type]  # fields of a span
+    )
+
+
+def fed(*batches: tuple[int, list[Event]], clock: int = 1) -> Recording:
+    recording = Recording()
+    for rank, events in batches:
+        recording.feed(rank, encode(rank, events, clock=clock))
+    return recording
+
+
+def world(size: int, epoch: int = 1) -> Members:
+    return Members(0, epoch, size, START)
+
+
+def test_the_rank_that_came_last_and_by_how_much() -> None:
+    last = START + 24 * MS
+    came = {0: START, 1: START + MS, 2: last, 3: START + 2 * MS}
+    recording = fed(
+        *((rank, [world(4), span("loss", 1, at, last + 1000, last + 5000)]) for rank, at in came.items())
+    )
+    table = recording.table()
+    assert table["last_rank"].tolist() == [2] * 4
+    assert table["certain"].all()
+    assert dict(zip(table["rank"], (table["lateness"] * 1e9).round().astype(int), strict=True)) == {
+        rank: at - START for rank, at in came.items()
+    }
+    assert (table["held_up"] == 0.024).all()
+    assert table["duration"].tolist() == [4e-6] * 4
+    assert (table["waiting"] * 1e9).round().tolist() == [last + 1000 - at for at in came.values()]
+
+
+def test_nobody_is_the_last_before_all_have_come() -> None:
+    recording = fed(
+        (0, [world(3), span("a", 1, START, START + 9, START + 10)]),
+        (1, [world(3), span("a", 1, START + 5, START + 9, START + 10)]),
+    )
+    table = recording.table()
+    assert table["ranks"].tolist() == [2, 2]
+    assert not table["certain"].any()
+    assert [one.times_last for one in summarize(recording)] == [0, 0]
+
+
+def test_equal_numbers_of_another_epoch_are_other_operations() -> None:
+    def rank(number: int) -> list[Event]:
+        return [
+            world(2, 1),
+            span("a", 1, START + number, START + 10, START + 20),
+            world(2, 2),
+            span("a", 1, START + 100 - number, START + 110, START + 120),
+        ]
+
+    table = fed((0, rank(0)), (1, rank(1))).table()
+    assert table.groupby("operation")["last_rank"].first().tolist() == [1, 0]
+
+
+def test_the_same_number_twice_from_one_rank_is_another_operation() -> None:
+    one = [span("a", 1, START, START + 10, START + 20), span("a", 1, START + 30, START + 40, START + 50)]
+    assert len(set(fed((0, one)).table()["operation"])) == 2
+
+
+def test_fused_tensors_without_a_name_are_matched_in_order() -> None:
+    def rank(number: int) -> list[Event]:
+        name = "allreduce.noname"
+        return [
+            world(2),
+            span(name, 1, START + number, START + 50, START + 60),
+            span(name, 1, START + 20 - number, START + 50, START + 60),
+        ]
+
+    table = fed((0, rank(0)), (1, rank(1))).table()
+    assert table["operation"].tolist() == [1, 2, 1, 2]
+    assert table["last_rank"].tolist() == [1, 0, 1, 0]
+
+
+def test_a_lead_within_the_error_of_the_clocks_is_not_certain() -> None:
+    recording = Recording()
+    here = [world(2), ClockSample(START, 0, 40), span("a", 1, START, START + 300, START + 400)]
+    recording.feed(0, encode(0, here, clock=1))
+    there = [world(2), span("a", 1, START + 5080, START + 5300, START + 5400)]
+    recording.feed(1, encode(1, there, clock=2))
+    assert recording.count == 1, "its clock was not compared yet"
+    recording.feed(1, encode(1, [ClockSample(START, -5000, 30)], clock=2))
+    assert recording.clock_errors() == {1: 70}
+    table = recording.table()
+    assert (table["lateness"] * 1e9).round().tolist() == [0, 80]
+    assert table["certain"].all()
+    recording.feed(1, encode(1, [ClockSample(START, -5000, 30)], clock=2))
+    recording.feed(0, encode(0, [world(2), span("b", 2, START, START + 300, START + 400)], clock=1))
+    recording.feed(1, encode(1, [span("b", 2, START + 5060, START + 5300, START + 5400)], clock=2))
+    assert not recording.table().query("name == 'b'")["certain"].any()
+
+
+def test_what_never_became_an_operation() -> None:
+    failed = span("a", 0, START, START, START + 90, ok=False)
+    failed = Span(
+        **{name: getattr(failed, name) for name in Span.__slots__} | {"ready_ns": None, "started_ns": None}
+    )
+    table = fed((0, [failed]), (1, [failed])).table()
+    assert table["operation"].tolist() == [0, 0]
+    assert table["last_rank"].isna().all()
+    assert table[["ready", "start", "duration", "lateness"]].isna().all().all()
+    assert (table["waiting"] * 1e9).round().tolist() == [90, 90]
+    assert not table["ok"].any()
+
+
+@pytest.mark.parametrize("damage", ["short", "kind", "name", "order"])
+def test_a_damaged_batch_is_counted_and_the_next_one_taken(damage: str) -> None:
+    good = encode(0, [span("a", 1, START, START + 1, START + 2)])
+    bad = bytearray(good)
+    if damage == "short":
+        del bad[-1]
+    elif damage == "kind":
+        bad[-63] = 200
+    elif damage == "name":
+        bad[-60] = 99
+    else:
+        bad[-28:-24] = b"\xff" * 4
+    recording = Recording()
+    recording.feed(0, bytes(bad))
+    recording.feed(0, good)
+    assert (recording.refused, recording.count) == (1, 1)
+
+
+def test_memory_is_bounded_and_what_was_dropped_is_counted() -> None:
+    recording = Recording(limit=20_000)
+    sent = 0
+    for rank, batch in steps(4, 300):
+        recording.feed(rank, batch)
+    sent = 4 * 300 * 40
+    assert recording.end == sent
+    assert 20_000 - RowStore.CHUNK < recording.count <= 20_000 + RowStore.CHUNK
+    assert recording.dropped == sent - recording.count
+    assert len(recording.table()) == recording.count
+
+
+def test_every_tensor_of_a_training_has_a_last_rank() -> None:
+    recording = Recording()
+    for rank, batch in steps(4, 50):
+        recording.feed(rank, batch)
+    table = recording.table()
+    assert table["certain"].all()
+    assert (table.groupby("operation").size() == 4).all()
+    last = table[table["rank"] == table["last_rank"]]
+    assert (last["lateness"] == last["held_up"]).all()
+    assert len(last) == 50 * 40
+    assert sum(one.times_last for one in summarize(recording)) == 50 * 40
+
+
+def test_shares_of_a_rank_are_those_of_its_intervals() -> None:
+    events: list[Event] = [
+        span("a", 1, START, START + 10, START + 30),
+        span("b", 2, START + 5, START + 30, START + 50),
+        span("c", 3, START + 90, START + 90, START + 100),
+    ]
+    (one,) = summarize(fed((0, events)))
+    assert (one.wait, one.work) == (0.3, 0.5)
+    assert one.bandwidth == 3 * 4096 / 50e-9
+
+
+def test_cells_aborts_and_ranks_that_die() -> None:
+    recording = Recording(label={"ab12": "[7]"}.__getitem__)
+    members = tuple(m.Member(rank, "h", 100 + rank) for rank in (0, 1))
+    recording.feed(0, encode(0, [CellBegin("ab12", START)], clock=clock_domain()))
+    recording.feed(1, encode(1, [CellBegin("ab12", START + 5)], clock=clock_domain()))
+    assert recording.running(0) == "[7]"
+    recording.take_membership(Membership((0, 1), members))
+    stamp, marks = recording.marks_since(0)
+    assert [(mark.kind, mark.text, mark.end_ns) for _, mark in marks] == [("cell", "[7]", None)] * 2
+    ending: list[Event] = [CellEnd("ab12", START + 50, True), Abort(0, 1, START + 60, "why")]
+    recording.feed(0, encode(0, ending, clock=clock_domain()))
+    recording.take_membership(Membership((0, 1), members[:1], (m.Death(1, 101, 0.0, "killed"),)))
+    changed = dict(recording.marks_since(stamp)[1])
+    assert (changed[0].end_ns, changed[0].ok, changed[1].ok) == (START + 50, True, False)
+    assert [(mark.kind, mark.text) for number, mark in changed.items() if number > 1] == [
+        ("abort", "why"),
+        ("left", "rank 1 died: killed"),
+    ]
+    assert recording.running(1) == ""
+
+
+def test_metrics_are_kept() -> None:
+    recording = fed((3, [Metric("loss", 0.5, 7, START)]))
+    assert recording.metrics() == [(3, Metric("loss", 0.5, 7, START), 0)]
+
+
+def test_who_waits_is_woken_by_a_batch_and_by_the_end() -> None:
+    recording = Recording()
+    seen = []
+
+    def watch() -> None:
+        while not recording.closed:
+            recording.wait(recording.version if not seen else seen[-1])
+            seen.append(recording.version)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    recording.feed(0, encode(0, [span("a", 1, START, START + 1, START + 2)]))
+    recording.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 40), st.integers(0, 60))
+def test_rows_come_out_as_they_went_in(sizes: list[int], limit: int, since: int) -> None:
+    store = RowStore(limit)
+    store.CHUNK = 8  # type: ignore[misc]  # small, to have many
+    sent = 0
+    for size in sizes:
+        rows = np.zeros(size, ROW)
+        rows["arrival"] = np.arange(sent, sent + size)
+        sent += size
+        store.append(rows)
+    first, found = store.since(since)
+    assert first == min(max(since, store.begin), sent)
+    assert found["arrival"].tolist() == list(range(first, sent))
+    assert store.end == sent
+    assert store.since(since, 3)[1]["arrival"].tolist() == list(range(first, sent))[:3]
+    assert len(store) <= max(limit, 8) + 8

@@ -1,0 +1,40 @@
+// Bundles the widgets' scripts and says in their first line which sources they were made from.
+import { createHash } from 'node:crypto';
+import { readFileSync, readdirSync, writeFileSync } from 'node:fs';
+import { join, relative, sep } from 'node:path';
+import { fileURLToPath } from 'node:url';
+import { build } from 'esbuild';
+
+const here = fileURLToPath(new URL('.', import.meta.url));
+const out = process.argv[2] ?? join(here, '..', 'widgets', 'static');
+
+function files(directory) {
+  return readdirSync(directory, { withFileTypes: true }).flatMap(entry => (entry.isDirectory() ? files(join(directory, entry.name)) : [join(directory, entry.name)]));
+}
+
+/** Digest of all that goes into the bundles; tests compute it as well. */
+function digest() {
+  const hash = createHash('sha256');
+  const inputs = [...files(join(here, 'src')), join(here, 'build.mjs'), join(here, 'package-lock.json')];
+  for (const file of inputs.map(path => relative(here, path).split(sep).join('/')).sort()) {
+    hash.update(`${file}\0`).update(readFileSync(join(here, file))).update('\0');
+  }
+  return hash.digest('hex');
+}
+
+const banner = `sources: sha256:${digest()}`;
+for (const name of ['timeline', 'ranks']) {
+  await build({
+    entryPoints: [join(here, 'src', 'widget', `${name}.ts`)],
+    outfile: join(out, `${name}.js`),
+    bundle: true,
+    format: 'esm',
+    target: 'es2022',
+    minify: true,
+    charset: 'utf8',
+    legalComments: 'none',
+    banner: { js: `/* ${banner} */` },
+  });
+}
+const style = readFileSync(join(here, 'src', 'style.css'), 'utf8');
+writeFileSync(join(out, 'views.css'), `/* ${banner} */\n${style}`);

@@ -1,0 +1,63 @@
+import { Track, grown } from './track.ts';
+
+/** Columns of the rows of one rank, in the order in which it recorded them; times in ns, the later ones since arrival. */
+export class Lane {
+  readonly rank: number;
+  n = 0;
+  /** Rows that were here once and were forgotten. */
+  dropped = 0;
+  arrival = new Float64Array(256);
+  nbytes = new Float64Array(256);
+  ready = new Float32Array(256);
+  started = new Float32Array(256);
+  finished = new Float32Array(256);
+  waited = new Float32Array(256);
+  name = new Uint32Array(256);
+  op = new Uint32Array(256);
+  kind = new Uint8Array(256);
+  flags = new Uint8Array(256);
+  /** What the executor did; what this rank waited for others; what others waited for this rank. */
+  readonly work = new Track();
+  readonly wait = new Track();
+  readonly late = new Track();
+  timesLast = 0;
+
+  constructor(rank: number) {
+    this.rank = rank;
+  }
+
+  /** How long others were waiting for this rank, in ns, as far as it is remembered. */
+  get heldUp(): number {
+    return this.late.sum[this.late.n] - this.late.sum[0];
+  }
+
+  private columns() {
+    return [this.arrival, this.nbytes, this.ready, this.started, this.finished, this.waited, this.name, this.op, this.kind, this.flags];
+  }
+
+  reserve(more: number): void {
+    const size = this.n + more;
+    if (this.arrival.length >= size) return;
+    this.arrival = grown(this.arrival, size);
+    this.nbytes = grown(this.nbytes, size);
+    this.ready = grown(this.ready, size);
+    this.started = grown(this.started, size);
+    this.finished = grown(this.finished, size);
+    this.waited = grown(this.waited, size);
+    this.name = grown(this.name, size);
+    this.op = grown(this.op, size);
+    this.kind = grown(this.kind, size);
+    this.flags = grown(this.flags, size);
+  }
+
+  /** Forgets the oldest `count` rows and what was drawn of them. */
+  drop(count: number): void {
+    const k = Math.min(count, this.n);
+    if (!k) return;
+    const time = this.arrival[k - 1] + this.finished[k - 1];
+    for (const column of this.columns()) column.copyWithin(0, k, this.n);
+    this.n -= k;
+    this.dropped += k;
+    for (const track of [this.work, this.wait, this.late]) track.dropBefore(time);
+  }
+}

@@ -1,0 +1,135 @@
+import { Track } from './track.ts';
+import { FAILED, KINDS, NOT_STARTED, type Store } from './store.ts';
+
+/** Statistics of the rows of one name and kind. Times in ns. */
+export interface NameStatistics {
+  name: string;
+  kind: string;
+  count: number;
+  failed: number;
+  nbytes: number;
+  total: number;
+  p50: number;
+  p99: number;
+  wait: number;
+  /** Bytes per second of the time in the operations. */
+  bandwidth: number;
+}
+
+export interface RankStatistics {
+  rank: number;
+  timesLast: number;
+  /** How long others waited for it; what overlaps counts once. */
+  heldUp: number;
+  worst: number;
+  wait: number;
+  work: number;
+}
+
+export interface Statistics {
+  from: number;
+  to: number;
+  rows: number;
+  operations: number;
+  names: NameStatistics[];
+  ranks: RankStatistics[];
+}
+
+/** The value below which a share of sorted values lies: the nearest one that was measured. */
+export function quantile(sorted: Float64Array, share: number): number {
+  if (!sorted.length) return NaN;
+  return sorted[Math.min(sorted.length - 1, Math.max(0, Math.ceil(share * sorted.length) - 1))];
+}
+
+/** Rows of the lane that finish in `[from, to)`: rows lie in the order of their ends. */
+export function rowsBetween(lane: Store['lanes'][number], from: number, to: number): [number, number] {
+  const ends = (value: number): number => {
+    let lo = 0;
+    let hi = lane.n;
+    while (lo < hi) {
+      const middle = (lo + hi) >>> 1;
+      if (lane.arrival[middle] + lane.finished[middle] >= value) hi = middle;
+      else lo = middle + 1;
+    }
+    return lo;
+  };
+  return [ends(from), ends(to)];
+}
+
+/** Statistics of all rows that finish in `[from, to)` on the given ranks (by default all) and whose name fits. */
+export function statistics(store: Store, from: number, to: number, matches?: Set<number> | null, ranks?: Set<number>): Statistics {
+  const found = new Map<number, { count: number; failed: number; nbytes: number; wait: number; total: number; values: number[] }>();
+  const seen = new Set<number>();
+  const result: Statistics = { from, to, rows: 0, operations: 0, names: [], ranks: [] };
+  for (const lane of store.lanes) {
+    if (ranks && !ranks.has(lane.rank)) continue;
+    const of: RankStatistics = { rank: lane.rank, timesLast: 0, heldUp: 0, worst: 0, wait: lane.wait.covered(from, to), work: lane.work.covered(from, to) };
+    const holding = new Track();
+    const [begin, end] = rowsBetween(lane, from, to);
+    for (let k = begin; k < end; k++) {
+      if (matches && !matches.has(lane.name[k])) continue;
+      const key = lane.name[k] * 16 + lane.kind[k];
+      let one = found.get(key);
+      if (!one) found.set(key, (one = { count: 0, failed: 0, nbytes: 0, wait: 0, total: 0, values: [] }));
+      one.count++;
+      result.rows++;
+      if (lane.flags[k] & FAILED) one.failed++;
+      one.wait += lane.ready[k];
+      if (!(lane.flags[k] & NOT_STARTED)) {
+        const took = lane.finished[k] - lane.started[k];
+        one.nbytes += lane.nbytes[k];
+        one.total += took;
+        one.values.push(took);
+      }
+      const came = store.operations.get(lane.op[k]);
+      if (!came || came.count < 2) continue;
+      seen.add(lane.op[k]);
+      if (came.lastRank === lane.rank && store.certain(came)) {
+        of.timesLast++;
+        const held = came.last - came.first;
+        holding.unite(Math.max(from, came.first), came.last);
+        if (held > of.worst) of.worst = held;
+      }
+    }
+    of.heldUp = holding.sum[holding.n];
+    result.ranks.push(of);
+  }
+  result.operations = seen.size;
+  for (const [key, one] of found) {
+    const sorted = Float64Array.from(one.values).sort();
+    const name = store.names[Math.floor(key / 16)] ?? '';
+    result.names.push({
+      name,
+      kind: KINDS[key & 15] ?? '',
+      count: one.count,
+      failed: one.failed,
+      nbytes: one.nbytes,
+      total: one.total,
+      p50: quantile(sorted, 0.5),
+      p99: quantile(sorted, 0.99),
+      wait: one.wait,
+      bandwidth: one.total ? (one.nbytes / one.total) * 1e9 : NaN,
+    });
+  }
+  result.names.sort((a, b) => b.total - a.total);
+  return result;
+}
+
+/** The next row with one of these names that ends after (or, backwards, before) `time`: its lane and place. */
+export function findNext(store: Store, names: Set<number>, time: number, back = false): [rank: number, row: number] | null {
+  let best: [number, number] | null = null;
+  let at = back ? -Infinity : Infinity;
+  for (const lane of store.lanes) {
+    const [k] = rowsBetween(lane, time, Infinity);
+    for (let i = back ? k - 1 : k; i >= 0 && i < lane.n; i += back ? -1 : 1) {
+      const end = lane.arrival[i] + lane.finished[i];
+      if (back ? end <= at : end >= at) break;
+      if (end === time || !names.has(lane.name[i])) continue;
+      best = [lane.rank, i];
+      at = end;
+      break;
+    }
+  }
+  return best;
+}
+

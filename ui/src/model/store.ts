@@ -1,0 +1,196 @@
+import { Lane } from './lane.ts';
+import { Operations } from './operations.ts';
+
+export const FAILED = 1;
+export const NOT_READY = 2;
+export const NOT_STARTED = 4;
+
+export const KINDS = ['allreduce', 'allgather', 'broadcast', 'reducescatter', 'alltoall', 'barrier', 'add process set', 'remove process set', 'join'];
+
+/** One message of rows, each column an array of the same length. Times in ns since the origin, later ones since arrival. */
+export interface Rows {
+  count: number;
+  arrival: Float64Array;
+  nbytes: Float64Array;
+  ready: Float32Array;
+  started: Float32Array;
+  finished: Float32Array;
+  waited: Float32Array;
+  name: Uint32Array;
+  op: Uint32Array;
+  rank: Uint16Array;
+  size: Uint16Array;
+  kind: Uint8Array;
+  flags: Uint8Array;
+}
+
+export const ROW_BYTES = 46;
+
+/** Takes the columns out of one buffer, in which they lie one after the other. */
+export function readRows(buffer: ArrayBuffer, count: number): Rows {
+  if (buffer.byteLength !== count * ROW_BYTES) throw new Error(`${buffer.byteLength} bytes are not ${count} rows`);
+  let at = 0;
+  const take = <T>(Make: new (b: ArrayBuffer, o: number, n: number) => T, bytes: number): T => {
+    const column = new Make(buffer, at, count);
+    at += count * bytes;
+    return column;
+  };
+  return {
+    count,
+    arrival: take(Float64Array, 8),
+    nbytes: take(Float64Array, 8),
+    ready: take(Float32Array, 4),
+    started: take(Float32Array, 4),
+    finished: take(Float32Array, 4),
+    waited: take(Float32Array, 4),
+    name: take(Uint32Array, 4),
+    op: take(Uint32Array, 4),
+    rank: take(Uint16Array, 2),
+    size: take(Uint16Array, 2),
+    kind: take(Uint8Array, 1),
+    flags: take(Uint8Array, 1),
+  };
+}
+
+/** Something that happened at one moment, or that lasted, besides collectives. */
+export interface Mark {
+  kind: 'cell' | 'abort' | 'joined' | 'left';
+  rank: number;
+  begin: number;
+  end: number | null;
+  text: string;
+  ok: boolean;
+}
+
+/** From which time on something has changed; whoever looks sets it back to infinity. */
+export interface Changed {
+  from: number;
+  end(): void;
+}
+
+/** Everything that is drawn, in bounded memory: the oldest rows are forgotten and counted. */
+export class Store {
+  readonly lanes: Lane[] = [];
+  readonly operations = new Operations();
+  readonly names: string[] = [''];
+  readonly marks = new Map<number, Mark>();
+  readonly limit: number;
+  /** Rows that are here; rows that were lost or forgotten before they came here. */
+  count = 0;
+  lostBefore = 0;
+  /** Error of each rank's clock, in ns; only ranks on other hosts have one. */
+  clockError = new Map<number, number>();
+  begin = Infinity;
+  end = -Infinity;
+  /** Grows with each change. */
+  version = 0;
+  private byRank: Lane[] = [];
+  private readonly watched = new Set<Changed>();
+
+  constructor(limit = 1_000_000) {
+    this.limit = limit;
+  }
+
+  get forgotten(): number {
+    return this.lanes.reduce((sum, lane) => sum + lane.dropped, 0);
+  }
+
+  /** Lets a view know from when on the picture has changed since it last looked. */
+  watch(): Changed {
+    const one = { from: -Infinity, end: () => void this.watched.delete(one) };
+    this.watched.add(one);
+    return one;
+  }
+
+  private changed(from: number): void {
+    for (const one of this.watched) if (from < one.from) one.from = from;
+  }
+
+  lane(rank: number): Lane {
+    let lane = this.byRank[rank];
+    if (!lane) {
+      lane = this.byRank[rank] = new Lane(rank);
+      this.lanes.push(lane);
+      this.lanes.sort((a, b) => a.rank - b.rank);
+    }
+    return lane;
+  }
+
+  append(rows: Rows): void {
+    const { rank, count } = rows;
+    for (let i = 0; i < count; i++) {
+      const lane = this.byRank[rank[i]] ?? this.lane(rank[i]);
+      this.add(lane, rows, i);
+    }
+    this.version++;
+  }
+
+  private add(lane: Lane, rows: Rows, i: number): void {
+    const room = Math.max(1024, Math.ceil(this.limit / this.lanes.length));
+    if (lane.n >= room) {
+      const fewer = lane.n - room + (room >> 3) + 1;
+      lane.drop(fewer);
+      this.changed(-Infinity);
+      this.count -= fewer;
+      this.begin = Math.min(...this.lanes.map(l => (l.n ? l.arrival[0] : Infinity)));
+    }
+    lane.reserve(1);
+    const k = lane.n++;
+    this.count++;
+    const arrival = rows.arrival[i];
+    const finished = arrival + rows.finished[i];
+    const flags = rows.flags[i];
+    lane.arrival[k] = arrival;
+    lane.nbytes[k] = rows.nbytes[i];
+    lane.ready[k] = rows.ready[i];
+    lane.started[k] = rows.started[i];
+    lane.finished[k] = rows.finished[i];
+    lane.waited[k] = rows.waited[i];
+    lane.name[k] = rows.name[i];
+    lane.op[k] = rows.op[i];
+    lane.kind[k] = rows.kind[i];
+    lane.flags[k] = flags;
+    if (arrival < this.begin) this.begin = arrival;
+    if (finished > this.end) this.end = finished;
+    this.place(lane, k, arrival, finished);
+    const op = rows.op[i];
+    if (op && this.operations.arrive(op, lane.rank, arrival, rows.size[i])) this.complete(op);
+  }
+
+  private place(lane: Lane, k: number, arrival: number, finished: number): void {
+    this.changed(arrival);
+    const flags = lane.flags[k];
+    const work = lane.work;
+    if (!(flags & NOT_STARTED)) {
+      const started = arrival + lane.started[k];
+      const last = work.n - 1;
+      // Tensors that were fused come one after the other and share their operation's times, but for rounding.
+      const slack = 1 + lane.finished[k] * 2 ** -22;
+      if (last >= 0 && Math.abs(work.start[last] - started) < slack && Math.abs(work.end[last] - finished) < slack) work.rows[last]++;
+      else work.push(started, finished, lane.kind[k] | (flags & FAILED ? 128 : 0), lane.dropped + k);
+    }
+    const ready = flags & NOT_READY ? finished : arrival + lane.ready[k];
+    if (ready > arrival) lane.wait.unite(arrival, ready, flags & FAILED ? 1 : 0);
+  }
+
+  private complete(op: number): void {
+    const came = this.operations.get(op)!;
+    const lane = this.lane(came.lastRank);
+    if (!this.certain(came)) return;
+    lane.timesLast++;
+    lane.late.unite(came.first, came.last);
+    this.changed(came.first);
+  }
+
+  /** Whether the last rank came later than the error of the clocks could explain. */
+  certain(came: { lead: number; lastRank: number }): boolean {
+    const largest = Math.max(0, ...this.clockError.values());
+    return came.lead > (this.clockError.get(came.lastRank) ?? 0) + largest;
+  }
+
+  /** How much later than the first rank a row's rank came; NaN if nobody else's arrival is known. */
+  lateness(lane: Lane, k: number): number {
+    const came = this.operations.get(lane.op[k]);
+    return came && came.count > 1 ? lane.arrival[k] - came.first : NaN;
+  }
+}

@@ -1,0 +1,113 @@
+/** Grows a typed array to hold at least `size` elements, keeping what is in it. */
+export function grown<T extends Float64Array | Float32Array | Uint32Array | Uint16Array | Uint8Array>(array: T, size: number): T {
+  if (array.length >= size) return array;
+  const Make = array.constructor as new (length: number) => T;
+  const bigger = new Make(Math.max(size, array.length * 2));
+  bigger.set(array as never);
+  return bigger;
+}
+
+/** First index in `[lo, hi)` for which `sorted[index] > value`; `hi` if there is none. */
+export function firstAbove(sorted: Float64Array, value: number, lo: number, hi: number): number {
+  while (lo < hi) {
+    const middle = (lo + hi) >>> 1;
+    if (sorted[middle] > value) hi = middle;
+    else lo = middle + 1;
+  }
+  return lo;
+}
+
+/**
+ * Intervals of one lane that don't overlap, in order of time, with the sum of their lengths up to each.
+ *
+ * The sum tells what share of a pixel is covered without looking at every interval in it.
+ */
+export class Track {
+  n = 0;
+  start = new Float64Array(256);
+  end = new Float64Array(256);
+  sum = new Float64Array(257);
+  kind = new Uint8Array(256);
+  /** Number of the lane's first row that belongs to the interval, and how many rows do. */
+  row = new Float64Array(256);
+  rows = new Uint32Array(256);
+
+  private reserve(size: number): void {
+    if (this.start.length >= size) return;
+    this.start = grown(this.start, size);
+    this.end = grown(this.end, size);
+    this.sum = grown(this.sum, this.start.length + 1);
+    this.kind = grown(this.kind, size);
+    this.row = grown(this.row, size);
+    this.rows = grown(this.rows, size);
+  }
+
+  /** Adds what comes after everything else. What overlaps the last interval is cut; true if something is left. */
+  push(start: number, end: number, kind: number, row: number): boolean {
+    const last = this.n ? this.end[this.n - 1] : -Infinity;
+    const from = start < last ? last : start;
+    if (end < from || (end === from && start < last)) return false;
+    this.reserve(this.n + 1);
+    const i = this.n++;
+    this.start[i] = from;
+    this.end[i] = end;
+    this.kind[i] = kind;
+    this.row[i] = row;
+    this.rows[i] = 1;
+    this.sum[i + 1] = this.sum[i] + (end - from);
+    return true;
+  }
+
+  /** Adds an interval wherever it belongs and joins it with those it touches. */
+  unite(start: number, end: number, kind = 0): void {
+    const n = this.n;
+    // Mostly it belongs at the end.
+    let i = n;
+    while (i > 0 && this.end[i - 1] >= start) i--;
+    let j = i;
+    while (j < n && this.start[j] <= end) j++;
+    if (i < j) {
+      start = Math.min(start, this.start[i]);
+      end = Math.max(end, this.end[j - 1]);
+    }
+    if (i === j) {
+      this.reserve(n + 1);
+      for (const a of [this.start, this.end, this.kind]) a.copyWithin(i + 1, i, n);
+      this.n = n + 1;
+    } else if (j > i + 1) {
+      for (const a of [this.start, this.end, this.kind]) a.copyWithin(i + 1, j, n);
+      this.n = n - (j - i - 1);
+    }
+    this.start[i] = start;
+    this.end[i] = end;
+    this.kind[i] = kind;
+    for (let k = i; k < this.n; k++) this.sum[k + 1] = this.sum[k] + (this.end[k] - this.start[k]);
+  }
+
+  /** Forgets what ended before `time`. */
+  dropBefore(time: number): void {
+    const k = firstAbove(this.end, time, 0, this.n);
+    if (!k) return;
+    for (const a of [this.start, this.end, this.kind, this.row, this.rows]) a.copyWithin(0, k, this.n);
+    this.sum.copyWithin(0, k, this.n + 1);
+    this.n -= k;
+  }
+
+  /** The interval that is nearest to `time` and at most `slack` away, or -1. */
+  at(time: number, slack = 0): number {
+    const i = firstAbove(this.end, time, 0, this.n);
+    if (i < this.n && this.start[i] <= time) return i;
+    const after = i < this.n ? this.start[i] - time : Infinity;
+    const before = i > 0 ? time - this.end[i - 1] : Infinity;
+    if (Math.min(after, before) > slack) return -1;
+    return after < before ? i : i - 1;
+  }
+
+  /** How much of `[from, to)` is covered. */
+  covered(from: number, to: number): number {
+    let i = firstAbove(this.end, from, 0, this.n);
+    const j = firstAbove(this.start, to, i, this.n);
+    if (i >= j) return 0;
+    return this.sum[j] - this.sum[i] - Math.max(0, from - this.start[i]) - Math.max(0, this.end[j - 1] - to);
+  }
+}

@@ -1,0 +1,133 @@
+import { bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
+import { css, type Palette } from '../draw/palette.ts';
+import { type Statistics } from '../model/statistics.ts';
+import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
+import { h } from './dom.ts';
+import { indexOf, rowsOf, type Hit } from './hits.ts';
+
+const SHOWN = 8;
+
+/** Names of the tensors of a hit, the first few. */
+export function title(store: Store, hit: Hit): string {
+  const k = indexOf(hit);
+  const name = store.names[hit.lane.name[k]] ?? '';
+  return hit.rows > 1 ? `${name} + ${hit.rows - 1} fused` : name;
+}
+
+/** What happened, in one sentence; what a screen reader says. */
+export function sentence(store: Store, hit: Hit): string {
+  const { lane } = hit;
+  const k = indexOf(hit);
+  const came = store.operations.get(lane.op[k]);
+  const parts = [`rank ${lane.rank}: ${KINDS[lane.kind[k]]} ${title(store, hit)}`];
+  if (lane.flags[k] & FAILED) parts.push('failed');
+  if (!(lane.flags[k] & NOT_STARTED)) parts.push(`transfer ${duration(lane.finished[k] - lane.started[k])}`);
+  parts.push(`waited ${duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])}`);
+  if (came && came.count > 1) parts.push(`rank ${came.lastRank} came last, ${duration(came.last - came.first)} after the first`);
+  return parts.join(', ');
+}
+
+function nbytes(hit: Hit): number {
+  const k = indexOf(hit);
+  let sum = 0;
+  for (let i = k; i < k + hit.rows && i < hit.lane.n; i++) sum += hit.lane.nbytes[i];
+  return sum;
+}
+
+function facts(store: Store, hit: Hit): [string, string][] {
+  const { lane } = hit;
+  const k = indexOf(hit);
+  const flags = lane.flags[k];
+  const took = lane.finished[k] - lane.started[k];
+  const size = nbytes(hit);
+  const list: [string, string][] = [['size', bytes(size)]];
+  list.push(['waited for others', duration(flags & NOT_READY ? lane.finished[k] : lane.ready[k])]);
+  if (!(flags & NOT_STARTED)) {
+    list.push(['queue', duration(lane.started[k] - lane.ready[k])], ['transfer', duration(took)]);
+    if (size && took > 0) list.push(['bandwidth', rate((size / took) * 1e9)]);
+  }
+  if (flags & FAILED) list.push(['status', 'failed']);
+  const came = store.operations.get(lane.op[k]);
+  if (came && came.count > 1) {
+    const of = came.size && came.count < came.size ? ` (of ${came.count} recorded)` : '';
+    list.push(['last', `rank ${came.lastRank}, by ${duration(came.last - came.first)}${of}`]);
+  }
+  return list;
+}
+
+export function tooltip(store: Store, hit: Hit): Node[] {
+  const { lane } = hit;
+  const k = indexOf(hit);
+  const what = hit.part === 'late' ? 'the others wait for this rank' : hit.part === 'wait' ? 'waiting for others' : KINDS[lane.kind[k]];
+  const table = h('dl');
+  for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
+  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, `rank ${lane.rank} · ${what}`), table];
+}
+
+/** The chosen operation, with the arrivals of all ranks. */
+export function operationPanel(store: Store, hit: Hit, palette: Palette): Node[] {
+  const { lane } = hit;
+  const k = indexOf(hit);
+  const op = lane.op[k];
+  const came = store.operations.get(op);
+  const table = h('dl');
+  for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
+  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${KINDS[lane.kind[k]]} `, h('code', {}, title(store, hit)), ` on rank ${lane.rank}`);
+  const left = h('section', {}, heading, table);
+  if (!came || came.count < 2) return [left];
+  const rows: { name: string; share: number; text: string; strong: boolean }[] = [];
+  for (const [rank, index] of rowsOf(store, op)) {
+    const late = store.lane(rank).arrival[index] - came.first;
+    rows.push({ name: `rank ${rank}`, share: late / Math.max(1, came.last - came.first), text: late ? `+${duration(late)}` : 'first', strong: rank === came.lastRank });
+  }
+  return [left, h('section', {}, h('h4', {}, 'Arrival of each rank'), bars(rows))];
+}
+
+function swatch(palette: Palette, kind: number): HTMLElement {
+  return h('i', { class: 'hvd-swatch', style: `background:${css(palette.kinds[kind] ?? palette.kinds[0])}` });
+}
+
+function bars(rows: { name: string; share: number; text: string; strong: boolean }[]): HTMLElement {
+  const table = h('table', { class: 'hvd-bars' });
+  for (const row of rows) {
+    const width = Math.max(0, Math.min(1, row.share)) * 100;
+    table.append(
+      h('tr', row.strong ? { class: 'hvd-strong' } : {}, h('th', { scope: 'row' }, row.name), h('td', { class: 'hvd-track' }, h('span', { style: `width:${width.toFixed(1)}%` })), h('td', {}, row.text)),
+    );
+  }
+  return table;
+}
+
+/** Statistics of a stretch of time. */
+export function statisticsPanel(found: Statistics, palette: Palette, what: string): Node[] {
+  const head = h('tr', {});
+  for (const name of ['', 'tensor', 'count', 'total', 'p50', 'p99', 'size', 'bandwidth', 'waited']) head.append(h('th', { scope: 'col' }, name));
+  const body = h('tbody');
+  for (const one of found.names.slice(0, SHOWN)) {
+    const kind = KINDS.indexOf(one.kind);
+    const cells = [count(one.count), duration(one.total), duration(one.p50), duration(one.p99), bytes(one.nbytes), rate(one.bandwidth), duration(one.wait)];
+    const row = h('tr', {}, h('td', { title: one.kind }, swatch(palette, kind)), h('th', { scope: 'row', title: `${one.kind} ${one.name}` }, one.name || one.kind));
+    for (const cell of cells) row.append(h('td', {}, cell));
+    body.append(row);
+  }
+  const more = found.names.length - SHOWN;
+  const left = h(
+    'section',
+    { class: 'hvd-names' },
+    h('h4', {}, `${what}: ${count(found.operations)} collectives in ${duration(found.to - found.from)}`),
+    h('table', {}, h('thead', {}, head), body),
+    more > 0 && h('div', { class: 'hvd-faint' }, `and ${count(more)} more names`),
+  );
+  const most = Math.max(1, ...found.ranks.map(one => one.heldUp));
+  const all = found.ranks.reduce((sum, one) => sum + one.timesLast, 0);
+  const rows = found.ranks.map(one => ({
+    name: `rank ${one.rank}`,
+    share: one.heldUp / most,
+    text: one.timesLast ? `${duration(one.heldUp)} · last ${count(one.timesLast)}×` : 'never last',
+    strong: all > 0 && one.heldUp === most && one.heldUp > 0,
+  }));
+  const last = found.ranks.filter(one => one.heldUp > 0 && one.heldUp === most).map(one => one.rank);
+  const heading = last.length ? `Others waited for ${ranksText(last)} most` : 'Nobody was waited for';
+  return [left, h('section', {}, h('h4', {}, heading), bars(rows))];
+}
+

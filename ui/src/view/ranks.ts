@@ -1,0 +1,74 @@
+import { count, duration, rate } from '../draw/format.ts';
+import { h } from './dom.ts';
+import { watchTheme } from './theme.ts';
+
+/** One rank as the kernel tells of it; times in ns. */
+export interface RankRow {
+  rank: number;
+  host: string;
+  pid: number;
+  plane: string;
+  state: string;
+  reason: string;
+  cell: string;
+  spans: number;
+  timesLast: number;
+  heldUp: number;
+  worst: number;
+  /** Shares of the last seconds, 0 to 1. */
+  wait: number;
+  work: number;
+  bandwidth: number;
+}
+
+/** A table of the ranks. */
+export class RanksView {
+  readonly root: HTMLElement;
+  private readonly heading = h('span', { class: 'hvd-status', role: 'status' });
+  private readonly body = h('tbody');
+  private readonly end: () => void;
+
+  constructor(parent: HTMLElement) {
+    const head = h('tr');
+    for (const name of ['rank', 'state', 'where', 'plane', 'last 10 s', 'bandwidth', 'came last', 'held others up', 'worst']) head.append(h('th', { scope: 'col' }, name));
+    const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, 'Ranks'), this.heading);
+    this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
+    parent.append(this.root);
+    this.end = watchTheme(this.root, () => undefined);
+  }
+
+  update(rows: RankRow[], heading: string): void {
+    this.heading.textContent = heading;
+    const most = Math.max(0, ...rows.map(row => row.heldUp));
+    this.body.replaceChildren(...rows.map(row => this.row(row, most > 0 && row.heldUp === most)));
+  }
+
+  private row(row: RankRow, slowest: boolean): HTMLElement {
+    const state = h('span', { class: 'hvd-state', 'data-state': row.state }, row.cell && row.state === 'running' ? `running ${row.cell}` : row.state);
+    if (row.reason) state.title = row.reason;
+    const shares = h('span', { class: 'hvd-shares', title: `${percent(row.work)} in collectives, ${percent(row.wait)} waiting for others` });
+    shares.append(h('span', { class: 'hvd-work', style: `width:${percent(row.work)}` }), h('span', { class: 'hvd-wait', style: `width:${percent(row.wait)}` }));
+    return h(
+      'tr',
+      slowest ? { class: 'hvd-strong' } : {},
+      h('th', { scope: 'row' }, String(row.rank)),
+      h('td', {}, state, row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
+      h('td', {}, row.host ? `${row.host} · ${row.pid}` : ''),
+      h('td', {}, row.plane),
+      h('td', {}, shares, row.spans > 0 && h('span', { class: 'hvd-faint' }, ` ${percent(row.wait)} waits`)),
+      h('td', { class: 'hvd-number' }, row.bandwidth ? rate(row.bandwidth) : ''),
+      h('td', { class: 'hvd-number' }, row.spans ? `${count(row.timesLast)}×` : ''),
+      h('td', { class: 'hvd-number' }, row.spans ? duration(row.heldUp) : ''),
+      h('td', { class: 'hvd-number' }, row.worst ? duration(row.worst) : ''),
+    );
+  }
+
+  dispose(): void {
+    this.end();
+    this.root.remove();
+  }
+}
+
+function percent(share: number): string {
+  return `${Math.round(Math.max(0, Math.min(1, share)) * 100)}%`;
+}

@@ -1,0 +1,34 @@
+const LEVELS = 12;
+
+/** Hides the still picture that a saved notebook keeps while the live one is shown; returns what shows it again. */
+export function hideStill(element: HTMLElement, name: string): () => void {
+  const hidden = new Set<HTMLElement>();
+  const hide = () => {
+    let at: HTMLElement | null = element;
+    for (let level = 0; at && level < LEVELS; level++, at = at.parentElement) {
+      const found = at.querySelectorAll<HTMLElement>(`.${CSS.escape(name)}`);
+      if (!found.length) continue;
+      for (const still of found) {
+        const output = still.closest<HTMLElement>('.jp-OutputArea-child') ?? still;
+        if (output.contains(element)) continue;
+        output.style.display = 'none';
+        hidden.add(output);
+      }
+      return at;
+    }
+    return null;
+  };
+  // The still is replaced now and then, and the view is put into the page after it was made.
+  const observer = new MutationObserver(changes => {
+    if (changes.some(change => !element.contains(change.target))) hide();
+  });
+  const frame = requestAnimationFrame(() => {
+    const area = hide();
+    if (area) observer.observe(area, { childList: true, subtree: true });
+  });
+  return () => {
+    cancelAnimationFrame(frame);
+    observer.disconnect();
+    for (const output of hidden) output.style.display = '';
+  };
+}

@@ -1,0 +1,76 @@
+import { readRows, type Mark, type Store } from '../model/store.ts';
+
+/** What anywidget hands to a widget's script, as far as it is used here. */
+export interface Model {
+  get(name: string): unknown;
+  on(event: string, act: (...args: never[]) => void): void;
+  off(event: string, act?: (...args: never[]) => void): void;
+  send(content: unknown): void;
+}
+
+const MARKS_KEPT = 4000;
+
+interface Message {
+  type: string;
+  /** Number of the first row of this message; names and marks likewise. */
+  from: number;
+  count: number;
+  namesFrom: number;
+  names: string[];
+  marks: [number, Mark][];
+  lost: number;
+  clockErrors: [number, number][];
+}
+
+/** Rows that come twice are taken once; the kernel sends them again as long as it has not heard from here. */
+export class Stream {
+  private next = 0;
+  private asked = false;
+  private readonly store: Store;
+  private readonly model: Model;
+
+  constructor(store: Store, model: Model) {
+    this.store = store;
+    this.model = model;
+  }
+
+  hello(): void {
+    this.model.send({ type: 'hello', since: this.next });
+  }
+
+  /** Returns whether something has changed. */
+  receive(message: Message, buffers: DataView[]): boolean {
+    const { store } = this;
+    store.lostBefore = message.lost;
+    message.names.forEach((name, i) => (store.names[message.namesFrom + i] = name));
+    for (const [rank, error] of message.clockErrors) store.clockError.set(rank, error);
+    for (const [number, mark] of message.marks) store.marks.set(number, mark);
+    for (const number of store.marks.keys()) {
+      if (store.marks.size <= MARKS_KEPT) break;
+      store.marks.delete(number);
+    }
+    const { from, count } = message;
+    if (from > this.next && this.next > 0 && !this.asked) {
+      // Something was lost on the way: ask for it, once, and take it and what follows then.
+      this.asked = true;
+      this.hello();
+      return false;
+    }
+    if (from + count > this.next && count) {
+      this.asked = false;
+      const view = buffers[0];
+      const rows = readRows(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) as ArrayBuffer, count);
+      const known = Math.max(0, this.next - from);
+      store.append(known ? tail(rows, known) : rows);
+      this.next = from + count;
+      return true;
+    }
+    store.version++;
+    return true;
+  }
+}
+
+function tail<T extends ReturnType<typeof readRows>>(rows: T, known: number): T {
+  const columns = Object.entries(rows).map(([name, column]) => [name, typeof column === 'number' ? column - known : (column as Float64Array).subarray(known)]);
+  return Object.fromEntries(columns) as T;
+}

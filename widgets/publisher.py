@@ -1,0 +1,130 @@
+"""Brings a recording to one browser view, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.messages import pack_marks, pack_rows
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+
+ROWS_PER_MESSAGE = 20_000
+INTERVAL = 0.05
+"""Seconds between messages: few large ones, since the Jupyter server drops what exceeds 1000 a second."""
+AGAIN = (0.3, 0.7, 1.5, 3.0, 6.0)
+"""Seconds after the start at which everything is said again while nobody has answered."""
+MOST_UNHEARD = 100_000
+QUIET = 1.5
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Sends rows in order; until the view has said hello, from the beginning again and again.
+
+    The script of a widget begins to listen at some moment after the widget was made, and its hello waits as long as a
+    cell runs. So what may have got lost is sent again; the view knows rows by their numbers and takes each once.
+
+    Args:
+        recording: What is sent.
+        send: Sends a message; called on the publisher's thread.
+        quiet: Called there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
+            last time.
+    """
+
+    def __init__(self, recording: Recording, send: Send, quiet: Callable[[], None]) -> None:
+        self._recording, self._send, self._quiet = recording, send, quiet
+        self._closing = threading.Event()
+        self._since: int | None = None
+        self._heard = False
+        self._row = self._name = self._stamp = 0
+        self._skipped = 0
+        self._thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
+        self._thread.start()
+
+    def hello(self, since: int) -> None:
+        """The view listens and has all rows before ``since``. Any thread."""
+        self._since, self._heard = since, True
+        self._recording.poke()
+
+    def close(self, timeout: float = 5) -> None:
+        """End the thread. Idempotent."""
+        self._closing.set()
+        self._recording.poke()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._publish()
+        except Exception:
+            # It draws; that it can't must not be silent, nor concern the ranks or the notebook's cells.
+            logger.exception("the timeline is not drawn any more")
+
+    def _publish(self) -> None:
+        recording = self._recording
+        again = [time.monotonic() + seconds for seconds in AGAIN]
+        version, told = -1, recording.version
+        while not self._closing.is_set():
+            news = recording.wait(version, self._wanted, self._patience(again, told != version))
+            if self._closing.is_set():
+                return
+            if self._since is not None:
+                self._row, self._since = self._since, None
+                self._name = self._stamp = 0
+            elif not self._heard and again and time.monotonic() >= again[0]:
+                again.pop(0)
+                if recording.end - self._row <= MOST_UNHEARD and recording.end <= MOST_UNHEARD:
+                    self._row = self._name = self._stamp = 0
+            elif not news:
+                told = version
+                self._quiet()
+                continue
+            version = recording.version
+            if self._heard or again:
+                self._flush()
+            if recording.closed and self._since is None:
+                break
+            self._closing.wait(INTERVAL)
+        if told != version:
+            self._quiet()
+
+    def _wanted(self) -> bool:
+        return self._closing.is_set() or self._since is not None
+
+    def _patience(self, again: list[float], news: bool) -> float | None:
+        if not self._heard and again:
+            return max(0.0, again[0] - time.monotonic())
+        return QUIET if news else None
+
+    def _flush(self) -> None:
+        """Send what the view has not got, in messages of bounded size."""
+        recording = self._recording
+        while not self._closing.is_set():
+            first, rows = recording.rows_since(self._row, ROWS_PER_MESSAGE)
+            names = recording.names[self._name :]
+            stamp, marks = recording.marks_since(self._stamp)
+            origin = recording.origin_ns or 0
+            self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
+            message = {
+                "type": "rows",
+                "from": first,
+                "count": len(rows),
+                "namesFrom": self._name,
+                "names": names,
+                "marks": pack_marks(marks, origin),
+                "lost": recording.lost + self._skipped,
+                "clockErrors": list(recording.clock_errors().items()),
+            }
+            self._send(message, [pack_rows(rows, origin)])
+            self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp
+            if self._since is not None or self._row >= recording.end:
+                return
+            self._closing.wait(INTERVAL)

@@ -1,0 +1,144 @@
+"""The ranks as a widget: who is there, and who holds the others up."""
+
+from __future__ import annotations
+
+import html
+import logging
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import anywidget
+import traitlets
+
+from hvdlab.collectives.recording import RankSummary, Recording, summarize
+from hvdlab.widgets.output import Output
+from hvdlab.widgets.picture import seconds
+from hvdlab.widgets.timeline import STATIC
+
+INTERVAL = 1.0
+LOOKED_AT = 50_000
+SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def rank_rows(recording: Recording) -> list[dict[str, Any]]:
+    """One row for each rank that is there, is lost or has recorded something."""
+    membership = recording.membership
+    summaries = {one.rank: one for one in summarize(recording, SECONDS, LOOKED_AT)}
+    members = {member.rank: member for member in membership.members}
+    deaths = {death.rank: death for death in membership.deaths if death.rank not in members}
+    rows = []
+    for rank in sorted({*members, *deaths, *membership.expected, *summaries}):
+        row = asdict(summaries.get(rank, RankSummary(rank)))
+        member, death, cell = members.get(rank), deaths.get(rank), recording.running(rank)
+        state = "lost" if death else "starting" if member is None else "running" if cell else "idle"
+        if member is None and not death and rank not in membership.expected:
+            state = "left"
+        rows.append(
+            {
+                "rank": rank,
+                "host": member.host.split("#")[0] if member else "",
+                "pid": member.pid if member else 0,
+                "plane": member.plane if member else "",
+                "state": state,
+                "reason": death.reason if death else "",
+                "cell": cell,
+                "spans": row["spans"],
+                "timesLast": row["times_last"],
+                "heldUp": row["held_up_ns"],
+                "worst": row["worst_ns"],
+                "wait": row["wait"],
+                "work": row["work"],
+                "bandwidth": row["bandwidth"],
+            }
+        )
+    return rows
+
+
+def heading(rows: list[dict[str, Any]]) -> str:
+    """The ranks in a line: ``4/4 ranks · running [7]``."""
+    expected = [row for row in rows if row["state"] != "left"]
+    here = [row for row in expected if row["state"] in ("idle", "running")]
+    cells = sorted({row["cell"] for row in here if row["cell"]})
+    return f"{len(here)}/{len(expected)} ranks · " + (f"running {', '.join(cells)}" if cells else "idle")
+
+
+class RanksWidget(anywidget.AnyWidget):
+    """A table of the ranks, live. Made by :func:`hvdlab.widgets.views.ranks`."""
+
+    _esm = (STATIC / "ranks.js").read_text()
+    _css = (STATIC / "views.css").read_text()
+    rows: traitlets.List[dict[str, Any]] = traitlets.List().tag(sync=True)
+    heading = traitlets.Unicode("").tag(sync=True)
+    still = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._output = Output("ranks", self._still)
+        self._closing = threading.Event()
+        rows = rank_rows(recording)
+        super().__init__(rows=rows, heading=heading(rows), still=self._output.name)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        version = -1
+        try:
+            while not self._closing.is_set() and not (self.recording.closed and version != -1):
+                self.recording.wait(version, self._closing.is_set)
+                version = self.recording.version
+                rows = rank_rows(self.recording)
+                with self.hold_sync():
+                    self.heading = heading(rows)
+                    self.rows = rows
+                self._output.refresh()
+                self._closing.wait(INTERVAL)
+        except Exception:
+            logger.exception("the table of ranks is not kept up to date any more")
+
+    def _still(self) -> dict[str, Any]:
+        cells = [[html.escape(cell) for cell in line] for line in self._lines()]
+        head = "".join(f"<th>{cell}</th>" for cell in cells[0])
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in cells[1:])
+        text = f"<div><b>Ranks</b>: {html.escape(self.heading)}</div>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return {
+            "text/html": f'<div class="{self._output.name}">{text}{table}</div>',
+            "text/plain": repr(self),
+        }
+
+    def _lines(self) -> list[list[str]]:
+        lines = [["rank", "state", "where", "plane", "waits", "came last", "held others up"]]
+        for row in self.rows:
+            state = f"running {row['cell']}" if row["state"] == "running" else row["state"]
+            lines.append(
+                [
+                    str(row["rank"]),
+                    f"{state}: {row['reason']}" if row["reason"] else state,
+                    f"{row['host']} {row['pid']}" if row["pid"] else "",
+                    row["plane"],
+                    f"{row['wait']:.0%}" if row["spans"] else "",
+                    f"{row['timesLast']}x" if row["spans"] else "",
+                    seconds(row["heldUp"]) if row["heldUp"] else "",
+                ]
+            )
+        return lines
+
+    def _ipython_display_(self) -> None:
+        self._output.show(self._repr_mimebundle_())
+
+    def close(self) -> None:
+        """End it; the still table remains."""
+        self._closing.set()
+        self.recording.poke()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        super().close()
+
+    def __repr__(self) -> str:
+        lines = self._lines()
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([f"Ranks: {self.heading}", *table])

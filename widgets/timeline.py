@@ -1,0 +1,59 @@
+"""The timeline as a widget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.output import Output
+from hvdlab.widgets.picture import as_html, as_text
+from hvdlab.widgets.publisher import Publisher
+
+STATIC = Path(__file__).parent / "static"
+
+
+class TimelineWidget(anywidget.AnyWidget):
+    """Lanes of all ranks, live. Made by :func:`hvdlab.widgets.views.timeline`.
+
+    Attributes:
+        recording: What is shown.
+    """
+
+    _esm = (STATIC / "timeline.js").read_text()
+    _css = (STATIC / "views.css").read_text()
+    limit = traitlets.Int(1_000_000).tag(sync=True)
+    height = traitlets.Int(420).tag(sync=True)
+    still = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, recording: Recording, *, height: int = 420, limit: int = 1_000_000) -> None:
+        self.recording = recording
+        self._output = Output("timeline", self._still)
+        super().__init__(height=height, limit=limit, still=self._output.name)
+        self.on_msg(self._receive)
+        self._publisher = Publisher(recording, self._send_rows, self._output.refresh)
+
+    def _send_rows(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        if self.comm is not None:
+            self.send(message, buffers)
+
+    def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
+        if isinstance(content, dict) and content.get("type") == "hello":
+            self._publisher.hello(max(0, int(content.get("since", 0))))
+
+    def _still(self) -> dict[str, Any]:
+        return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}
+
+    def _ipython_display_(self) -> None:
+        self._output.show(self._repr_mimebundle_())
+
+    def close(self) -> None:
+        """End it; the still picture remains."""
+        self._publisher.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        return as_text(self.recording)

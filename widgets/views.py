@@ -1,0 +1,53 @@
+"""``hvdlab.timeline()`` and ``hvdlab.ranks()``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.widgets.source import recording_of
+
+if TYPE_CHECKING:
+    from hvdlab.widgets.ranks import RanksWidget
+    from hvdlab.widgets.timeline import TimelineWidget
+
+
+def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
+    """The collectives of all ranks as they happen: who waits, who transfers, who came last.
+
+    Args:
+        pool: Whose ranks; by default the notebook's pool.
+        height: Most pixels of the drawing.
+
+    Raises:
+        InvalidRequestError: No ranks are running.
+        ModuleNotFoundError: anywidget is not installed.
+    """
+    recording = recording_of(pool)
+    try:
+        from hvdlab.widgets.timeline import TimelineWidget
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    return TimelineWidget(recording, height=height)
+
+
+def ranks(pool: Any = None) -> RanksWidget:
+    """A table of the ranks that follows what happens: state, process, waiting, lateness.
+
+    Args:
+        pool: Whose ranks; by default the notebook's pool.
+
+    Raises:
+        InvalidRequestError: No ranks are running.
+        ModuleNotFoundError: anywidget is not installed.
+    """
+    recording = recording_of(pool)
+    try:
+        from hvdlab.widgets.ranks import RanksWidget
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    return RanksWidget(recording)
+
+
+def _missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    text = f"live views need {error.name}; `pip install 'hvdlab[lab]'` brings it"
+    return ModuleNotFoundError(text, name=error.name)

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more.
 AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
 
-.PHONY: help demo lab test lint types unit soak chaos bench tables clean
+.PHONY: help demo lab test lint types unit views soak chaos bench tables clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
+views: ## check and build the widgets' scripts; needs node, which installing does not
+	cd ui && npm ci && npm run types && npm test && npm run build
+
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/kernel_ext/pool tests/torch/test_habits.py $(PYTEST_ARGS)
 
@@ -57,6 +60,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
 	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json
+	$(BIN)/python benchmarks/timeline_drawing.py --json benchmarks/results/timeline_drawing.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code

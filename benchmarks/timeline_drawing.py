@@ -64,7 +64,7 @@ SETUP = """async ([spans, lanes]) => {
         return [count, new DataView(buffer)];
     };
     window.feed = ([count, view]) => {
-        receive({ type: 'rows', from: sent, count, namesFrom: 0, names: sent ? [] : names, marks: [], lost: 0, clockErrors: [] }, [view]);
+        receive({ type: 'rows', after: sent, from: sent, count, namesFrom: 0, names: sent ? [] : names, marks: [], lost: 0, clockErrors: [] }, [view]);
         sent += count;
     };
     widget.initialize({ model });

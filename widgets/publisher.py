@@ -115,6 +115,7 @@ class Publisher:
             self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
             message = {
                 "type": "rows",
+                "after": self._row,  # what is between this and the next line made room before it could be sent
                 "from": first,
                 "count": len(rows),
                 "namesFrom": self._name,

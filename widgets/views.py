@@ -1,4 +1,4 @@
-"""``hvdlab.timeline()`` and ``hvdlab.ranks()``."""
+"""``hvdlab.timeline()``, ``hvdlab.ranks()`` and ``hvdlab.trace()``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from hvdlab.widgets.source import recording_of
 
 if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
     from hvdlab.widgets.ranks import RanksWidget
     from hvdlab.widgets.timeline import TimelineWidget
 
@@ -46,6 +48,22 @@ def ranks(pool: Any = None) -> RanksWidget:
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     return RanksWidget(recording)
+
+
+def trace(pool: Any = None) -> DataFrame:
+    """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
+
+    ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use of this or of a view
+    on, and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many are missing.
+
+    Args:
+        pool: Whose ranks; by default the notebook's pool.
+
+    Raises:
+        InvalidRequestError: No ranks are running.
+        ModuleNotFoundError: pandas is not installed.
+    """
+    return recording_of(pool).table()
 
 
 def _missing(error: ModuleNotFoundError) -> ModuleNotFoundError:

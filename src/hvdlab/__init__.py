@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hvdlab.runner import run as run
     from hvdlab.widgets.views import ranks as ranks
     from hvdlab.widgets.views import timeline as timeline
+    from hvdlab.widgets.views import trace as trace
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _LAZY = {
     "run": "hvdlab.runner",
     "timeline": "hvdlab.widgets.views",
     "ranks": "hvdlab.widgets.views",
+    "trace": "hvdlab.widgets.views",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "ranks",
     "run",
     "timeline",
+    "trace",
     "unload_ipython_extension",
 ]
 

@@ -163,6 +163,52 @@ test('statistics are those of the rows', () => {
   assert.deepEqual(findNext(store, search(store, 'loss')!.names, 15_000, true)?.[1], 10);
 });
 
+test('sums in bins are what the intervals cover, at every width and while they grow', () => {
+  const next = random(3);
+  const pushed = new Track();
+  const united = new Track();
+  let at = 0;
+  for (let k = 0; k < 6000; k++) {
+    at += 20 + 200 * next() ** 4 + (k === 3000 ? 400_000 : 0);
+    const end = at + 5 + 60 * next();
+    pushed.push(at, end, k % 3, k);
+    // As waits come: later ones may begin earlier, and overlap.
+    united.unite(at - 40 * next(), end);
+    at = end;
+  }
+  const compare = (track: Track) => {
+    assert.ok(track.density);
+    for (const pixel of [3000, 9000, 20_000]) {
+      assert.ok(track.density!.fits(pixel), `${pixel}`);
+      const width = Math.floor(at / pixel) + 3;
+      const [shares, kinds] = [new Float32Array(width), new Uint8Array(width)];
+      const from = -1.3 * pixel;
+      track.density!.read(from, pixel, shares, kinds);
+      let sum = 0;
+      for (let x = 0; x < width; x++) {
+        const here = from + x * pixel;
+        // Bins lie as a whole in one pixel or the next, so a quarter of a pixel may be counted with a neighbour.
+        const least = track.covered(here + pixel / 4, here + (pixel * 3) / 4) / pixel;
+        const most = track.covered(here - pixel / 2, here + pixel * 1.5) / pixel;
+        assert.ok(shares[x] >= least * 0.75 - 0.01 && shares[x] <= most * 1.34 + 0.01, `${pixel} ${x}: ${least} ${shares[x]} ${most}`);
+        sum += shares[x] * pixel;
+      }
+      assert.ok(Math.abs(sum / track.covered(-1e9, 1e9) - 1) < 0.1, `${sum}`);
+    }
+  };
+  compare(pushed);
+  compare(united);
+  for (const time of [at * 0.2, at * 0.4, at * 0.6, at * 0.7]) {
+    pushed.dropBefore(time);
+    united.dropBefore(time);
+    const shares = new Float32Array(Math.floor(time / 2000) - 2);
+    pushed.density!.read(0, 2000, shares, new Uint8Array(shares.length));
+    assert.ok(shares.every(share => share === 0), 'what was forgotten is not drawn');
+  }
+  compare(pushed);
+  compare(united);
+});
+
 test('what was searched for is a track of its own, also of rows that come later', () => {
   const store = new Store(2048);
   store.names.push('grad.a', 'loss');

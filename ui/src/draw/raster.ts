@@ -1,3 +1,4 @@
+import type { Density } from '../model/density.ts';
 import type { Lane } from '../model/lane.ts';
 import { firstAbove, type Track } from '../model/track.ts';
 import { mixed, packed, type Palette } from './palette.ts';
@@ -37,6 +38,22 @@ export interface Scale {
   width: number;
 }
 
+let shares = new Float32Array(0);
+let kinds = new Uint8Array(0);
+
+function paintDensity(out: Uint32Array, density: Density, view: Scale, colours: Uint32Array, opacity: number, least: number): void {
+  if (shares.length !== view.width) {
+    shares = new Float32Array(view.width);
+    kinds = new Uint8Array(view.width);
+  }
+  density.read(view.from, 1 / view.scale, shares, kinds);
+  for (let x = 0; x < shares.length; x++) {
+    const share = shares[x];
+    if (!share) continue;
+    out[x] = blend(out[x], colours[kinds[x]], (least + (1 - least) * (share < 1 ? share : 1)) * opacity);
+  }
+}
+
 /**
  * Draws a track into one row of pixels.
  *
@@ -45,8 +62,12 @@ export interface Scale {
  */
 export function paintTrack(out: Uint32Array, track: Track, view: Scale, colours: Uint32Array, opacity: number, least: number): void {
   const { from, to, scale, width } = view;
-  const { start, end, sum, kind, n } = track;
+  const { start, end, sum, kind, n, density } = track;
   const pixel = 1 / scale;
+  if (density?.fits(pixel)) {
+    paintDensity(out, density, view, colours, opacity, least);
+    return;
+  }
   let i = firstAbove(end, from, 0, n);
   while (i < n) {
     const begin = start[i];

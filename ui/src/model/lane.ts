@@ -1,4 +1,5 @@
-import { Track, grown } from './track.ts';
+import { grown } from './growing.ts';
+import { Track } from './track.ts';
 
 /** Columns of the rows of one rank, in the order in which it recorded them; times in ns, the later ones since arrival. */
 export class Lane {

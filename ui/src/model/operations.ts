@@ -1,4 +1,4 @@
-import { grown } from './track.ts';
+import { grown } from './growing.ts';
 
 const LARGEST = 1 << 19;
 

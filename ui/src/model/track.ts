@@ -1,11 +1,7 @@
-/** Grows a typed array to hold at least `size` elements, keeping what is in it. */
-export function grown<T extends Float64Array | Float32Array | Uint32Array | Uint16Array | Uint8Array>(array: T, size: number): T {
-  if (array.length >= size) return array;
-  const Make = array.constructor as new (length: number) => T;
-  const bigger = new Make(Math.max(size, array.length * 2));
-  bigger.set(array as never);
-  return bigger;
-}
+import { Density } from './density.ts';
+import { grown } from './growing.ts';
+
+const DENSE = 1024;
 
 /** First index in `[lo, hi)` for which `sorted[index] > value`; `hi` if there is none. */
 export function firstAbove(sorted: Float64Array, value: number, lo: number, hi: number): number {
@@ -32,6 +28,24 @@ export class Track {
   row = new Float64Array(256);
   rows = new Uint32Array(256);
 
+  /** Sums of many intervals, once there are many. */
+  density: Density | null = null;
+  private tried = 0;
+
+  /** Adds to the sums what is covered from now on, or begins them. */
+  private cover(start: number, end: number, kind: number): void {
+    if (this.density) {
+      if (!this.density.add(start, end, kind)) this.density = null;
+    } else if (this.n >= DENSE && this.n >= this.tried * 1.25) this.begin();
+  }
+
+  private begin(): void {
+    this.tried = this.n;
+    const mean = (this.end[this.n - 1] - this.start[0]) / this.n;
+    this.density = new Density(this.start[0], Math.max(1, mean));
+    for (let i = 0; i < this.n; i++) this.density.add(this.start[i], this.end[i], this.kind[i]);
+  }
+
   private reserve(size: number): void {
     if (this.start.length >= size) return;
     this.start = grown(this.start, size);
@@ -55,6 +69,7 @@ export class Track {
     this.row[i] = row;
     this.rows[i] = 1;
     this.sum[i + 1] = this.sum[i] + (end - from);
+    this.cover(from, end, kind);
     return true;
   }
 
@@ -66,6 +81,17 @@ export class Track {
     while (i > 0 && this.end[i - 1] >= start) i--;
     let j = i;
     while (j < n && this.start[j] <= end) j++;
+    const density = this.density;
+    if (density) {
+      let at = start;
+      let room = true;
+      for (let k = i; k < j && room; k++) {
+        if (this.start[k] > at) room = density.add(at, this.start[k], kind);
+        at = Math.max(at, this.end[k]);
+      }
+      if (at < end && room) room = density.add(at, end, kind);
+      if (!room) this.density = null;
+    }
     if (i < j) {
       start = Math.min(start, this.start[i]);
       end = Math.max(end, this.end[j - 1]);
@@ -82,6 +108,7 @@ export class Track {
     this.end[i] = end;
     this.kind[i] = kind;
     for (let k = i; k < this.n; k++) this.sum[k + 1] = this.sum[k] + (this.end[k] - this.start[k]);
+    if (!density && this.n >= DENSE && this.n >= this.tried * 1.25) this.begin();
   }
 
   /** Forgets what ended before `time`. */
@@ -91,6 +118,10 @@ export class Track {
     for (const a of [this.start, this.end, this.kind, this.row, this.rows]) a.copyWithin(0, k, this.n);
     this.sum.copyWithin(0, k, this.n + 1);
     this.n -= k;
+    if (!this.density?.clearBefore(time)) return;
+    this.density = null;
+    if (this.n >= DENSE) this.begin();
+    else this.tried = 0;
   }
 
   /** The interval that is nearest to `time` and at most `slack` away, or -1. */

@@ -216,7 +216,7 @@ export class Scene {
       const k = work.row[i] - lane.dropped;
       const kind = work.kind[i] & 127;
       const colour = palette.kinds[kind];
-      const bright = (0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]) / 255 > 0.55;
+      const bright = (0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]) / 255 > 0.5;
       const name = (this.store.names[lane.name[k]] || KINDS[kind]) + (work.rows[i] > 1 ? ` +${work.rows[i] - 1}` : '');
       const characters = Math.floor(room / 6.3);
       const short = name.length <= characters ? name : characters > 3 ? `${name.slice(0, characters - 1)}…` : '';

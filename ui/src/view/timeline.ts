@@ -79,8 +79,7 @@ export class Timeline {
     for (const [keys, what] of HELP) this.help.append(h('dt', {}, keys), h('dd', {}, what));
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, options.title ?? 'Timeline'), this.state, this.status, h('span', { class: 'hvd-space' }), this.found, this.search, buttons);
     const plot = h('div', { class: 'hvd-plot' }, canvas, this.tip, this.help);
-    // JupyterLab's own keys must not act on the notebook while the timeline has the focus.
-    this.root = h('div', { class: 'hvd-view hvd-timeline', 'data-lm-suppress-shortcuts': 'true' }, bar, plot, this.legend, this.details, this.spoken);
+    this.root = h('div', { class: 'hvd-view hvd-timeline' }, bar, plot, this.legend, this.details, this.spoken);
     parent.append(this.root);
     this.scene = new Scene(canvas, store, this.view);
     this.listen();
@@ -145,6 +144,10 @@ export class Timeline {
         this.schedule();
       }),
     );
+    // JupyterLab's keys for cells must not act on the notebook while the timeline has the focus; Ctrl-S and the like must.
+    const guard = (event: KeyboardEvent) => this.root.toggleAttribute('data-lm-suppress-shortcuts', !event.ctrlKey && !event.metaKey);
+    for (const name of ['keydown', 'keyup'] as const) this.root.addEventListener(name, guard, true);
+    this.root.toggleAttribute('data-lm-suppress-shortcuts', true);
     const resized = new ResizeObserver(() => this.schedule());
     resized.observe(this.root);
     const seen = new IntersectionObserver(entries => {

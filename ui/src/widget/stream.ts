@@ -12,7 +12,9 @@ const MARKS_KEPT = 4000;
 
 interface Message {
   type: string;
-  /** Number of the first row of this message; names and marks likewise. */
+  /** Whoever has all rows before `after` has all before `from`, too: those between them exist no more. */
+  after: number;
+  /** Number of the first row of this message. */
   from: number;
   count: number;
   namesFrom: number;
@@ -50,17 +52,17 @@ export class Stream {
       store.marks.delete(number);
     }
     const { from, count } = message;
-    if (from > this.next && this.next > 0 && !this.asked) {
+    if (message.after > this.next) {
       // Something was lost on the way: ask for it, once, and take it and what follows then.
+      if (!this.asked) this.hello();
       this.asked = true;
-      this.hello();
       return false;
     }
     if (from + count > this.next && count) {
       this.asked = false;
       const view = buffers[0];
       const rows = readRows(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) as ArrayBuffer, count);
-      const known = Math.max(0, this.next - from);
+      const known = Math.max(0, Math.min(count, this.next - from));
       store.append(known ? tail(rows, known) : rows);
       this.next = from + count;
       return true;

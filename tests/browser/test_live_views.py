@@ -1,0 +1,245 @@
+"""The live views in JupyterLab, in a real browser: what they show is what the ranks' own clocks say."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("anywidget")
+pytest.importorskip("playwright.sync_api")
+
+from lab_page import CHROMIUM, LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 90_000
+LATE = 0.2
+ROUNDS = 8
+LOAD, INIT, VIEW, RANKS, TRAIN, CLOCKS, TABLE = range(7)
+
+TRAINING = f"""\
+%%hvd_run
+came = []
+for step in range({ROUNDS}):
+    while step == 3 and not os.path.exists('go'): time.sleep(0.01)
+    hvd.barrier()
+    if hvd.rank() == 2: time.sleep({LATE})
+    came.append(time.monotonic_ns())
+    hvd.allreduce(torch.ones(50_000), name='loss')
+    hvd.allreduce(torch.ones(50_000), name='grad.weight')
+"""
+
+REPORT = """\
+import json
+table = hvdlab.trace().query("name == 'loss'").sort_values("arrival")
+rounds = [group for _, group in table.groupby("operation")]
+print(json.dumps({
+    "last": [int(group["last_rank"].iloc[0]) for group in rounds],
+    "held": [float(group["held_up"].iloc[0]) for group in rounds],
+    "late": [float(group.set_index("rank")["lateness"][2]) for group in rounds],
+    "own": [(came[2][i] - min(came[rank][i] for rank in came)) / 1e9 for i in range(len(came[2]))],
+}))
+"""
+
+CELLS = [
+    "import hvdlab\n%load_ext hvdlab",
+    "%%hvd_run -np 4\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "view = hvdlab.timeline()\nview",
+    "hvdlab.ranks()",
+    TRAINING,
+    "%hvd_pull came",
+    REPORT,
+]
+
+# Reads the bar at the top of a rank's lane: for how many ns it has the colour of what is late, around a moment.
+BAR = """([rank, time]) => {
+    const { where, view, timeline } = document.querySelector('.hvd-timeline').hvdlab;
+    const canvas = document.querySelector('.hvd-timeline canvas');
+    const ratio = canvas.width / canvas.clientWidth;
+    const { x, y } = where(rank, time);
+    const lane = timeline.api.where(rank, time).y;
+    const other = timeline.api.where(0, time).y;
+    const pitch = (lane - other) / 2;
+    const row = Math.round((lane - pitch / 2) * ratio) + 1;
+    const pixels = canvas.getContext('2d').getImageData(0, row, canvas.width, 1).data;
+    const late = at => pixels[4 * at] > 180 && pixels[4 * at + 1] < 150 && pixels[4 * at + 2] < 80;
+    let from = Math.round(x * ratio), to = from;
+    if (!late(from)) return null;
+    while (late(from - 1)) from--;
+    while (late(to + 1)) to++;
+    const perPixel = view.length / (canvas.width - timeline.api.where(rank, view.from).x * ratio);
+    return { ns: (to - from + 1) * perPixel, perPixel };
+}"""
+
+
+def notebook(cells: list[str]) -> nbformat.NotebookNode:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=[new_code_cell(source) for source in cells], metadata={"kernelspec": kernel})
+
+
+def api(lab: LabPage, expression: str) -> Any:
+    return lab.page.evaluate(f"document.querySelector('.hvd-timeline').hvdlab.{expression}")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[LabPage]:
+    with lab_page(tmp_path, notebook(CELLS), width=1280, height=1600) as page:
+        yield page
+
+
+def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_path: Path) -> None:
+    for cell in (LOAD, INIT):
+        lab.finish(cell)
+    # At once, so that the kernel is busy before the script of the view listens and can be answered. The cell ends
+    # only when something was seen.
+    for cell in (VIEW, RANKS, TRAIN):
+        lab.run(cell)
+    lab.page.wait_for_function(
+        """() => document.querySelector('.hvd-timeline')?.hvdlab.lateness('loss').length >= 2""",
+        timeout=WAIT_MS,
+    )
+    assert "*" in lab.prompt(TRAIN)
+    (tmp_path / "work" / "go").touch()
+    lab.wait_until_ended(TRAIN)
+    lab.page.wait_for_function(
+        f"document.querySelector('.hvd-timeline').hvdlab.lateness('grad.weight').length === {ROUNDS}",
+        timeout=WAIT_MS,
+    )
+    lab.finish(CLOCKS)
+    report = json.loads(lab.finish(TABLE))
+    drawn = api(lab, "lateness('loss')")
+
+    assert report["last"] == [2] * ROUNDS
+    assert [(one["last"], one["ranks"]) for one in drawn] == [(2, 4)] * ROUNDS
+    for late, held, seen, own in zip(report["late"], report["held"], drawn, report["own"], strict=True):
+        assert late == held
+        assert abs(seen["ns"] / 1e9 - late) < 1e-6
+        # The rank reads its own clock just before it calls; the machine may do something else in between.
+        assert abs(late - own) < 0.05
+    middle = sorted(zip(report["late"], report["own"], strict=True), key=lambda one: abs(one[0] - one[1]))
+    late, own = middle[ROUNDS // 2]
+    assert abs(late - own) < 0.003
+    assert late >= LATE - 0.02
+
+    check_pixels(lab)
+    check_ranks(lab)
+    check_keys(lab)
+    check_saved(lab, tmp_path / "work" / "notebook.ipynb")
+
+
+def check_pixels(lab: LabPage) -> None:
+    """The bar over the lane of the late rank is as long as its lateness."""
+    lab.page.locator(".hvd-timeline canvas").click(position={"x": 40, "y": 10})
+    api(lab, "view.fit(), document.querySelector('.hvd-timeline').hvdlab.timeline.schedule()")
+    lab.page.wait_for_timeout(100)
+    came = api(
+        lab,
+        """store.lane(2).late.n && (() => { const { late } = document.querySelector('.hvd-timeline').hvdlab.store.lane(2);
+        let best = 0; for (let i = 0; i < late.n; i++) if (late.end[i] - late.start[i] > late.end[best] - late.start[best]) best = i;
+        return { from: late.start[best], to: late.end[best] }; })()""",
+    )
+    bar = lab.page.evaluate(BAR, [2, (came["from"] + came["to"]) / 2])
+    assert bar is not None, "the bar is not where the lateness is"
+    assert (
+        abs(bar["ns"] - (came["to"] - came["from"])) <= 7 * bar["perPixel"]
+    )  # the triangle at its end is wider
+
+
+def check_ranks(lab: LabPage) -> None:
+    lab.wait_for_text(RANKS, "4/4 ranks · idle")
+    rows = lab.page.locator(".hvd-ranks tbody tr")
+    assert rows.count() == 4
+    lab.page.wait_for_function("document.querySelector('.hvd-ranks tr.hvd-strong th')?.textContent === '2'")
+
+
+def check_keys(lab: LabPage) -> None:
+    """The timeline has the keys while it has the focus, and the notebook does not get them."""
+    cells = lab.page.locator(".jp-Notebook-cell").count()
+    canvas = lab.page.locator(".hvd-timeline canvas")
+    canvas.click(position={"x": 40, "y": 10})
+    before = api(lab, "view.length")
+    for key in ("w", "a", "d", "w"):
+        lab.page.keyboard.press(key)
+    assert api(lab, "view.length") < before
+    assert lab.page.locator(".jp-Notebook-cell").count() == cells
+    lab.page.keyboard.press(" ")
+    lab.page.wait_for_selector(".hvd-timeline .hvd-state:has-text('live')")
+    lab.page.keyboard.press(" ")
+    lab.page.wait_for_selector(".hvd-timeline .hvd-state:has-text('paused')")
+    lab.page.keyboard.press("/")
+    lab.page.keyboard.type("grad.w")
+    lab.page.wait_for_selector(".hvd-timeline :text('1 name')")
+    lab.page.keyboard.press("Enter")
+    lab.page.wait_for_selector(".hvd-timeline .hvd-details :text('Arrival of each rank')")
+    lab.page.keyboard.press("Escape")
+    lab.page.keyboard.press("f")
+
+
+def check_saved(lab: LabPage, path: Path) -> None:
+    """The saved notebook has a picture and a summary, and is small."""
+    lab.page.keyboard.press("Control+s")
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not (outputs := nbformat.read(path, 4).cells[VIEW].get("outputs")):
+        assert time.monotonic() < deadline, "Ctrl-S in the timeline does not save"
+        lab.page.wait_for_timeout(100)
+    still = outputs[0]["data"]
+    assert "data:image/png;base64," in still["text/html"]
+    assert "for rank 2, last in" in still["text/plain"]
+    assert len(json.dumps(outputs)) < 100_000
+    name = re.search(r'class="(hvdlab-timeline-\w+)"', still["text/html"])
+    assert name
+    assert not lab.page.locator(f".{name[1]}").first.is_visible(), "the still picture is beside the live one"
+
+
+SYNTHETIC = """\
+import hvdlab
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.events import Members, Span
+from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.dtypes import DType, OpKind
+recording = Recording()
+for rank in range(3):
+    spans = [Members(0, 1, 3, 0)]
+    for k in range(500):
+        at = 10**9 + k * 10**6
+        last = at + 400_000
+        spans.append(Span(f'layer{k % 7}', OpKind.ALLREDUCE, DType.F32, 0, k + 1, 0, 4096, last if rank == k % 3 else at, last + 9000, last + 12_000, last + 300_000))
+    recording.feed(rank, encode(rank, spans))
+view = hvdlab.timeline(recording)
+view
+"""
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_the_picture_has_the_colours_of_the_theme(tmp_path: Path, theme: str) -> None:
+    cells = [SYNTHETIC, "view.close()", "print(view)"]
+    with lab_page(tmp_path, notebook(cells), theme=theme) as lab:
+        lab.finish(0)
+        lab.page.wait_for_function(
+            "document.querySelector('.hvd-timeline')?.hvdlab.summary().spans === 1500", timeout=WAIT_MS
+        )
+        name = theme.split()[1].lower()
+        lab.page.wait_for_selector(f".hvd-timeline[data-theme={name}]")
+        lab.page.wait_for_timeout(200)
+        corner = lab.page.evaluate(
+            "[...document.querySelector('.hvd-timeline canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
+        )
+        assert (corner[0] > 200) == (name == "light"), corner
+        found = api(lab, "statistics()")
+        assert (found["rows"], found["operations"]) == (1500, 500)
+        assert [one["timesLast"] for one in found["ranks"]] == [167, 167, 166]
+        lab.finish(1)
+        assert "rank   2 |" in lab.finish(2)

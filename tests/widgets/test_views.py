@@ -1,0 +1,266 @@
+"""Views without a browser: what is sent to it, what a saved notebook keeps, and what a terminal shows."""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd
+from hvdlab.collectives.timeline.records import encode
+from hvdlab.widgets import picture, publisher, source
+from hvdlab.widgets.messages import ROW_BYTES
+from hvdlab.widgets.publisher import Publisher
+from timeline_traces import START_NS, steps
+
+COLUMNS = [
+    ("arrival", "<f8"),
+    ("nbytes", "<f8"),
+    *((n, "<f4") for n in ("ready", "started", "finished", "wait")),
+]
+COLUMNS += [("name", "<u4"), ("op", "<u4"), ("rank", "<u2"), ("size", "<u2"), ("kind", "u1"), ("flags", "u1")]
+
+
+def feed(recording: Recording, ranks: int = 4, count: int = 20, **more: Any) -> None:
+    for rank, batch in steps(ranks, count, **more):
+        recording.feed(rank, batch)
+
+
+def unpack(message: dict[str, Any], buffer: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """The columns, as the script in the browser takes them apart."""
+    found, at = {}, 0
+    for name, kind in COLUMNS:
+        found[name] = np.frombuffer(buffer, kind, message["count"], at)
+        at += found[name].nbytes
+    assert at == len(buffer) == message["count"] * ROW_BYTES
+    return found
+
+
+class Browser:
+    """Takes what comes, in order, like the script; deaf until :meth:`listen`."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.listening = False
+        self.names: list[str] = []
+        self.rows: list[tuple[int, int, float]] = []
+        self.marks: dict[int, dict[str, Any]] = {}
+        self.lost = 0
+        self.quiet = 0
+        self.messages = 0
+
+    def send(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        columns = unpack(message, buffers[0])
+        with self.changed:
+            self.messages += 1
+            self.changed.notify_all()
+            if not self.listening:
+                return
+            if message["after"] > len(self.rows):
+                return  # the script asks for what it has missed; that is not answered while a cell runs
+            self.lost = message["lost"]
+            self.names[message["namesFrom"] :] = message["names"]
+            self.marks |= dict(message["marks"])
+            known = len(self.rows) - message["from"]
+            self.rows += [(-1, 0, 0.0)] * -known  # what is there no more
+            both = zip(
+                columns["rank"].tolist(), columns["op"].tolist(), columns["arrival"].tolist(), strict=True
+            )
+            self.rows += list(both)[max(0, known) :]
+
+    def be_quiet(self) -> None:
+        with self.changed:
+            self.quiet += 1
+            self.changed.notify_all()
+
+    def wait(self, condition: Any) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 10)
+
+
+@pytest.fixture
+def recording() -> Recording:
+    return Recording()
+
+
+@pytest.fixture
+def browser() -> Browser:
+    return Browser()
+
+
+@pytest.fixture
+def sender(recording: Recording, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    monkeypatch.setattr(publisher, "ROWS_PER_MESSAGE", 1000)
+    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
+    monkeypatch.setattr(publisher, "QUIET", 0.1)
+    one = Publisher(recording, browser.send, browser.be_quiet)
+    yield one
+    one.close()
+
+
+def test_a_view_gets_all_rows_once_and_in_order(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    feed(recording)
+    browser.wait(lambda: len(browser.rows) == 4 * 20 * 40)
+    _, rows = recording.rows_since(0)
+    assert [row[0] for row in browser.rows] == rows["rank"].tolist()
+    assert [row[1] for row in browser.rows] == rows["op"].tolist()
+    origin = recording.origin_ns
+    assert origin is not None
+    assert [row[2] for row in browser.rows] == (rows["arrival"] - origin).tolist()
+    assert browser.names == recording.names
+    browser.wait(lambda: browser.quiet == 1)
+
+
+def test_a_view_that_listens_late_gets_it_again(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    feed(recording, count=5)
+    browser.wait(lambda: browser.messages)
+    with browser.changed:
+        browser.listening = True  # its hello waits as long as a cell runs
+    browser.wait(lambda: len(browser.rows) == 4 * 5 * 40)
+    feed(recording, count=5, seed=1)
+    browser.wait(lambda: len(browser.rows) == 2 * 4 * 5 * 40)
+
+
+def test_a_view_that_comes_back_gets_what_it_has_not(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    feed(recording, count=5)
+    browser.wait(lambda: len(browser.rows) == 800)
+    with browser.changed:
+        del browser.rows[300:]
+    sender.hello(300)
+    browser.wait(lambda: len(browser.rows) == 800)
+    assert [row[1] for row in browser.rows] == recording.rows_since(0)[1]["op"].tolist()
+
+
+def test_cells_are_told_when_they_begin_and_again_when_they_end(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    browser.wait(lambda: 0 in browser.marks)
+    assert browser.marks[0]["end"] is None
+    recording.feed(0, encode(0, [CellEnd("7", START_NS + 500, True)]))
+    browser.wait(lambda: browser.marks[0]["end"] == 500)
+
+
+def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    feed(recording, count=5)
+    recording.close()
+    browser.wait(lambda: browser.quiet == 1)
+    assert len(browser.rows) == 800
+
+
+def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> None:
+    recording = Recording(limit=16384)
+    feed(recording, count=150)
+    assert recording.dropped
+    with_all = Publisher(recording, browser.send, browser.be_quiet)
+    browser.listening = True
+    with_all.hello(0)
+    browser.wait(lambda: len(browser.rows) == recording.end)
+    assert browser.lost == recording.dropped == [row[0] for row in browser.rows].count(-1)
+    with_all.close()
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_still_picture_is_small_and_names_the_slow_rank() -> None:
+    recording = Recording()
+    feed(recording, ranks=64, count=8)
+    text = picture.as_html(recording)
+    assert len(text) < 100_000
+    assert text.count("<img") == picture.RANKS_DRAWN
+    assert "48 more ranks" in text
+    assert re.search(r"others waited .* for rank \d+, last in", text)
+
+
+def test_pictures_are_valid_png_files() -> None:
+    recording = Recording()
+    feed(recording)
+    lane = picture.lanes(recording, 100)[0][0]
+    drawn = picture.draw(lane)
+    data = picture.png(drawn)
+    width, height = struct.unpack(">II", data[16:24])
+    length = struct.unpack(">I", data[33:37])[0]
+    lines = np.frombuffer(zlib.decompress(data[41 : 41 + length]), np.uint8).reshape(height, 1 + 4 * width)
+    assert (lines[:, 0] == 2).all()
+    assert (np.cumsum(lines[:, 1:], 0, dtype=np.uint8).reshape(height, width, 4) == drawn).all()
+
+
+def test_shares_of_columns_are_those_of_the_intervals() -> None:
+    begin, end = np.array([10, 12, 30, 95]), np.array([20, 15, 55, 100])
+    edges = np.linspace(0, 100, 11)
+    covered = np.zeros(100)
+    for a, b in zip(begin, end, strict=True):
+        covered[a:b] = 1
+    assert picture._covered(begin, end, edges).tolist() == covered.reshape(10, 10).mean(1).tolist()
+
+
+def test_a_terminal_gets_text() -> None:
+    recording = Recording()
+    assert picture.as_text(recording) == "Timeline: no collectives were recorded yet"
+    feed(recording)
+    lines = picture.as_text(recording).split("\n")
+    assert lines[0].startswith("Timeline: 4 ranks, 3,200 spans; others waited ")
+    assert [line[:10] for line in lines[1:5]] == [f"rank   {rank} |" for rank in range(4)]
+
+
+# -- where the data comes from ----------------------------------------------------------------------------------------
+
+
+def test_without_ranks_it_says_how_to_start_some() -> None:
+    with pytest.raises(InvalidRequestError, match="%hvd_pool start"):
+        source.recording_of()
+    with pytest.raises(TypeError, match="not str"):
+        source.recording_of("pool")
+
+
+def test_the_pool_that_the_notebook_knows_is_found() -> None:
+    recording = Recording()
+
+    def finder() -> Recording:
+        return recording
+
+    source.add_finder(finder)
+    try:
+        assert source.recording_of() is recording
+    finally:
+        source.remove_finder(finder)
+
+
+def test_widgets_end_with_their_recording() -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets.views import ranks, timeline
+
+    recording = Recording()
+    feed(recording)
+    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    line, table = timeline(recording), ranks(recording)
+    assert "rank   0 |" in repr(line)
+    assert repr(table).startswith("Ranks: ")
+    recording.close()
+    line.close()
+    table.close()

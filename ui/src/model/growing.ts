@@ -1,0 +1,8 @@
+/** Grows a typed array to hold at least `size` elements, keeping what is in it. */
+export function grown<T extends Float64Array | Float32Array | Uint32Array | Uint16Array | Uint8Array>(array: T, size: number): T {
+  if (array.length >= size) return array;
+  const Make = array.constructor as new (length: number) => T;
+  const bigger = new Make(Math.max(size, array.length * 2));
+  bigger.set(array as never);
+  return bigger;
+}

@@ -107,7 +107,13 @@ class LabPage:
 
 @contextmanager
 def lab_page(
-    directory: Path, notebook: nbformat.NotebookNode, *, width: int = 1100, height: int = 800, theme: str = ""
+    directory: Path,
+    notebook: nbformat.NotebookNode,
+    *,
+    width: int = 1100,
+    height: int = 800,
+    theme: str = "",
+    scale: float = 1,
 ) -> Iterator[LabPage]:
     """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle."""
     work = directory / "work"
@@ -121,7 +127,9 @@ def lab_page(
         stack.callback(browser.close)
 
         def open_page() -> Page:
-            page = browser.new_context(viewport={"width": width, "height": height}).new_page()
+            page = browser.new_context(
+                viewport={"width": width, "height": height}, device_scale_factor=scale
+            ).new_page()
             page.goto(f"{address}/doc/tree/{path.name}?token={token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
             return page

@@ -87,7 +87,7 @@ def test_a_wheel_has_every_module_once_and_nothing_else_at_the_top(
     assert expected_modules() - modules == set(), "hatchling visits a directory once: reach it by one path"
     assert {name.split("/")[0] for name in names} == {"hvdlab", names[-1].split("/")[0]}
     assert names[-1].split("/")[0].endswith(".dist-info")
-    assert "hvdlab/py.typed" in names
+    assert {"hvdlab/py.typed", "hvdlab/widgets/static/timeline.js"} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
 
 

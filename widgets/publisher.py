@@ -44,13 +44,21 @@ class Publisher:
         self._heard = False
         self._row = self._name = self._stamp = 0
         self._skipped = 0
-        self._thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
+        thread.start()
+        return thread
 
     def hello(self, since: int) -> None:
         """The view listens and has all rows before ``since``. Any thread."""
         self._since, self._heard = since, True
         self._recording.poke()
+        with self._starting:
+            if not self._thread.is_alive() and not self._closing.is_set():
+                self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
 
     def close(self, timeout: float = 5) -> None:
         """End the thread. Idempotent."""
@@ -73,6 +81,8 @@ class Publisher:
         again = [time.monotonic() + seconds for seconds in AGAIN]
         version, told = -1, recording.version
         while not self._closing.is_set():
+            if recording.closed and version == recording.version and self._since is None:
+                break
             news = recording.wait(version, self._wanted, self._patience(again, told != version))
             if self._closing.is_set():
                 return
@@ -90,8 +100,6 @@ class Publisher:
             version = recording.version
             if self._heard or again:
                 self._flush()
-            if recording.closed and self._since is None:
-                break
             self._closing.wait(INTERVAL)
         if told != version:
             self._quiet()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROWS_KEPT = 1_000_000
 NAMES_KEPT = 65_536
+OTHER_NAMES = "(another name)"
 METRICS_KEPT = 100_000
 UNALIGNED_KEPT = 256
 
@@ -139,12 +140,14 @@ class Recording:
 
     def _number(self, name: str) -> int:
         number = self._numbers.get(name)
-        if number is None:
-            if len(self.names) >= NAMES_KEPT:
-                return self._numbers.setdefault("(another name)", len(self.names) - 1)
-            number = self._numbers[name] = len(self.names)
+        if number is not None:
+            return number
+        if len(self._numbers) >= NAMES_KEPT:
+            name = OTHER_NAMES
+        if name not in self._numbers:
+            self._numbers[name] = len(self.names)
             self.names.append(name)
-        return number
+        return self._numbers[name]
 
     def take_membership(self, membership: Membership) -> None:
         """Take in who is there now."""

@@ -170,6 +170,11 @@ def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
     recording.close()
     browser.wait(lambda: browser.quiet == 1)
     assert len(browser.rows) == 800
+    sender._thread.join(10)
+    assert not sender._thread.is_alive()
+    browser.rows.clear()
+    sender.hello(0)  # the page was loaded again
+    browser.wait(lambda: len(browser.rows) == 800)
 
 
 def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> None:

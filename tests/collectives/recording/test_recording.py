@@ -13,6 +13,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.recording import Recording, summarize
+from hvdlab.collectives.recording import recording as recording_module
 from hvdlab.collectives.recording.rows import ROW, RowStore
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import (
@@ -175,6 +176,13 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted() -> None:
     assert 20_000 - RowStore.CHUNK < recording.count <= 20_000 + RowStore.CHUNK
     assert recording.dropped == sent - recording.count
     assert len(recording.table()) == recording.count
+
+
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording_module, "NAMES_KEPT", 4)
+    events: list[Event] = [span(f"t{k}", k + 1, START + k, START + k, START + k + 1) for k in range(6)]
+    recording = fed((0, events), (0, events[-1:]))
+    assert recording.table()["name"].tolist() == ["t0", "t1", "t2", *["(another name)"] * 4]
 
 
 def test_every_tensor_of_a_training_has_a_last_rank() -> None:

@@ -275,7 +275,8 @@ class Simulation:
         for cell, ranks in cells.items():
             if ranks:
                 self.say(m.Post(cell, b"", ranks))
-        self.client.extend(waiting)
+        # Cells that were about to be sent are among those that it has told of.
+        self.client.extend(x for x in waiting if not isinstance(x, m.CellStarted | m.Post))
 
     def _lose_some(self, queue: deque[m.Message] | deque[m.Message | None]) -> None:
         for _ in range(self.random.randint(0, len(queue))):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 EPOCHS = 1 << 20
 """Distance of the first epochs of two generations."""
 
+REMEMBERED = 4096
+"""Ends of cells that are remembered, in case the client takes them for running."""
+
 
 class Restoring:
     """What has been told so far.
@@ -44,7 +47,7 @@ class Restoring:
         self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
-        self.ended: set[tuple[str, int]] = set()  # cells, with ranks that have said that they ended
+        self.ended: dict[tuple[str, int], None] = {}  # cells, with ranks that have said that they ended; the newest
 
     def begin(self, now: float) -> None:
         """Something happens for the first time."""
@@ -58,9 +61,14 @@ class Restoring:
             self.alive.setdefault(other, 0)
 
     def cell_ended(self, cell: str, rank: int) -> None:
-        """A cell has ended on a rank, which the client need not know yet."""
-        if self.active or (self.generation > 0 and not self.recalled):
-            self.ended.add((cell, rank))
+        """A cell has ended on a rank, which the client need not know yet, even if it told already what it knew.
+
+        A connection that the client has given up may be read first, so it can tell twice.
+        """
+        if self.generation > 0:
+            self.ended[cell, rank] = None
+            if len(self.ended) > REMEMBERED:
+                del self.ended[next(iter(self.ended))]
 
     def drop(self, rank: int) -> None:
         """A rank has come, and is gone again."""
@@ -187,6 +195,4 @@ def _begin_cells(state: CoordinatorState) -> None:
             there = rank in ranks and ranks[rank].tracked and rank not in restoring.renewed
             if there and (cell, rank) not in restoring.ended:
                 state.cells.begin(cell, rank)
-    if restoring.recalled:
-        restoring.ended.clear()
     restoring.cells = ()

@@ -271,6 +271,8 @@ def test_cells_go_on_and_ends_count_even_if_the_client_has_not_heard_of_them() -
     successor.comes(2)  # the cell was on its way to it; the pool sends it again
     active = [successor.state.cells.active(rank) for rank in range(3)]
     assert active == [True, False, True]
+    successor.client(recall)  # over a connection that it gave up, which is read after all
+    assert [successor.state.cells.active(rank) for rank in range(3)] == active
     definition = m.Definition(1, signature("loss"), "cell [7] line 4")
     epoch = successor.state.sets.world.epoch
     successor.says(0, m.Announce(0, epoch, (1,), (definition,)))

@@ -47,7 +47,9 @@ class Restoring:
         self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
-        self.ended: dict[tuple[str, int], None] = {}  # cells, with ranks that have said that they ended; the newest
+        self.ended: dict[
+            tuple[str, int], None
+        ] = {}  # cells, with ranks that have said that they ended; the newest
 
     def begin(self, now: float) -> None:
         """Something happens for the first time."""

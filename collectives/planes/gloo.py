@@ -110,7 +110,7 @@ class GlooPlane(Plane):
         if packed.size:
             options = dist.AllreduceOptions()
             options.reduceOp = _reduce_op(op)
-            self._wait(partial(self._group.allreduce, [_tensor(packed)], options))
+            self._wait(partial(self._usable.allreduce, [_tensor(packed)], options))
         moved_at = time.monotonic_ns()
         self._staging.unpack(packed, outs, dtype, postscale)
         phases.pack += packed_at - start
@@ -122,7 +122,7 @@ class GlooPlane(Plane):
         raw_send, raw_out = _raw(send), _raw(out)
         if len(set(counts)) == 1:
             if raw_out.size:
-                self._wait(partial(self._group._allgather_base, _tensor(raw_out), _tensor(raw_send)))
+                self._wait(partial(self._usable._allgather_base, _tensor(raw_out), _tensor(raw_send)))
         else:
             self._gather_ragged(raw_send, [c * send.itemsize for c in counts], raw_out)
         phases.transfer += time.monotonic_ns() - start
@@ -142,7 +142,7 @@ class GlooPlane(Plane):
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
             tensor = _tensor(piece)
-            self._wait(partial(self._group.broadcast, [tensor], options))
+            self._wait(partial(self._usable.broadcast, [tensor], options))
 
     def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
         import torch.distributed as dist
@@ -151,7 +151,7 @@ class GlooPlane(Plane):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         if buffer.size:
-            self._wait(partial(self._group.broadcast, [_tensor(_raw(buffer))], options))
+            self._wait(partial(self._usable.broadcast, [_tensor(_raw(buffer))], options))
         phases.transfer += time.monotonic_ns() - start
 
     def reducescatter(
@@ -203,12 +203,12 @@ class GlooPlane(Plane):
         splits_in, splits_out = [c * item for c in send_counts], [c * item for c in recv_counts]
         tensors = _tensor(_raw(out)), _tensor(_raw(send))
         options = dist.AllToAllOptions()
-        self._wait(partial(self._group.alltoall_base, *tensors, splits_out, splits_in, options))
+        self._wait(partial(self._usable.alltoall_base, *tensors, splits_out, splits_in, options))
 
     def barrier(self, phases: Phases) -> None:
         # Not Gloo's own barrier: it waits for ever on a connection that was shut down before it began.
         start = time.monotonic_ns()
-        self._wait(partial(self._group.allreduce, [_tensor(np.zeros(1, np.uint8))]))
+        self._wait(partial(self._usable.allreduce, [_tensor(np.zeros(1, np.uint8))]))
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
@@ -236,6 +236,13 @@ class GlooPlane(Plane):
         leave_to_library(self._group, *self._running)
         self._group = None
         self._running.clear()
+
+    @property
+    def _usable(self) -> Any:
+        """The group, unless an aborted operation took it along."""
+        if self._group is None:
+            raise PlaneAborted
+        return self._group
 
     def _wait(self, start: partial[Any]) -> None:
         """Run an operation to its end, or to an abort.

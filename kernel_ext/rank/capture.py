@@ -233,12 +233,12 @@ class Capture:
                     size += entry[2]
                     taken.append(entry)
                 self._queued -= size
-                total, cell = self._total - self._queued, self._cell
+                cell = self._cell
                 if not self._entries:
                     self._woken = self._urgent = False
             if not taken:
                 return
-            self.sent.output(cell, _merged(taken), total - size, total)
+            self.sent.output(cell, _merged(taken), size)
 
     def _drain_fds(self) -> None:
         fds = self._fds

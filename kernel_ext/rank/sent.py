@@ -54,14 +54,19 @@ class Sent:
             self._cells[cell] = _Cell()
             return True
 
-    def output(self, cell: str, chunks: Sequence[Chunk], before: int, total: int) -> None:
-        """Send output."""
-        body = encode(Output(cell, tuple(chunks), total, before))
+    def output(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:
+        """Send output of this many bytes.
+
+        It is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
+        does not follow on the last one would look like a loss that no repetition can mend.
+        """
         with self._lock:
             known = self._cells.get(cell)
+            before = known.total if known is not None else 0
+            body = encode(Output(cell, tuple(chunks), before + size, before))
             if known is not None:
-                known.outputs.append((total, body))
-                known.total = total
+                known.outputs.append((before + size, body))
+                known.total = before + size
             self._post(TO_POOL, body)
 
     def done(self, done: CellDone) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import inspect
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -219,6 +222,8 @@ def test_credit_of_an_older_cell_is_ignored(capture: Capture) -> None:
 def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
     capture = Capture(sent)
     capture.start()
+    capture.sent.expect("cell")
+    capture.begin_cell("cell")
     writer = threading.Thread(target=lambda: [capture.write("stdout", "x" * PIECE) for _ in range(100)])
     writer.start()
     while sum(o.total for o in sent.outputs[-1:]) < WINDOW - PIECE:
@@ -227,6 +232,53 @@ def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
     capture.close()
     writer.join(PATIENCE)
     assert not writer.is_alive()
+
+
+STATEMENTS = [
+    "self._entries.append(entry)",
+    "self._queued += size",
+    "self._total += size",
+    "if self._woken and",
+    "self._woken = True",
+    "self._urgent = ",
+    "self._wake()",
+]
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_an_interrupt_anywhere_in_writing_leaves_no_gap(capture: Capture, sent: Sent, statement: str) -> None:
+    lines, first = inspect.getsourcelines(Capture._put)
+    target = first + next(i for i, line in enumerate(lines) if line.strip().startswith(statement))
+    raised = threading.Event()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is not Capture._put.__code__:
+            return None
+        if event == "line" and frame.f_lineno == target and not raised.is_set():
+            raised.set()
+            raise KeyboardInterrupt
+        return trace
+
+    def interrupted() -> None:
+        sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(3):
+                capture.write("stdout", "abc")
+
+    capture.sent.expect("cell")
+    capture.begin_cell("cell")
+    writer = threading.Thread(target=interrupted)
+    writer.start()
+    writer.join()
+    assert raised.is_set()
+    for _ in range(2):
+        capture.write("stdout", "defg")
+        capture.flush()
+    reached = 0
+    for output in sent.outputs:
+        assert output.before == reached
+        reached = output.total
+    assert sent.text.endswith("defgdefg")
 
 
 def test_what_is_larger_than_the_window_passes(capture: Capture, sent: Sent) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import inspect
+import io
 import subprocess
 import sys
 import threading

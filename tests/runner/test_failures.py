@@ -250,13 +250,3 @@ def test_nothing_outlives_an_agent_that_is_killed(launcher, wait_for) -> None:
     assert ran.code == 1
     assert "its launcher process for localhost ended with exit code -9" in ran.launcher[0]
     launcher.wait_for_none()
-
-
-def test_a_lost_coordinator_ends_the_job(launcher, wait_for) -> None:
-    process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER))
-    wait_for(lambda: len(_pids(launcher.directory)) == 2)
-    [coordinator] = launcher.running("hvdlab.collectives.coordinator")
-    os.kill(coordinator, signal.SIGKILL)
-    ran = launcher.finish(process)
-    assert ran.code == 1
-    assert "coordinator" in ran.launcher[0]

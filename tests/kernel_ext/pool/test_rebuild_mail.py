@@ -47,7 +47,7 @@ class Link:
         before = len(self.written)
         text = "".join(chr(97 + (before + i) % 26) for i in range(size))
         self.written += text
-        self.sent.output(CELL, [Stream("stdout", text)], before, before + size)
+        self.sent.output(CELL, [Stream("stdout", text)], size)
 
     def finish(self) -> None:
         self.sent.done(CellDone(CELL, None, 0.0))

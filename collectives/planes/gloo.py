@@ -7,12 +7,8 @@ them returns with an error at once, here and on the peers.
 
 from __future__ import annotations
 
-import ctypes
 import operator
-import os
 import socket
-import stat
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +21,7 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors
 from hvdlab.collectives.planes.staging import Staging, leave_to_library
 
 if TYPE_CHECKING:
@@ -35,8 +32,8 @@ _GLOO_TIMEOUT = timedelta(hours=24)
 _NEWS_SECONDS = 0.5
 _FINISH_SECONDS = 0.3
 _GIVE_UP_SECONDS = 0.2
-_SO_ATTACH_FILTER = 26  # Linux; Python does not name it
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
+_one_listens = threading.Lock()
+"""Held while Gloo opens its listener, so that no other plane of this process takes that for its own."""
 
 
 class GlooPlane(Plane):
@@ -76,9 +73,10 @@ class GlooPlane(Plane):
             raise PlaneBroken("the gloo plane needs a rendezvous store")
         me = self.context
         with self._failures():
-            before = _listeners(me.address)
-            device = dist.ProcessGroupGloo.create_device(hostname=me.address)
-            ports = _listeners(me.address) - before
+            with _one_listens:
+                before = listeners(me.address)
+                device = dist.ProcessGroupGloo.create_device(hostname=me.address)
+                ports = listeners(me.address) - before
             store.set(f"port/{me.index}", ",".join(f"{h}:{p}" for h, p in ports).encode())
             for index in range(me.size):
                 self._ports |= _parse_ports(store.get(f"port/{index}", timeout))
@@ -89,7 +87,7 @@ class GlooPlane(Plane):
             options._threads = 1  # operations come one at a time
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
             self._group.barrier().wait()
-            _shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
+            shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
             self._group._set_default_timeout(_GLOO_TIMEOUT)
 
     def allreduce(
@@ -218,9 +216,10 @@ class GlooPlane(Plane):
         self._settled.set()
 
     def _disconnect(self) -> None:
-        for fd, local, peer in _connections():
+        for sock, local, peer in connections():
             if local in self._ports or peer in self._ports:
-                _shut_down(fd)
+                with suppress(OSError):  # disconnected meanwhile, which is what was wanted
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         # The destructor joins Gloo's threads; they end by themselves unless an operation goes on for ever, which may
@@ -354,57 +353,3 @@ def _make_store(kv: Any, timeout: float) -> Any:
 def _parse_ports(text: bytes) -> set[tuple[str, int]]:
     pairs = (item.rpartition(":") for item in text.decode().split(",") if item)
     return {(host, int(port)) for host, _, port in pairs}
-
-
-def _inet_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's IP sockets: descriptor and a duplicate, closed after use."""
-    for entry in os.listdir("/proc/self/fd"):
-        if (duplicate := _duplicate(int(entry))) is None:
-            continue
-        with duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                yield int(entry), duplicate
-
-
-def _duplicate(fd: int) -> socket.socket | None:
-    """A socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return None
-        return socket.socket(fileno=os.dup(fd))
-    except OSError:
-        return None
-
-
-def _listeners(address: str) -> set[tuple[str, int]]:
-    return {
-        sock.getsockname()[:2]
-        for _, sock in _inet_sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[0] == address
-    }
-
-
-def _shut_doors(ports: set[tuple[str, int]]) -> None:
-    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end."""
-    instruction = ctypes.create_string_buffer(_DROP)
-    program = struct.pack("HP", 1, ctypes.addressof(instruction))
-    for _, sock in _inet_sockets():
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[:2] in ports:
-            with suppress(OSError):  # a system without filters
-                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
-def _connections() -> Iterator[tuple[int, tuple[str, int], tuple[str, int]]]:
-    for fd, sock in _inet_sockets():
-        try:
-            yield fd, sock.getsockname()[:2], sock.getpeername()[:2]
-        except OSError:
-            continue  # not connected
-
-
-def _shut_down(fd: int) -> None:
-    duplicate = _duplicate(fd)
-    if duplicate is None:
-        return
-    with duplicate, suppress(OSError):  # disconnected meanwhile, which is what was wanted
-        duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,72 @@
+"""The sockets of a library that shows none of them, found among this process's descriptors.
+
+Other threads open and close files meanwhile, so whatever is asked or done here goes through a duplicate: a number
+alone may name another file a moment later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+
+_SO_ATTACH_FILTER = 26  # Linux; Python does not name it
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
+
+
+def _inet_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's IP sockets, each closed after use."""
+    for entry in os.listdir("/proc/self/fd"):
+        if (duplicate := _duplicate(int(entry))) is None:
+            continue
+        with duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                yield duplicate
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """A socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile."""
+    try:
+        own = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        # Asked of the duplicate: under the number itself another thread may have another file by now.
+        if stat.S_ISSOCK(os.fstat(own).st_mode):
+            return socket.socket(fileno=own)
+    except OSError:
+        pass  # of a family that Python does not know
+    os.close(own)
+    return None
+
+
+def listeners(address: str) -> set[tuple[str, int]]:
+    """Address and port of each socket of this process that listens at this address."""
+    return {
+        sock.getsockname()[:2]
+        for sock in _inet_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[0] == address
+    }
+
+
+def shut_doors(ports: set[tuple[str, int]]) -> None:
+    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end."""
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    for sock in _inet_sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[:2] in ports:
+            with suppress(OSError):  # a system without filters
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def connections() -> Iterator[tuple[socket.socket, tuple[str, int], tuple[str, int]]]:
+    """Duplicates of this process's connected IP sockets, each closed after use, with their own and the peer's address."""
+    for sock in _inet_sockets():
+        try:
+            yield sock, sock.getsockname()[:2], sock.getpeername()[:2]
+        except OSError:
+            continue  # not connected

@@ -1,5 +1,6 @@
 import { Lane } from './lane.ts';
 import { Operations } from './operations.ts';
+import type { RankRow } from './ranks.ts';
 
 export const FAILED = 1;
 export const NOT_READY = 2;
@@ -73,6 +74,11 @@ export class Store {
   readonly lanes: Lane[] = [];
   readonly operations = new Operations();
   readonly names: string[] = [''];
+  /** Where in the code the collectives of each name were called, as people read it; empty or missing where it is not known. */
+  readonly sites: string[] = [];
+  /** The ranks and a line about all of them, as the kernel last told; empty until it has. */
+  ranks: RankRow[] = [];
+  heading = '';
   readonly marks = new Map<number, Mark>();
   readonly limit: number;
   /** Rows that are here; rows that were lost or forgotten before they came here. */

@@ -1,25 +1,9 @@
 import { count, duration, rate } from '../draw/format.ts';
+import type { RankRow } from '../model/ranks.ts';
 import { h } from './dom.ts';
 import { watchTheme } from './theme.ts';
 
-/** One rank as the kernel tells of it; times in ns. */
-export interface RankRow {
-  rank: number;
-  host: string;
-  pid: number;
-  plane: string;
-  state: string;
-  reason: string;
-  cell: string;
-  spans: number;
-  timesLast: number;
-  heldUp: number;
-  worst: number;
-  /** Shares of the last seconds, 0 to 1. */
-  wait: number;
-  work: number;
-  bandwidth: number;
-}
+export type { RankRow };
 
 /** A table of the ranks. */
 export class RanksView {

@@ -1,0 +1,18 @@
+/** One rank as the kernel tells of it; times in ns. */
+export interface RankRow {
+  rank: number;
+  host: string;
+  pid: number;
+  plane: string;
+  state: string;
+  reason: string;
+  cell: string;
+  spans: number;
+  timesLast: number;
+  heldUp: number;
+  worst: number;
+  /** Shares of the last seconds, 0 to 1. */
+  wait: number;
+  work: number;
+  bandwidth: number;
+}

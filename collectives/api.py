@@ -22,6 +22,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.metrics import record
 from hvdlab.collectives.reduce.support import check_supported
 
 Array = npt.NDArray[Any]
@@ -34,6 +35,8 @@ Average, Sum, Adasum, Min, Max, Product = (
     ReduceOp.MAX,
     ReduceOp.PRODUCT,
 )
+
+metric = record.metric
 
 
 class Operation:

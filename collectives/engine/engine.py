@@ -274,6 +274,13 @@ class Engine:
         """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
         return self._guarded.pending(_monotonic_ns())
 
+    # -- metrics --------------------------------------------------------------------------------------------------
+
+    def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
+        """Record a number and see to it that it is sent; ``time_ns`` is when it was measured, by default now."""
+        self.recorder.metric(name, value, step, time_ns)
+        self._dispatcher.schedule_events()
+
     # -- cells and mail -------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:

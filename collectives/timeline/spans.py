@@ -287,12 +287,12 @@ class Recorder:
             time_ns=received_ns,
         )
 
-    def metric(self, name: str, value: float, step: int | None = None) -> None:
-        """A number that the user wants to see over time, measured now."""
+    def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
+        """A number that the user wants to see over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP
-        values = (ident, 0, 0, time.monotonic_ns(), value, step or 0)
+        values = (ident, 0, 0, time.monotonic_ns() if time_ns is None else time_ns, value, step or 0)
         try:
             record = SMALL_FLOAT.pack(RecordType.METRIC, 0, 0, flags, *values)
         except struct.error:

@@ -7,6 +7,7 @@ in :mod:`hvdlab.torch.allreducing` and its neighbours.
 from __future__ import annotations
 
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.collectives.metrics.record import metric
 from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch import elastic, mpi_ops
 from hvdlab.torch.allreducing import (
@@ -119,6 +120,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "metric",
     "mpi_built",
     "mpi_enabled",
     "mpi_ops",

@@ -1,0 +1,28 @@
+"""Names of the metrics that hvdlab records by itself. Those of users may be any others."""
+
+from __future__ import annotations
+
+PREFIX = "hvdlab/"
+
+CPU = "hvdlab/cpu"
+"""Processor time of the process, in percent of one core."""
+RSS = "hvdlab/rss"
+"""Memory of the process that is resident, in bytes."""
+THREADS = "hvdlab/threads"
+"""Threads of the process."""
+GPU = "hvdlab/gpu{index}"
+"""A GPU of this rank; ``index`` counts those that its process sees."""
+GPU_UTILISATION = GPU + "/utilisation"
+"""Percent of the time in which it ran something, whoever's it was."""
+GPU_MEMORY = GPU + "/memory"
+"""Memory of the GPU that is in use, whoever's it is, in bytes."""
+STEP_TIME = "hvdlab/step_time"
+"""From the end of one optimizer step to that of the next, in seconds."""
+SAMPLES_PER_SECOND = "hvdlab/samples_per_second"
+"""Of this rank."""
+GRADIENT_NORM = "hvdlab/gradient_norm"
+"""2-norm of all gradients together, as the optimizer gets them."""
+LOSS_SCALE = "hvdlab/loss_scale"
+"""By what a gradient scaler multiplies the loss."""
+LEARNING_RATE = "hvdlab/learning_rate"
+"""Of the optimizer; with ``/`` and the name or number of the parameter group behind it if they differ."""

@@ -16,6 +16,7 @@ from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
+from hvdlab.collectives.recording.series import Points, Series, SeriesStore
 from hvdlab.collectives.timeline.alignment import Alignment
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, ClockSample, Members, Metric
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 ROWS_KEPT = 1_000_000
 NAMES_KEPT = 65_536
 OTHER_NAMES = "(another name)"
-METRICS_KEPT = 100_000
 UNALIGNED_KEPT = 256
 
 __all__ = ["Mark", "Recording"]
@@ -55,7 +55,7 @@ class Recording:
         self._numbers: dict[str, int] = {"": 0}
         self._rows = RowStore(limit)
         self._marks = Marks()
-        self._metrics: list[tuple[int, Metric, int]] = []
+        self._series = SeriesStore()
         self._epochs = Epochs()
         self._numbering = Numbering()
         self._alignment = Alignment()
@@ -130,9 +130,8 @@ class Recording:
             self._see(event.time_ns + offset_ns)
             self._marks.event(rank, event, offset_ns, self._label)
         elif isinstance(event, Metric):
-            self._metrics.append((rank, event, offset_ns))
-            if len(self._metrics) > METRICS_KEPT * 5 // 4:
-                del self._metrics[:-METRICS_KEPT]
+            self._see(event.time_ns + offset_ns)
+            self._series.append(rank, event.name, event.time_ns + offset_ns, event.value, event.step)
 
     def _see(self, time_ns: int) -> None:
         if self.origin_ns is None:
@@ -228,10 +227,27 @@ class Recording:
         with self._changed:
             return self._marks.all()
 
-    def metrics(self) -> list[tuple[int, Metric, int]]:
-        """Rank, metric, and what has to be added to its time in ns."""
+    def series(self, number: int = 0) -> list[Series]:
+        """The series from a number on; points name them by these numbers."""
         with self._changed:
-            return list(self._metrics)
+            return self._series.series[number:]
+
+    def points_since(self, number: int, most: int | None = None) -> tuple[int, Points]:
+        """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
+        with self._changed:
+            points = self._series.since(number, most)
+            whole = most is None or len(points) < most
+            return self._series.end if whole else int(points["number"][-1]) + 1, points
+
+    def points(self, rank: int, name: str) -> Points:
+        """A copy of the points of one series, by time; none if there is no such series."""
+        with self._changed:
+            return self._series.of(rank, name)
+
+    @property
+    def points_lost(self) -> int:
+        """Points that are not here: those that have made room, and those of more series than are kept."""
+        return self._series.dropped + self._series.refused
 
     def running(self, rank: int) -> str:
         """The cell that runs on a rank; empty if none does."""
@@ -256,6 +272,16 @@ class Recording:
         from hvdlab.collectives.recording.table import table
 
         return table(self)
+
+    def metrics(self) -> DataFrame:
+        """All points of all series as a pandas table; the columns are in ``docs/reference/trace.md``.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        from hvdlab.collectives.recording.metric_table import metric_table
+
+        return metric_table(self)
 
 
 def _check(rank: int, spans: NDArray[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlab.collectives.recording import Recording
 from hvdlab.widgets.messages import pack_marks, pack_rows
+from hvdlab.widgets.rank_rows import RankNews
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
@@ -35,15 +36,19 @@ class Publisher:
         send: Sends a message; called on the publisher's thread.
         quiet: Called there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
             last time.
+        rows: Whether rows are sent, or only what is told about the ranks; :meth:`hello` changes that.
     """
 
-    def __init__(self, recording: Recording, send: Send, quiet: Callable[[], None]) -> None:
-        self._recording, self._send, self._quiet = recording, send, quiet
+    def __init__(
+        self, recording: Recording, send: Send, quiet: Callable[[], None], *, rows: bool = True
+    ) -> None:
+        self._recording, self._send, self._quiet, self._with_rows = recording, send, quiet, rows
         self._closing = threading.Event()
         self._since: int | None = None
         self._heard = False
         self._row = self._name = self._stamp = 0
         self._skipped = 0
+        self._ranks = RankNews(recording)
         self._starting = threading.Lock()
         self._thread = self._start()
 
@@ -52,8 +57,9 @@ class Publisher:
         thread.start()
         return thread
 
-    def hello(self, since: int) -> None:
-        """The view listens and has all rows before ``since``. Any thread."""
+    def hello(self, since: int, *, rows: bool = True) -> None:
+        """The view listens, and has all rows before ``since``; ``rows`` says whether it wants others. Any thread."""
+        self._with_rows = rows
         self._since, self._heard = since, True
         self._recording.poke()
         with self._starting:
@@ -87,22 +93,31 @@ class Publisher:
             if self._closing.is_set():
                 return
             if self._since is not None:
-                self._row, self._since = self._since, None
-                self._name = self._stamp = 0
+                row, self._since = self._since, None
+                self._again_from(row)
             elif not self._heard and again and time.monotonic() >= again[0]:
                 again.pop(0)
                 if recording.end - self._row <= MOST_UNHEARD and recording.end <= MOST_UNHEARD:
-                    self._row = self._name = self._stamp = 0
+                    self._again_from(0)
             elif not news:
                 told = version
+                if self._heard or again:
+                    self._say_ranks()
                 self._quiet()
                 continue
             version = recording.version
             if self._heard or again:
                 self._flush()
             self._closing.wait(INTERVAL)
+        if self._heard and not self._closing.is_set():
+            self._say_ranks(last=True)
         if told != version:
             self._quiet()
+
+    def _again_from(self, row: int) -> None:
+        self._row = row
+        self._name = self._stamp = 0
+        self._ranks.forget()
 
     def _wanted(self) -> bool:
         return self._closing.is_set() or self._since is not None
@@ -112,28 +127,42 @@ class Publisher:
             return max(0.0, again[0] - time.monotonic())
         return QUIET if news else None
 
+    def _say_ranks(self, last: bool = False) -> None:
+        """Say what became of the ranks since the last rows, if anything."""
+        if news := self._ranks.take(last):
+            self._send_rows(news, 0)
+
     def _flush(self) -> None:
         """Send what the view has not got, in messages of bounded size."""
         recording = self._recording
         while not self._closing.is_set():
-            first, rows = recording.rows_since(self._row, ROWS_PER_MESSAGE)
-            names = recording.names[self._name :]
-            stamp, marks = recording.marks_since(self._stamp)
-            origin = recording.origin_ns or 0
-            self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
-            message = {
-                "type": "rows",
-                "after": self._row,  # what is between this and the next line made room before it could be sent
-                "from": first,
-                "count": len(rows),
-                "namesFrom": self._name,
-                "names": names,
-                "marks": pack_marks(marks, origin),
-                "lost": recording.lost + self._skipped,
-                "clockErrors": list(recording.clock_errors().items()),
-            }
-            self._send(message, [pack_rows(rows, origin)])
-            self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp
+            if not self._with_rows:
+                self._say_ranks()
+                return
+            self._send_rows(self._ranks.take(), ROWS_PER_MESSAGE)
             if self._since is not None or self._row >= recording.end:
                 return
             self._closing.wait(INTERVAL)
+
+    def _send_rows(self, news: dict[str, Any], most: int) -> None:
+        recording = self._recording
+        first, rows = recording.rows_since(self._row, most)
+        names = recording.names[self._name :]
+        sites = recording.sites[self._name : self._name + len(names)]
+        stamp, marks = recording.marks_since(self._stamp)
+        origin = recording.origin_ns or 0
+        self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
+        message = {
+            "type": "rows",
+            "after": self._row,  # what is between this and the next line made room before it could be sent
+            "from": first,
+            "count": len(rows),
+            "namesFrom": self._name,
+            "names": names,
+            "sites": sites,
+            "marks": pack_marks(marks, origin),
+            "lost": recording.lost + self._skipped,
+            "clockErrors": list(recording.clock_errors().items()),
+        }
+        self._send(message | news, [pack_rows(rows, origin)])
+        self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp

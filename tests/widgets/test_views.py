@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd
 from hvdlab.collectives.timeline.records import encode
-from hvdlab.widgets import picture, publisher, source
+from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
 from hvdlab.widgets.publisher import Publisher
 from timeline_traces import START_NS, steps
@@ -269,3 +270,37 @@ def test_widgets_end_with_their_recording() -> None:
     recording.close()
     line.close()
     table.close()
+
+
+def test_a_view_is_told_about_the_ranks_when_they_change(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "QUIET", 0.05)
+    monkeypatch.setattr(rank_rows, "INTERVAL", 0.02)
+    changed, told = threading.Condition(), []
+
+    def take(message: dict[str, Any], buffers: list[bytes]) -> None:
+        with changed:
+            told.append(message)
+            changed.notify_all()
+
+    def wait(condition: Any) -> None:
+        with changed:
+            assert changed.wait_for(condition, 10)
+
+    recording.take_membership(Membership(expected=(0, 1)))
+    one = Publisher(recording, take, lambda: None)
+    try:
+        one.hello(0)
+        wait(lambda: any("ranks" in message for message in told))
+        first = next(message for message in told if "ranks" in message)
+        assert first["heading"] == "0/2 ranks · idle"
+        assert [(row["rank"], row["state"]) for row in first["ranks"]] == [(0, "starting"), (1, "starting")]
+        feed(recording, ranks=2, count=1)
+        # Also if nothing follows these rows: what there is to tell is told when it is quiet.
+        wait(lambda: sum(row["spans"] for message in told for row in message.get("ranks", ())) > 0)
+        before = len(told)
+        one.hello(0)
+        wait(lambda: any("ranks" in message for message in told[before:]))
+    finally:
+        one.close()

@@ -1,3 +1,4 @@
+import type { RankRow } from '../model/ranks.ts';
 import { readRows, type Mark, type Store } from '../model/store.ts';
 
 /** What anywidget hands to a widget's script, as far as it is used here. */
@@ -19,9 +20,14 @@ interface Message {
   count: number;
   namesFrom: number;
   names: string[];
+  /** Where each of the names is used: `cell [7] line 4`, or nothing if it is not known. */
+  sites: string[];
   marks: [number, Mark][];
   lost: number;
   clockErrors: [number, number][];
+  /** Only if they have changed. */
+  ranks?: RankRow[];
+  heading?: string;
 }
 
 /** Rows that come twice are taken once; the kernel sends them again as long as it has not heard from here. */
@@ -44,7 +50,10 @@ export class Stream {
   receive(message: Message, buffers: DataView[]): boolean {
     const { store } = this;
     store.lostBefore = message.lost;
+    if (message.ranks) store.ranks = message.ranks;
+    if (message.heading !== undefined) store.heading = message.heading;
     message.names.forEach((name, i) => (store.names[message.namesFrom + i] = name));
+    message.sites.forEach((site, i) => (store.sites[message.namesFrom + i] = site));
     for (const [rank, error] of message.clockErrors) store.clockError.set(rank, error);
     for (const [number, mark] of message.marks) store.marks.set(number, mark);
     for (const number of store.marks.keys()) {

@@ -1,0 +1,82 @@
+"""The ranks as rows of plain values: who is there, what each does, and who holds the others up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from hvdlab.collectives.recording import RankSummary, Recording, summarize
+
+INTERVAL = 1.0
+LOOKED_AT = 50_000
+SECONDS = 10.0
+STOPPED = "stopped"
+
+
+def rank_rows(recording: Recording) -> list[dict[str, Any]]:
+    """One row for each rank that is there, is lost or has recorded something."""
+    membership = recording.membership
+    summaries = {one.rank: one for one in summarize(recording, SECONDS, LOOKED_AT)}
+    members = {member.rank: member for member in membership.members}
+    deaths = {death.rank: death for death in membership.deaths if death.rank not in members}
+    rows = []
+    for rank in sorted({*members, *deaths, *membership.expected, *summaries}):
+        row = asdict(summaries.get(rank, RankSummary(rank)))
+        member, death, cell = members.get(rank), deaths.get(rank), recording.running(rank)
+        state = "lost" if death else "starting" if member is None else "running" if cell else "idle"
+        if member is None and not death and rank not in membership.expected:
+            state = "left"
+        rows.append(
+            {
+                "rank": rank,
+                "host": member.host.split("#")[0] if member else "",
+                "pid": member.pid if member else 0,
+                "plane": member.plane if member else "",
+                "state": state,
+                "reason": death.reason if death else "",
+                "cell": cell,
+                "spans": row["spans"],
+                "timesLast": row["times_last"],
+                "heldUp": row["held_up_ns"],
+                "worst": row["worst_ns"],
+                "wait": row["wait"],
+                "work": row["work"],
+                "bandwidth": row["bandwidth"],
+            }
+        )
+    return rows
+
+
+def heading(rows: list[dict[str, Any]]) -> str:
+    """The ranks in a line: ``4/4 ranks · running [7]``."""
+    expected = [row for row in rows if row["state"] != "left"]
+    here = [row for row in expected if row["state"] in ("idle", "running")]
+    cells = sorted({row["cell"] for row in here if row["cell"]})
+    return f"{len(here)}/{len(expected)} ranks · " + (f"running {', '.join(cells)}" if cells else "idle")
+
+
+class RankNews:
+    """Tells a view about the ranks: at most once in ``INTERVAL`` seconds, and only if something is new."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self.forget()
+
+    def forget(self) -> None:
+        """Tell everything again next time."""
+        self._version, self._at = -1, 0.0
+        self._told: dict[str, Any] = {}
+
+    def take(self, last: bool = False) -> dict[str, Any]:
+        """``ranks`` and ``heading``, or nothing. What comes ``last`` does not wait."""
+        recording, now = self._recording, time.monotonic()
+        if recording.version == self._version or (now < self._at + INTERVAL and not last):
+            return {}
+        self._version, self._at = recording.version, now
+        rows = rank_rows(recording)
+        news = {"ranks": rows, "heading": STOPPED if recording.closed else heading(rows)}
+        if news == self._told:
+            return {}
+        self._told = news
+        return news

@@ -39,7 +39,8 @@ def per_item(action: Callable[[], object], items: int, rounds: int) -> float:
 
 def measure(spans: int, rounds: int) -> dict[str, float | int | str]:
     recorder = Recorder(rank=0, capacity=spans)
-    names = [recorder.name_id(f"gradients.layer{number}.weight") for number in range(TENSORS)]
+    texts = [f"gradients.layer{number}.weight" for number in range(TENSORS)]
+    names = [recorder.name_id(text, "train.py:33") for text in texts]
     phases = Phases(pack=1000, transfer=5000, unpack=1000, wait=300)
     base = time.monotonic_ns()
 
@@ -75,11 +76,17 @@ def measure(spans: int, rounds: int) -> dict[str, float | int | str]:
         single()
         recorder.enabled = True
 
+    def look_up() -> None:
+        for _ in range(spans // TENSORS):
+            for text in texts:
+                recorder.name_id(text, "train.py:33")
+
     result: dict[str, float | int | str] = {
         "python": platform.python_version(),
         "spans": spans,
         "span_ns": per_item(single, spans, rounds),
         "span_of_fused_batch_ns": per_item(fused, spans // TENSORS * TENSORS, rounds),
+        "name_and_site_ns": per_item(look_up, spans // TENSORS * TENSORS, rounds),
         "span_when_off_ns": per_item(off, spans, rounds),
         "empty_call_ns": per_item(empty, spans, rounds),
     }

@@ -20,6 +20,9 @@ _REAL_HOMES = tuple(
 )
 _CACHE_LIMIT = 8192
 
+UNKNOWN = "<thread>"
+"""The site of what no line of the user's code asked for: a hook that a framework's own thread calls."""
+
 _labels: dict[str, str] = {}
 # By the identity of code objects, since to hash one takes longer than all else here. They are kept along, or else
 # another could get the same identity.
@@ -37,8 +40,8 @@ def register_label(filename: str, label: str) -> None:
 def call_site(depth: int = 1) -> str:
     """The innermost frame outside hvdlab and torch, above ``depth`` frames, in words.
 
-    Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``<thread>`` if there is no such
-    frame (a hook that a framework's own thread calls).
+    Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``UNKNOWN`` if there is no such
+    frame.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -48,7 +51,7 @@ def call_site(depth: int = 1) -> str:
             found = _sites.get((id(code), frame.f_lasti))
             return _describe(code, frame.f_lasti, frame.f_lineno) if found is None else found[0]
         frame = frame.f_back
-    return "<thread>"
+    return UNKNOWN
 
 
 def _is_ours(code: CodeType) -> bool:

@@ -61,7 +61,7 @@ class SpanLog:
         request = first.request
         if len(batch.entries) == 1:
             recorder.span(
-                name_id(first.name),
+                name_id(first.name, first.site),
                 request.kind,
                 request.dtype,
                 batch.process_set,
@@ -88,7 +88,11 @@ class SpanLog:
             phases,
             ok,
             [
-                (name_id(e.name), 0 if e.request.input is None else e.request.input.nbytes, e.submitted)
+                (
+                    name_id(e.name, e.site),
+                    0 if e.request.input is None else e.request.input.nbytes,
+                    e.submitted,
+                )
                 for e in batch.entries
             ],
         )
@@ -103,7 +107,7 @@ class SpanLog:
             return False
         request = entry.request
         self.recorder.span(
-            self.recorder.name_id(entry.name),
+            self.recorder.name_id(entry.name, entry.site),
             request.kind,
             request.dtype,
             request.process_set,

@@ -62,12 +62,18 @@ class Numbering:
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
-    def assign(self, rows: Rows, rank: int) -> None:
-        """Set ``op`` of one rank's rows, in the order in which it recorded them."""
+    def assign(self, rows: Rows, rank: int, names: NDArray[Any]) -> None:
+        """Set ``op`` of one rank's rows, in the order in which it recorded them.
+
+        Args:
+            rows: The rows.
+            rank: Whose they are.
+            names: A number for each row's name, wherever it is used: ranks may use it at different lines.
+        """
         operations = (rows["flags"] & NOT_READY) == 0
         if not operations.any():
             return
-        keys = _digest(rows[operations])
+        keys = _digest(rows[operations], names[operations])
         rows["op"][operations] = [self._number(key, 1 << (rank + 32)) for key in keys]
         if len(self._new) > _KEPT:
             self._new, self._old = {}, self._new
@@ -81,11 +87,11 @@ class Numbering:
         return known & 0xFFFFFFFF
 
 
-def _digest(rows: Rows) -> list[int]:
+def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
     """64 bits for each row, equal for the same tensor of the same operation."""
     mixed: NDArray[Any] = np.zeros(len(rows), np.uint64)
-    for column in ("set", "epoch", "sequence", "batch", "name", "kind"):
-        mixed = (mixed ^ rows[column].astype(np.uint64)) * _PRIME
+    for column in (*(rows[name] for name in ("set", "epoch", "sequence", "batch")), names, rows["kind"]):
+        mixed = (mixed ^ column.astype(np.uint64)) * _PRIME
         mixed ^= mixed >> _HALF
     keys: list[int] = mixed.tolist()
     if len(set(keys)) == len(keys):

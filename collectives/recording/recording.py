@@ -43,16 +43,19 @@ class Recording:
     Attributes:
         origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
             host that was heard first.
-        names: Names of tensors by number; 0 is the empty one.
+        names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
+            number; 0 is the empty one. A name that several lines use has several numbers.
         refused: Batches that could not be read.
     """
 
     def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
         self.origin_ns: int | None = None
         self.names: list[str] = [""]
+        self.sites: list[str] = [""]
         self.refused = 0
         self._label = label
-        self._numbers: dict[str, int] = {"": 0}
+        self._numbers: dict[tuple[str, str], int] = {("", ""): 0}
+        self._matched: dict[str, int] = {"": 0}  # the first number of each name, wherever it is used
         self._rows = RowStore(limit)
         self._marks = Marks()
         self._series = SeriesStore()
@@ -82,7 +85,7 @@ class Recording:
     def _feed(self, batch: bytes, head: Head) -> None:
         records = np.frombuffer(batch, RECORD, offset=head.start)
         small = [
-            (place, read_record(batch, head.start + place * RECORD_BYTES, head.names))
+            (place, read_record(batch, head.start + place * RECORD_BYTES, head))
             for place in np.flatnonzero(records["type"] != RecordType.SPAN).tolist()
         ]
         self._alignment.observe(head.clock)
@@ -118,11 +121,13 @@ class Recording:
             used, which = np.unique(rows["name"], return_inverse=True)
             if missing := set(used.tolist()) - set(head.names):
                 raise ProtocolError(f"event batch: name {min(missing)} is not defined")
-            rows["name"] = np.array([self._number(head.names[name]) for name in used.tolist()], "<u4")[which]
+            numbers = [self._number(head.names[name], head.sites[name]) for name in used.tolist()]
+            rows["name"] = np.array(numbers, "<u4")[which]
+            matched = np.array([self._matched[self.names[number]] for number in numbers], "<u4")[which]
             self._see(int(rows["arrival"].min()))
         self._epochs.assign(rows, head.rank, places, members)
         if len(rows):
-            self._numbering.assign(rows, head.rank)
+            self._numbering.assign(rows, head.rank, matched)
             self._rows.append(rows)
 
     def _small(self, rank: int, event: object, offset_ns: int) -> None:
@@ -137,16 +142,18 @@ class Recording:
         if self.origin_ns is None:
             self.origin_ns = time_ns
 
-    def _number(self, name: str) -> int:
-        number = self._numbers.get(name)
+    def _number(self, name: str, site: str) -> int:
+        number = self._numbers.get((name, site))
         if number is not None:
             return number
         if len(self._numbers) >= NAMES_KEPT:
-            name = OTHER_NAMES
-        if name not in self._numbers:
-            self._numbers[name] = len(self.names)
+            name, site = OTHER_NAMES, ""
+        if (name, site) not in self._numbers:
+            number = self._numbers[name, site] = len(self.names)
+            self._matched.setdefault(name, number)
+            self.sites.append(site)  # first, so that who has seen a name finds its site
             self.names.append(name)
-        return self._numbers[name]
+        return self._numbers[name, site]
 
     def take_membership(self, membership: Membership) -> None:
         """Take in who is there now."""

@@ -41,6 +41,7 @@ def columns(recording: Recording) -> dict[str, NDArray[Any]]:
     return {
         "rank": rows["rank"],
         "name": _texts(recording.names)[rows["name"]],
+        "site": _texts(recording.sites)[rows["name"]],
         "kind": _texts([kind.label for kind in OpKind])[rows["kind"]],
         "dtype": _texts([dtype.label for dtype in DType])[rows["dtype"]],
         "set": rows["set"],
@@ -66,7 +67,7 @@ def table(recording: Recording) -> DataFrame:
             "a table of the trace needs pandas; `pip install pandas` adds it", name="pandas"
         ) from None
     frame = pd.DataFrame(columns(recording))
-    for name in ("name", "kind", "dtype"):
+    for name in ("name", "site", "kind", "dtype"):
         frame[name] = frame[name].astype("category")
     frame["last_rank"] = frame["last_rank"].astype("Int64").mask(frame["last_rank"] < 0)
     frame.attrs["dropped"] = recording.dropped

@@ -29,6 +29,7 @@ class Span:
         wait_ns: Sum of the time spent blocked on other members.
         unpack_ns: Sum of the time spent copying out.
         resolution_ns: Unit of everything but ``submitted_ns``; 1 up to 4.29 s.
+        site: The user's line that asked for it, such as ``cell [7] line 4``; empty if it is not known.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Span:
     unpack_ns: int = 0
     ok: bool = True
     resolution_ns: int = 1
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)

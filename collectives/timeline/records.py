@@ -4,16 +4,18 @@ A batch stands alone: it carries the text of every name that its records use, so
 batches and a subscriber may come late. All numbers are little-endian::
 
     header       4s  magic "HVDS"            definition   I  id (never 0)
-                 H   version                 (repeated)   H  length in bytes
-                 H   0                                    …  UTF-8 text
-                 I   rank
-                 I   number of definitions   record       64 bytes, see SPAN and SMALL
-                 I   number of records       (repeated)
-                 Q   clock domain
+                 H   version                 (repeated)   H  length of the text in bytes
+                 H   0                                    H  length of the call site in bytes
+                 I   rank                                 …  both, in UTF-8
+                 I   number of definitions
+                 I   number of records       record       64 bytes, see SPAN and SMALL
+                 Q   clock domain            (repeated)
                  Q   records lost because the ring was full, since the start
                  Q   records refused because their times were impossible, since the start
 
 Times are nanoseconds of the rank's ``CLOCK_MONOTONIC``. Ranks with an equal clock domain share that clock.
+
+A span's name and call site are one number, so that where a collective was called costs nothing per span.
 
 A span's later times are stored as distances from ``submitted``, in units of ``2**shift`` ns. The shift is 0, so
 exact, up to 4.29 s, and otherwise the smallest that fits (a 10-minute wait has a resolution of 256 ns).
@@ -41,12 +43,12 @@ from hvdlab.collectives.timeline.events import (
 )
 
 MAGIC = b"HVDS"
-VERSION = 1
+VERSION = 2
 RECORD_BYTES = 64
 MAX_TEXT_BYTES = 1024
 
 HEADER = struct.Struct("<4sHHIIIQQQ")
-DEFINITION = struct.Struct("<IH")
+DEFINITION = struct.Struct("<IHH")
 
 # type, kind, dtype, flags, name, process set, sequence, batch, bytes, submitted,
 # then as distances: ready, started, finished; then durations: pack, transfer, wait, unpack.
@@ -92,10 +94,15 @@ def span_scale(longest_ns: int) -> int:
 
 
 def frame(
-    rank: int, clock: int, dropped: int, refused: int, names: Iterable[tuple[int, bytes]], records: bytes
+    rank: int,
+    clock: int,
+    dropped: int,
+    refused: int,
+    names: Iterable[tuple[int, bytes, bytes]],
+    records: bytes,
 ) -> bytes:
-    """Put definitions and packed records together into one batch."""
-    definitions = [DEFINITION.pack(ident, len(text)) + text for ident, text in names]
+    """Put definitions (number, text, call site) and packed records together into one batch."""
+    definitions = [DEFINITION.pack(ident, len(text), len(site)) + text + site for ident, text, site in names]
     count = len(records) // RECORD_BYTES
     head = HEADER.pack(MAGIC, VERSION, 0, rank, len(definitions), count, clock, dropped, refused)
     return b"".join((head, *definitions, records))
@@ -141,14 +148,15 @@ def encode(
 
     Raises ``ValueError`` or ``struct.error`` for values that the format cannot hold.
     """
-    ids: dict[bytes, int] = {}
+    ids: dict[tuple[bytes, bytes], int] = {}
 
-    def ident(text: str) -> int:
-        data = clean_text(text)
-        return ids.setdefault(data, len(ids) + 1) if data else 0
+    def ident(event: Event) -> int:
+        texts = clean_text(_text_of(event)), clean_text(event.site if isinstance(event, Span) else "")
+        return ids.setdefault(texts, len(ids) + 1) if any(texts) else 0
 
-    records = b"".join(_pack(event, ident(_text_of(event))) for event in events)
-    return frame(rank, clock, dropped, refused, ((number, text) for text, number in ids.items()), records)
+    records = b"".join(_pack(event, ident(event)) for event in events)
+    names = ((number, text, site) for (text, site), number in ids.items())
+    return frame(rank, clock, dropped, refused, names, records)
 
 
 def _text_of(event: Event) -> str:
@@ -188,13 +196,20 @@ def _pack(event: Event, name: int) -> bytes:
 
 
 class Head(NamedTuple):
-    """What a batch says before its records: the header's fields, its names and where the records begin."""
+    """What a batch says before its records.
+
+    Attributes:
+        rank, clock, dropped, refused: The header's fields.
+        names, sites: Text and call site by number.
+        start: Where the records begin.
+    """
 
     rank: int
     clock: int
     dropped: int
     refused: int
     names: dict[int, str]
+    sites: dict[int, str]
     start: int
 
 
@@ -210,49 +225,49 @@ def read_head(data: bytes) -> Head:
         raise ProtocolError(
             f"event batch: version {version}, this hvdlab reads {VERSION}; use one version everywhere"
         )
-    names, start = _read_names(data, definitions)
+    names, sites, start = _read_names(data, definitions)
     if len(data) != start + count * RECORD_BYTES:
         raise ProtocolError(f"event batch: {len(data)} bytes do not fit {count} records")
-    return Head(rank, clock, dropped, refused, names, start)
+    return Head(rank, clock, dropped, refused, names, sites, start)
 
 
 def decode(data: bytes) -> Batch:
     """Read one batch. Raises :class:`ProtocolError` for anything that is not exactly one valid batch."""
     head = read_head(data)
-    events = tuple(
-        read_record(data, offset, head.names) for offset in range(head.start, len(data), RECORD_BYTES)
-    )
+    events = tuple(read_record(data, offset, head) for offset in range(head.start, len(data), RECORD_BYTES))
     return Batch(head.rank, head.clock, head.dropped, head.refused, events)
 
 
-def _read_names(data: bytes, count: int) -> tuple[dict[int, str], int]:
-    names = {0: ""}
+def _read_names(data: bytes, count: int) -> tuple[dict[int, str], dict[int, str], int]:
+    names, sites = {0: ""}, {0: ""}
     offset = HEADER.size
     try:
         for _ in range(count):
-            ident, length = DEFINITION.unpack_from(data, offset)
-            offset += DEFINITION.size + length
-            if ident in names or offset > len(data):
+            ident, length, more = DEFINITION.unpack_from(data, offset)
+            middle = offset + DEFINITION.size + length
+            if ident in names or middle + more > len(data):
                 raise ProtocolError("event batch: a name is defined twice or cut off")
-            names[ident] = data[offset - length : offset].decode()
+            names[ident] = data[middle - length : middle].decode()
+            sites[ident] = data[middle : middle + more].decode()
+            offset = middle + more
     except (struct.error, UnicodeDecodeError):
         raise ProtocolError("event batch: a name is cut off or not UTF-8") from None
-    return names, offset
+    return names, sites, offset
 
 
-def read_record(data: bytes, offset: int, names: dict[int, str]) -> Event:
+def read_record(data: bytes, offset: int, head: Head) -> Event:
     """Read the record at ``offset``. Raises :class:`ProtocolError` if it is not a valid one."""
     try:
         if data[offset] == RecordType.SPAN:
-            return _read_span(data, offset, names)
-        return _read_small(data, offset, names)
+            return _read_span(data, offset, head)
+        return _read_small(data, offset, head.names)
     except KeyError as error:
         raise ProtocolError(f"event batch: name {error.args[0]} is not defined") from None
     except ValueError as error:
         raise ProtocolError(f"event batch: {error}") from None
 
 
-def _read_span(data: bytes, offset: int, names: dict[int, str]) -> Span:
+def _read_span(data: bytes, offset: int, head: Head) -> Span:
     _, kind, dtype, flags, name, process_set, sequence, batch, nbytes, base, *distances = SPAN.unpack_from(
         data, offset
     )
@@ -265,7 +280,7 @@ def _read_span(data: bytes, offset: int, names: dict[int, str]) -> Span:
     if not ready <= started <= finished:
         raise ValueError("the times of a span are out of order")
     return Span(
-        names[name],
+        head.names[name],
         _KINDS[kind],
         _DTYPES[dtype],
         process_set,
@@ -282,6 +297,7 @@ def _read_span(data: bytes, offset: int, names: dict[int, str]) -> Span:
         unpack,
         not flags & FLAG_FAILED,
         1 << shift,
+        head.sites[name],
     )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives import sites
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.timeline import records
 from hvdlab.collectives.timeline.clock import clock_domain
@@ -35,7 +36,7 @@ BATCH_RECORDS = 4096
 
 _SPAN_TYPE = int(RecordType.SPAN)
 _U32 = 0xFFFFFFFF
-_UNKNOWN = b"(unknown name id)"
+_UNKNOWN = (b"(unknown name id)", b"")
 
 
 class Recorder:
@@ -47,7 +48,8 @@ class Recorder:
     Args:
         rank: Rank that the batches are marked with; may be changed when the rank learns its number.
         capacity: Records to keep until drained, rounded up to a power of two; 64 bytes each.
-        max_names: Different names to keep, and as many of those before: what uses more between two drains loses some.
+        max_names: Different names (with their call sites) to keep, and as many of those before: what uses more between
+            two drains loses some.
         enabled: Whether anything is recorded; may be set at any time.
     """
 
@@ -75,28 +77,29 @@ class Recorder:
         self._lock = threading.Lock()
         # Numbers are never used again, so that a record can't get another's name. Once there are ``max_names``, a new
         # table is begun; the one before is kept for the records that wait to be drained.
-        self._ids: dict[str, int] = {"": 0}
-        self._texts: dict[int, bytes] = {}
-        self._texts_before: dict[int, bytes] = {}
+        self._ids: dict[tuple[str, str], int] = {("", ""): 0}
+        self._texts: dict[int, tuple[bytes, bytes]] = {}
+        self._texts_before: dict[int, tuple[bytes, bytes]] = {}
         self._next_id = 1
         self._max_names = max_names
 
     # -- names --------------------------------------------------------------------------------------------------------
 
-    def name_id(self, name: str) -> int:
-        """The number that stands for ``name`` in records of this recorder, to be used at once."""
-        ident = self._ids.get(name)
-        return self._define(name) if ident is None else ident
+    def name_id(self, name: str, site: str = "") -> int:
+        """The number that stands for ``name``, used at ``site``, in records of this recorder; to be used at once."""
+        ident = self._ids.get((name, site))
+        return self._define(name, site) if ident is None else ident
 
-    def _define(self, name: str) -> int:
+    def _define(self, name: str, site: str) -> int:
         with self._lock:
-            if name in self._ids:
-                return self._ids[name]
+            if (name, site) in self._ids:
+                return self._ids[name, site]
             if len(self._texts) >= self._max_names:
-                self._ids, self._texts, self._texts_before = {"": 0}, {}, self._texts
+                self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
-            self._texts[ident] = records.clean_text(name)
-            self._ids[name] = ident
+            known = "" if site == sites.UNKNOWN else site
+            self._texts[ident] = records.clean_text(name), records.clean_text(known)
+            self._ids[name, site] = ident
             return ident
 
     # -- spans --------------------------------------------------------------------------------------------------------
@@ -366,5 +369,5 @@ class Recorder:
         used = set(memoryview(chunk).cast("I")[1 :: RECORD_BYTES // 4])
         used.discard(0)
         texts, before = self._texts, self._texts_before
-        names = [(ident, texts.get(ident) or before.get(ident, _UNKNOWN)) for ident in sorted(used)]
+        names = [(ident, *(texts.get(ident) or before.get(ident, _UNKNOWN))) for ident in sorted(used)]
         return records.frame(self.rank, clock_domain(), self.dropped, self.refused, names, chunk)

@@ -12,7 +12,7 @@ function setUp() {
   const message = (from: number, to: number, after = from) => {
     const view = new DataView(new ArrayBuffer((to - from) * ROW_BYTES));
     for (let k = from; k < to; k++) view.setFloat64((k - from) * 8, k, true);
-    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], marks: [], lost: 0, clockErrors: [] };
+    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], sites: [''], marks: [], lost: 0, clockErrors: [] };
     return stream.receive(text as never, [view]);
   };
   const arrivals = () => Array.from(store.lanes[0]?.arrival.subarray(0, store.lanes[0].n) ?? []);

@@ -117,6 +117,22 @@ def test_fused_tensors_without_a_name_are_matched_in_order() -> None:
     assert table["last_rank"].tolist() == [1, 0, 1, 0]
 
 
+def test_ranks_that_use_a_name_at_different_lines_are_in_one_collective() -> None:
+    sites = ["train.py:3", "train.py:9", "", "train.py:3"]
+    recording = fed(
+        *(
+            (rank, [world(4), span("loss", 1, START + rank, START + 9, START + 10, site=site)])
+            for rank, site in enumerate(sites)
+        )
+    )
+    table = recording.table()
+    assert table["site"].tolist() == sites
+    assert table["operation"].tolist() == [1] * 4
+    assert table["certain"].all()
+    assert recording.names == ["", "loss", "loss", "loss"]
+    assert recording.sites == ["", "train.py:3", "train.py:9", ""]
+
+
 def test_a_lead_within_the_error_of_the_clocks_is_not_certain() -> None:
     recording = Recording()
     here = [world(2), ClockSample(START, 0, 40), span("a", 1, START, START + 300, START + 400)]

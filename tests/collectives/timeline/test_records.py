@@ -50,6 +50,7 @@ def spans(draw: st.DrawFn) -> Span:
         base + third,
         *draw(st.tuples(SHORT, SHORT, SHORT, SHORT)),
         ok=draw(st.booleans()),
+        site=draw(TEXTS),
     )
 
 

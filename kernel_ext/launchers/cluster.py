@@ -60,8 +60,8 @@ class Companion:
     Args:
         warm: Forks the controller.
         pids: Gives rank to process id of the ranks that the warm process forked.
-        connected: Called with the controller's connection information for engines (JSON) when it is up, and again when
-            another one has taken its place: engines join anew then. Must not block.
+        connected: Called with the controller's connection information for engines (JSON) when it is up, with an empty
+            text when it has died, and again when another one has taken its place: engines join anew then. Must not block.
         lost: Called with one line when a controller that was up has died. Must not block.
     """
 
@@ -257,6 +257,7 @@ class Companion:
             self._up = None
         if not up.done() or up.cancelled() or up.exception() is not None:
             return  # whoever waits for it gets the error
+        self._connected("")
         now = self._loop.time()
         often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
         self._deaths.append(now)

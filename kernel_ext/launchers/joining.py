@@ -34,7 +34,7 @@ class Joining:
         return frozenset(self._joined)
 
     def connected(self, connection: str) -> None:
-        """The controller is up; if it is not the first one, all ranks join again."""
+        """The controller is up; if it is not the first one, all ranks join again. An empty text: there is none now."""
         with self._lock:
             self._connection = connection
             self._outdated.update(self._under_way)

@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import ipyparallel.engine.app as engine_app  # type: ignore[import-untyped]  # has no types
@@ -22,6 +22,7 @@ from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.engine.kernel import IPythonParallelKernel  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.kernel_ext.rank.agent import RankAgent
+from hvdlab.kernel_ext.rank.links import Links
 
 
 def _spare_debugger() -> None:
@@ -76,6 +77,24 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
 
     enable_nanny = False
     agent: RankAgent
+    links: Links
+
+    def init_connector(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """How sockets are connected; whether they are is watched from here on."""
+        connect, tunnel = super().init_connector()
+        self.links = Links()
+
+        def watched(socket: Any, *args: Any, **kwargs: Any) -> Any:
+            if socket is not self.registrar:  # its answer shows it
+                self.links.watch(socket)
+            return connect(socket, *args, **kwargs)
+
+        return watched, tunnel
+
+    async def reachable(self) -> None:
+        """Wait until requests get here. Raises :class:`JoinFailed`."""
+        if not await self.links.established(self.timeout):
+            raise JoinFailed(f"the connections to the controller are not up after {self.timeout:g} s")
 
     async def register_again(self, connection: str) -> None:
         """Make a controller know this engine that took the place of the one it was registered with.
@@ -158,23 +177,28 @@ async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Se
 async def _join(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> None:
     """Cells may run while the controller's answer is awaited: it may have died."""
     if RankEngine.initialized():
-        await RankEngine.instance().register_again(connection)
-        return
-    try:
-        async with agent.foreign():
-            engine = _initialized(rank, connection, argv)
-        await engine.register()
-        if engine.id != rank:
-            raise JoinFailed(f"the controller calls it engine {engine.id}")
-    except BaseException:
-        _discard()
-        raise
+        engine = RankEngine.instance()
+        await engine.register_again(connection)
+    else:
+        try:
+            async with agent.foreign():
+                engine = _initialized(rank, connection, argv)
+            await engine.register()
+            if engine.id != rank:
+                raise JoinFailed(f"the controller calls it engine {engine.id}")
+        except BaseException:
+            _discard()
+            raise
+    await engine.reachable()
 
 
 def _discard() -> None:
     """An engine that has no kernel yet can be made anew."""
     if RankEngine.initialized():
-        registrar = getattr(RankEngine.instance(), "registrar", None)
+        engine = RankEngine.instance()
+        links, registrar = getattr(engine, "links", None), getattr(engine, "registrar", None)
+        if links is not None:
+            links.close()
         if registrar is not None:
             registrar.close(linger=0)
     RankEngine.clear_instance()

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -76,6 +77,30 @@ def test_a_controller_that_dies_is_replaced_and_clients_find_the_engines_again(s
     client.close()
     assert not first.is_running()
     zmq.Context.instance().destroy(linger=0)
+
+
+def sockets_of(pool: Pool) -> list[int]:
+    """How many sockets each rank has."""
+    count: list[int] = []
+    for _, pid in sorted(pool._base.group.pids().items()):
+        links = [Path(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
+        targets = [os.readlink(link) for link in links if link.is_symlink()]
+        count.append(sum(target.startswith("socket:") for target in targets))
+    return count
+
+
+def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    news = News(pool)
+    joining = pool._base.joining
+    pool._base.companion.wait_up(Deadline(WITHIN))
+    news.wait_until(lambda: joining.joined == {0, 1})
+    before = sockets_of(pool)
+    for death in (1, 2):
+        controller_of(pool).kill()
+        news.wait_for(death)  # from then on none has joined
+        news.wait_until(lambda: joining.joined == {0, 1})
+        assert sockets_of(pool) == before
 
 
 def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:

@@ -268,6 +268,24 @@ def test_all_ranks_join_again_when_another_controller_is_up() -> None:
     assert joining.joined == {0, 1, 2}
 
 
+def test_no_rank_has_joined_while_there_is_no_controller() -> None:
+    asked: list[tuple[int, str]] = []
+    joining = Joining(lambda rank, connection: asked.append((rank, connection)), at_once=2)
+    joining.add([0, 1])
+    joining.connected("first")
+    joining.answered(0, "")
+    joining.connected("")
+    assert joining.joined == set()
+    joining.add([2])
+    joining.connected("second")
+    joining.answered(1, "")  # the first one's news
+    joining.answered(0, "")
+    joining.answered(1, "")
+    joining.answered(2, "")
+    assert asked == [(0, "first"), (1, "first"), (0, "second"), (1, "second"), (2, "second")]
+    assert joining.joined == {0, 1, 2}
+
+
 # -- launchers --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,173 @@
+"""How the ranks have spent the last seconds: what a strip under a cell shows, cheap enough to ask for twice a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.recording.arrivals import arrivals
+from hvdlab.collectives.recording.rows import NOT_READY, NOT_STARTED, Rows, distance
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.recording.recording import Recording
+
+SECONDS = 5.0
+ROWS_LOOKED_AT = 16_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankPace:
+    """One rank's shares of a stretch of time that ends with its last collective; they add up to 1.
+
+    A rank that submits a collective is not blocked in an earlier one. So the time up to its last submission counts as
+    computing even if collectives were under way: those ran beside it.
+
+    Attributes:
+        rank: The rank.
+        compute: It was not in collectives, or submitted further ones afterwards while these were under way.
+        wait: It had submitted its last one, and others had not yet.
+        work: It had submitted its last one, and that was being executed.
+        held_up: Share of the time in which others waited for this rank, which came last. Not part of the sum.
+    """
+
+    rank: int
+    compute: float
+    wait: float
+    work: float
+    held_up: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """All ranks over the last seconds.
+
+    Attributes:
+        ranks: Those that have spans, by number.
+        seconds: Length of the stretch.
+        collectives: Collectives of the rank that had most, a tensor each.
+    """
+
+    ranks: tuple[RankPace, ...] = ()
+    seconds: float = 0.0
+    collectives: int = 0
+
+    @property
+    def per_second(self) -> float:
+        """Collectives per second."""
+        return self.collectives / self.seconds if self.seconds else 0.0
+
+    @property
+    def slowest(self) -> RankPace | None:
+        """The rank for which others waited longest, if they did for any."""
+        found = max(self.ranks, key=lambda one: one.held_up, default=None)
+        return found if found is not None and found.held_up > 0 else None
+
+
+def pace(
+    recording: Recording,
+    seconds: float | None = SECONDS,
+    *,
+    since_ns: int | None = None,
+    most: int = ROWS_LOOKED_AT,
+) -> Pace:
+    """How the ranks spent the stretch before the last span.
+
+    A collective is recorded when it ends, so what is under way is not seen: nothing is said of the time after a rank's
+    last span.
+
+    Args:
+        recording: Their spans.
+        seconds: Length of the stretch at most; ``None`` for all that is looked at.
+        since_ns: Nothing before this time, on the recording's axis.
+        most: Rows to look at, the newest. At a high rate these make the stretch shorter.
+    """
+    first, rows = recording.rows_since(recording.end - most)
+    if not len(rows):
+        return Pace()
+    ends = rows["arrival"] + distance(rows, "finished")
+    until = int(ends.max())
+    begin = int(rows["arrival"].min()) if since_ns is None else since_ns
+    if first:
+        begin = max(begin, _told_from(rows["rank"], ends))  # what else ended before is not known
+    if seconds is not None:
+        begin = max(begin, until - int(seconds * 1e9))
+    inside = ends > begin
+    if not inside.any():
+        return Pace()
+    return _measured(rows[inside], ends[inside], begin, recording.clock_errors())
+
+
+def _told_from(rank: NDArray[Any], ends: NDArray[np.int64]) -> int:
+    """The time of the first span of the rank whose first span here is the latest."""
+    _, firsts = np.unique(rank, return_index=True)
+    return int(ends[firsts].max())
+
+
+def _measured(rows: Rows, ends: NDArray[np.int64], begin: int, clock_errors: dict[int, int]) -> Pace:
+    ranks, index, counts = np.unique(rows["rank"], return_inverse=True, return_counts=True)
+    until = np.zeros(len(ranks), np.int64)
+    np.maximum.at(until, index, ends)
+    length = np.maximum(until - begin, 1)
+    arrival = rows["arrival"]
+    # Each rank gets a stretch of its own on one axis, so that one pass does for all.
+    first = int(arrival.min())
+    shift = index.astype(np.int64) * (int(ends.max()) - first + 1) - first
+    asked = np.sort(arrival + shift)
+    ready = np.where(rows["flags"] & NOT_READY, ends, arrival + distance(rows, "ready"))
+    ran = (rows["flags"] & NOT_STARTED) == 0
+    started = arrival[ran] + distance(rows, "started")[ran]
+    blocked = _last_before(asked, ends, shift)
+    waited, worked = np.maximum(arrival, blocked), np.maximum(started, blocked[ran])
+    work = _union(index[ran], worked, ends[ran], begin, len(ranks))
+    both = _union(
+        np.concatenate((index[ran], index)),
+        np.concatenate((worked, waited)),
+        np.concatenate((ends[ran], np.maximum(ready, waited))),
+        begin,
+        len(ranks),
+    )
+    held = _held_up(rows, ranks, begin, clock_errors)
+    stretch = int(length.max())
+    found = tuple(
+        RankPace(rank, 1 - b / size, (b - w) / size, w / size, late / stretch)
+        for rank, w, b, size, late in zip(
+            ranks.tolist(), work.tolist(), both.tolist(), length.tolist(), held.tolist(), strict=True
+        )
+    )
+    return Pace(found, stretch / 1e9, int(counts.max()))
+
+
+def _last_before(
+    asked: NDArray[np.int64], time: NDArray[np.int64], shift: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The last submission of the same rank before each time."""
+    found: NDArray[np.int64] = asked[np.maximum(np.searchsorted(asked, time + shift) - 1, 0)] - shift
+    return found
+
+
+def _held_up(rows: Rows, ranks: NDArray[Any], begin: int, clock_errors: dict[int, int]) -> NDArray[np.int64]:
+    """For how many ns others waited for each rank; what overlaps counts once."""
+    came = arrivals(rows, clock_errors)
+    late = came.one[came.certain[came.one]]
+    where = np.searchsorted(ranks, came.last_rank[late])
+    return _union(where, came.first_ns[late], came.last_ns[late], begin, len(ranks))
+
+
+def _union(
+    group: NDArray[Any], begin: NDArray[np.int64], end: NDArray[np.int64], since: int, groups: int
+) -> NDArray[np.int64]:
+    """Length of the union of each group's intervals, from ``since`` on."""
+    if not len(begin):
+        return np.zeros(groups, np.int64)
+    begin, end = np.maximum(begin, since) - since, np.maximum(end, since) - since
+    shift = group.astype(np.int64) * (int(end.max()) + 1)
+    order = np.argsort(begin + shift, kind="stable")
+    begin, end = (begin + shift)[order], (end + shift)[order]
+    reached = np.maximum.accumulate(end)
+    before = np.concatenate(([begin[0]], reached[:-1]))
+    lengths = np.maximum(0, end - np.maximum(begin, before))
+    found: NDArray[np.int64] = np.bincount(group[order], lengths, groups).astype(np.int64)
+    return found

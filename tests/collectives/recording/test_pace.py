@@ -1,0 +1,96 @@
+"""How ranks spent the last seconds, against times that are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.pace import Pace, pace
+from hvdlab.collectives.timeline.events import Event, Members, Span
+from hvdlab.collectives.timeline.records import encode
+from timeline_traces import steps
+
+MS = 1_000_000
+START = 10**9
+
+
+def span(
+    name: str, sequence: int, arrival: int, ready: int, finished: int, *, started: int | None = None
+) -> Span:
+    """Times in ms."""
+    times = (arrival, ready, ready if started is None else started, finished)
+    return Span(name, OpKind.ALLREDUCE, DType.F32, 0, sequence, 0, 4096, *(START + t * MS for t in times))
+
+
+def recorded(*ranks: list[Event]) -> Recording:
+    recording = Recording()
+    for rank, events in enumerate(ranks):
+        recording.feed(rank, encode(rank, [Members(0, 0, len(ranks), START), *events]))
+    return recording
+
+
+def shares(found: Pace) -> list[tuple[float, ...]]:
+    return [tuple(round(x, 6) for x in (one.compute, one.wait, one.work)) for one in found.ranks]
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert pace(Recording()) == Pace()
+    assert Pace().per_second == 0
+    assert Pace().slowest is None
+
+
+def test_who_computes_waits_and_reduces() -> None:
+    # Rank 1 comes 60 ms after rank 0 each time; then both reduce for 20 ms and compute for 20 or 80 ms.
+    early = [span("loss", k, 100 * k, 100 * k + 60, 100 * k + 80) for k in range(1, 11)]
+    late = [span("loss", k, 100 * k + 60, 100 * k + 60, 100 * k + 80) for k in range(1, 11)]
+    found = pace(recorded(early, late), since_ns=START + 80 * MS)
+    assert shares(found) == [(0.2, 0.6, 0.2), (0.8, 0.0, 0.2)]
+    assert found.seconds == pytest.approx(1.0)
+    assert found.per_second == pytest.approx(10)
+    assert found.slowest is not None
+    assert (found.slowest.rank, found.slowest.held_up) == (1, pytest.approx(0.6))
+
+
+def test_only_the_last_seconds_count() -> None:
+    slow = [span("a", 1, 0, 0, 1000)]
+    quick = [span("b", 2, 1990, 1990, 2000)]
+    recording = recorded(slow + quick)
+    assert shares(pace(recording, 1.0)) == [(0.99, 0.0, 0.01)]
+    assert shares(pace(recording)) == [(0.495, 0.0, 0.505)]
+
+
+def test_what_runs_beside_a_computation_is_not_waited_for() -> None:
+    """Gradients are submitted one by one while the others are under way; only after the last one the rank waits."""
+    gradients = [
+        span("first", 1, 0, 40, 60),
+        span("second", 2, 30, 70, 80, started=75),
+        span("last", 3, 50, 90, 100),
+    ]
+    found = pace(recorded(gradients))
+    # Computing up to the last submission at 50 ms, even though the first one is ready and started at 40. Then: the
+    # first one is executed up to 60, the second from 75 and the last from 90; in between all are waited for.
+    assert shares(found) == [(0.5, 0.25, 0.25)]
+
+
+def test_shares_add_up_and_a_long_recording_is_looked_at_from_its_end() -> None:
+    recording = Recording()
+    for rank, batch in steps(4, 60):
+        recording.feed(rank, batch)
+    whole, newest = pace(recording, None), pace(recording, None, most=2000)
+    assert newest.seconds < whole.seconds / 3
+    for found in (whole, newest):
+        assert len(found.ranks) == 4
+        for one in found.ranks:
+            assert one.compute + one.wait + one.work == pytest.approx(1)
+            assert min(one.compute, one.wait, one.work) >= 0
+    assert newest.per_second == pytest.approx(whole.per_second, rel=0.3)
+
+
+def test_ranks_that_told_less_do_not_seem_idle() -> None:
+    """Of the oldest rows that are looked at, some ranks' are cut off: the stretch begins where all have told."""
+    recording = Recording()
+    for rank, batch in steps(4, 60):
+        recording.feed(rank, batch)
+    computing = [one.compute for one in pace(recording, None, most=1500).ranks]
+    assert max(computing) - min(computing) < 0.35

@@ -40,7 +40,8 @@ class Settings:
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: Ranks that elastic training needs.
         reset_limit: How often it may begin again; 0 for no limit.
-        record: Whether spans are recorded.
+        record: Whether spans and metrics are recorded.
+        metrics_interval: Seconds between two samples of what this process uses; 0 for none.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
         cache_capacity: Tensors that are known by number, at most.
@@ -68,6 +69,7 @@ class Settings:
     min_np: int = 1
     reset_limit: int = 0
     record: bool = True
+    metrics_interval: float = 1.0
     log_level: int = 30
     log_hide_time: bool = False
     cache_capacity: int = 4096

@@ -28,6 +28,7 @@ from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, NotInitializedError
+from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
@@ -77,6 +78,8 @@ class Engine:
         _engines.add(self)
         self._control.start()
         self._control.call(self._dispatcher.ask_clock)
+        interval = settings.metrics_interval if settings.record else 0.0
+        self._sampler = sampler_of_rank(self.metric, interval, rank)
 
     @classmethod
     def connect(cls, settings: Settings, *, timeout: float | None = None) -> Engine:
@@ -379,6 +382,8 @@ class Engine:
         if self._closed.is_set():
             return
         self._guarded.unusable = NotInitializedError("the engine of this rank")
+        if self._sampler is not None:
+            self._sampler.close(timeout)
         on_control = threading.current_thread() is self._control.thread
         settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()

@@ -97,7 +97,8 @@ KNOBS: tuple[Knob, ...] = (
     # -- seeing ---------------------------------------------------------------------------------------------------
     Knob("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
     Knob("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),
-    Knob("HVDLAB_RECORD", FLAG, _R, "1", "0 records no spans (and then there is nothing for a timeline)", "record"),
+    Knob("HVDLAB_RECORD", FLAG, _R, "1", "0 records no spans (and then there is nothing for a timeline) and no metrics", "record"),
+    Knob("HVDLAB_METRICS_INTERVAL", SECONDS, _R, "1", "how often the processor time, memory and threads of a rank, and the GPUs that it uses, are [sampled](metrics.md); 0 never, less than 0.01 counts as that", "metrics_interval"),
     Knob("HVDLAB_HISTORY_BYTES", BYTES, _C, "67108864", "recorded spans that the coordinator keeps for views that are opened later", "history_bytes"),
     Knob("HOROVOD_LOG_LEVEL", LEVEL, Reader.BOTH, "warning", "the least important lines that are written to stderr, by ranks (logger `hvdlab`) and by the coordinator", "log_level"),
     Knob("HOROVOD_LOG_HIDE_TIME", FLAG, _R, "0", "1 leaves the time out of these lines", "log_hide_time"),

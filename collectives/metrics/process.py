@@ -1,0 +1,38 @@
+"""What the process of this rank uses: processor time, memory, threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from hvdlab.collectives.metrics import names
+
+Values = list[tuple[str, float]]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_STAT = Path("/proc/self/stat")
+_THREADS, _RSS = 17, 21
+"""Places in that file, counted from behind the name of the program, which may contain anything."""
+
+
+class ProcessUsage:
+    """Samples this process. Processor time is that since the sample before, or since this was made."""
+
+    def __init__(self) -> None:
+        self._before = time.monotonic_ns(), time.process_time_ns()
+
+    def sample(self) -> Values:
+        """Name and value of each metric, measured now."""
+        now, used = time.monotonic_ns(), time.process_time_ns()
+        fields = _STAT.read_bytes().rpartition(b")")[2].split()
+        cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
+        self._before = now, used
+        return [
+            (names.CPU, cpu),
+            (names.RSS, float(int(fields[_RSS]) * _PAGE)),
+            (names.THREADS, float(fields[_THREADS])),
+        ]
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -106,6 +106,7 @@ class Ranks:
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
             "HVDLAB_CERT": self.coordinator.certificate or "",
+            "HVDLAB_METRICS_INTERVAL": "0",  # so that only what a test does is recorded, and sent then
             **(env or {}),
         }
         self._imports = list(imports)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlab.collectives.recording import Recording
 from hvdlab.widgets.messages import pack_marks, pack_rows
+from hvdlab.widgets.points import POINTS_PER_MESSAGE, SeriesNews
 from hvdlab.widgets.rank_rows import RankNews
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
@@ -37,18 +38,27 @@ class Publisher:
         quiet: Called there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
             last time.
         rows: Whether rows are sent, or only what is told about the ranks; :meth:`hello` changes that.
+        points: Whether points of series are sent, also without rows.
     """
 
     def __init__(
-        self, recording: Recording, send: Send, quiet: Callable[[], None], *, rows: bool = True
+        self,
+        recording: Recording,
+        send: Send,
+        quiet: Callable[[], None],
+        *,
+        rows: bool = True,
+        points: bool = True,
     ) -> None:
         self._recording, self._send, self._quiet, self._with_rows = recording, send, quiet, rows
+        self._with_points = points
         self._closing = threading.Event()
-        self._since: int | None = None
+        self._since: tuple[int, int] | None = None  # a row and a point
         self._heard = False
         self._row = self._name = self._stamp = 0
         self._skipped = 0
         self._ranks = RankNews(recording)
+        self._series = SeriesNews(recording)
         self._starting = threading.Lock()
         self._thread = self._start()
 
@@ -57,14 +67,21 @@ class Publisher:
         thread.start()
         return thread
 
-    def hello(self, since: int, *, rows: bool = True) -> None:
-        """The view listens, and has all rows before ``since``; ``rows`` says whether it wants others. Any thread."""
+    def hello(self, since: int, *, rows: bool = True, points: int = 0) -> None:
+        """The view listens, and has all rows before ``since`` and all points before ``points``. Any thread.
+
+        ``rows`` says whether it wants rows.
+        """
         self._with_rows = rows
-        self._since, self._heard = since, True
+        self._since, self._heard = (since, points), True
         self._recording.poke()
         with self._starting:
             if not self._thread.is_alive() and not self._closing.is_set():
                 self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
+
+    def pause(self) -> None:
+        """The view wants no more rows until its next hello. Any thread."""
+        self._with_rows = False
 
     def close(self, timeout: float = 5) -> None:
         """End the thread. Idempotent."""
@@ -93,12 +110,12 @@ class Publisher:
             if self._closing.is_set():
                 return
             if self._since is not None:
-                row, self._since = self._since, None
-                self._again_from(row)
+                since, self._since = self._since, None
+                self._again_from(*since)
             elif not self._heard and again and time.monotonic() >= again[0]:
                 again.pop(0)
-                if recording.end - self._row <= MOST_UNHEARD and recording.end <= MOST_UNHEARD:
-                    self._again_from(0)
+                if max(recording.end, recording.points_end) <= MOST_UNHEARD:
+                    self._again_from(0, 0)
             elif not news:
                 told = version
                 if self._heard or again:
@@ -114,9 +131,10 @@ class Publisher:
         if told != version:
             self._quiet()
 
-    def _again_from(self, row: int) -> None:
+    def _again_from(self, row: int, point: int) -> None:
         self._row = row
         self._name = self._stamp = 0
+        self._series.again_from(point)
         self._ranks.forget()
 
     def _wanted(self) -> bool:
@@ -136,11 +154,13 @@ class Publisher:
         """Send what the view has not got, in messages of bounded size."""
         recording = self._recording
         while not self._closing.is_set():
-            if not self._with_rows:
+            if not self._with_rows and not self._with_points:
                 self._say_ranks()
                 return
-            self._send_rows(self._ranks.take(), ROWS_PER_MESSAGE)
-            if self._since is not None or self._row >= recording.end:
+            self._send_rows(self._ranks.take(), ROWS_PER_MESSAGE if self._with_rows else 0)
+            if self._since is not None or not (
+                self._series.more or (self._with_rows and self._row < recording.end)
+            ):
                 return
             self._closing.wait(INTERVAL)
 
@@ -150,6 +170,7 @@ class Publisher:
         names = recording.names[self._name :]
         sites = recording.sites[self._name : self._name + len(names)]
         stamp, marks = recording.marks_since(self._stamp)
+        series, points = self._series.take(POINTS_PER_MESSAGE if self._with_points else 0)
         origin = recording.origin_ns or 0
         self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
         message = {
@@ -164,5 +185,5 @@ class Publisher:
             "lost": recording.lost + self._skipped,
             "clockErrors": list(recording.clock_errors().items()),
         }
-        self._send(message | news, [pack_rows(rows, origin)])
+        self._send(message | series | news, [pack_rows(rows, origin), points])
         self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp

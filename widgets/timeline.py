@@ -42,7 +42,9 @@ class TimelineWidget(anywidget.AnyWidget):
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
         if isinstance(content, dict) and content.get("type") == "hello":
-            self._publisher.hello(max(0, int(content.get("since", 0))))
+            self._publisher.hello(
+                max(0, int(content.get("since", 0))), points=max(0, int(content.get("points", 0)))
+            )
 
     def _still(self) -> dict[str, Any]:
         return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}

@@ -243,13 +243,19 @@ class Recording:
         """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
         with self._changed:
             points = self._series.since(number, most)
-            whole = most is None or len(points) < most
-            return self._series.end if whole else int(points["number"][-1]) + 1, points
+            if most is None or len(points) < most:
+                return self._series.end, points
+            return int(points["number"][-1]) + 1 if most else number, points
 
     def points(self, rank: int, name: str) -> Points:
         """A copy of the points of one series, by time; none if there is no such series."""
         with self._changed:
             return self._series.of(rank, name)
+
+    @property
+    def points_end(self) -> int:
+        """Number of the next point."""
+        return self._series.end
 
     @property
     def points_lost(self) -> int:

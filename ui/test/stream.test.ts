@@ -1,10 +1,13 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { ROW_BYTES, Store } from '../src/model/store.ts';
+import { POINT_BYTES, readPoints } from '../src/model/series.ts';
 import { Stream, type Model } from '../src/widget/stream.ts';
 
+const NO_POINTS = { seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0 };
+
 function setUp() {
-  const sent: { type: string; since: number }[] = [];
+  const sent: { type: string; since: number; points: number }[] = [];
   const model: Model = { get: () => null, on() {}, off() {}, send: content => sent.push(content as never) };
   const store = new Store();
   const stream = new Stream(store, model);
@@ -12,11 +15,19 @@ function setUp() {
   const message = (from: number, to: number, after = from) => {
     const view = new DataView(new ArrayBuffer((to - from) * ROW_BYTES));
     for (let k = from; k < to; k++) view.setFloat64((k - from) * 8, k, true);
-    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], sites: [''], marks: [], lost: 0, clockErrors: [] };
-    return stream.receive(text as never, [view]);
+    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], sites: [''], marks: [], lost: 0, clockErrors: [], ...NO_POINTS };
+    return stream.receive(text as never, [view, new DataView(new ArrayBuffer(0))]);
+  };
+  /** Points `from` to `to` - 1 of the one series; point k is measured at k. */
+  const points = (from: number, to: number, seriesFrom = 0) => {
+    const columns = readPoints(new ArrayBuffer((to - from) * POINT_BYTES), to - from);
+    for (let k = from; k < to; k++) [columns.time[k - from], columns.number[k - from]] = [k, k - from];
+    const series = seriesFrom ? [] : [{ rank: 0, name: 'loss', unit: '' }];
+    const text = { type: 'rows', after: 0, from: 0, count: 0, namesFrom: 0, names: [], sites: [], marks: [], lost: 0, clockErrors: [], seriesFrom, series, points: to - from, pointsFrom: from, pointsTo: to, pointsLost: 0 };
+    return stream.receive(text as never, [new DataView(new ArrayBuffer(0)), new DataView(columns.time.buffer)]);
   };
   const arrivals = () => Array.from(store.lanes[0]?.arrival.subarray(0, store.lanes[0].n) ?? []);
-  return { sent, stream, message, arrivals, store };
+  return { sent, stream, message, points, arrivals, store };
 }
 
 test('rows that come twice are taken once', () => {
@@ -33,11 +44,11 @@ test('who missed something asks for it once and takes nothing before it comes', 
   const { message, arrivals, sent } = setUp();
   assert.equal(message(4, 6), false);
   assert.equal(message(6, 8), false);
-  assert.deepEqual(sent, [{ type: 'hello', since: 0 }]);
+  assert.deepEqual(sent, [{ type: 'hello', since: 0, points: 0 }]);
   message(0, 8);
   assert.deepEqual(arrivals(), [0, 1, 2, 3, 4, 5, 6, 7]);
   message(9, 10);
-  assert.deepEqual(sent[1], { type: 'hello', since: 8 });
+  assert.deepEqual(sent[1], { type: 'hello', since: 8, points: 0 });
 });
 
 test('what exists no more is not asked for', () => {
@@ -46,4 +57,17 @@ test('what exists no more is not asked for', () => {
   message(200, 201, 102);
   assert.deepEqual(arrivals(), [100, 101, 200]);
   assert.deepEqual(sent, []);
+});
+
+test('points come with the rows; who missed some, or what they are of, asks for them', () => {
+  const { points, sent, store } = setUp();
+  assert.equal(points(0, 3, 1), false);
+  assert.equal(sent.length, 1);
+  points(0, 3);
+  points(2, 5, 1);
+  assert.deepEqual([store.series.count, store.series.next], [5, 5]);
+  assert.equal(points(9, 10, 1), false);
+  assert.deepEqual(sent[1], { type: 'hello', since: 0, points: 5 });
+  points(5, 10);
+  assert.deepEqual([store.series.count, store.series.all.length, sent.length], [10, 1, 2]);
 });

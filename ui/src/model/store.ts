@@ -1,6 +1,7 @@
 import { Lane } from './lane.ts';
 import { Operations } from './operations.ts';
 import type { RankRow } from './ranks.ts';
+import { SeriesStore } from './series.ts';
 
 export const FAILED = 1;
 export const NOT_READY = 2;
@@ -80,6 +81,7 @@ export class Store {
   ranks: RankRow[] = [];
   heading = '';
   readonly marks = new Map<number, Mark>();
+  readonly series = new SeriesStore();
   readonly limit: number;
   /** Rows that are here; rows that were lost or forgotten before they came here. */
   count = 0;

@@ -1,4 +1,5 @@
 import type { RankRow } from '../model/ranks.ts';
+import { readPoints, type Definition } from '../model/series.ts';
 import { readRows, type Mark, type Store } from '../model/store.ts';
 
 /** What anywidget hands to a widget's script, as far as it is used here. */
@@ -25,6 +26,13 @@ interface Message {
   marks: [number, Mark][];
   lost: number;
   clockErrors: [number, number][];
+  seriesFrom: number;
+  series: Definition[];
+  /** The second buffer has this many points: all from this number to below that one that exist. */
+  points: number;
+  pointsFrom: number;
+  pointsTo: number;
+  pointsLost: number;
   /** Only if they have changed. */
   ranks?: RankRow[];
   heading?: string;
@@ -43,7 +51,7 @@ export class Stream {
   }
 
   hello(): void {
-    this.model.send({ type: 'hello', since: this.next });
+    this.model.send({ type: 'hello', since: this.next, points: this.store.series.next });
   }
 
   /** Returns whether something has changed. */
@@ -61,24 +69,32 @@ export class Stream {
       store.marks.delete(number);
     }
     const { from, count } = message;
-    if (message.after > this.next) {
+    if (message.after > this.next || message.pointsFrom > store.series.next || message.seriesFrom > store.series.all.length) {
       // Something was lost on the way: ask for it, once, and take it and what follows then.
       if (!this.asked) this.hello();
       this.asked = true;
       return false;
     }
+    store.series.define(message.seriesFrom, message.series);
+    store.series.lostBefore = message.pointsLost;
+    store.series.append(readPoints(copied(buffers[1]), message.points), message.pointsFrom, message.pointsTo);
+    this.asked = false;
     if (from + count > this.next && count) {
-      this.asked = false;
-      const view = buffers[0];
-      const rows = readRows(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) as ArrayBuffer, count);
+      const rows = readRows(copied(buffers[0]), count);
       const known = Math.max(0, Math.min(count, this.next - from));
       store.append(known ? tail(rows, known) : rows);
       this.next = from + count;
       return true;
     }
+    this.next = Math.max(this.next, from);
     store.version++;
     return true;
   }
+}
+
+/** What the typed arrays may lie in: it begins where they need it to. */
+function copied(view: DataView): ArrayBuffer {
+  return view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) as ArrayBuffer;
 }
 
 function tail<T extends ReturnType<typeof readRows>>(rows: T, known: number): T {

@@ -72,9 +72,13 @@ def free_from_idle(state: CoordinatorState) -> None:
                     break
 
 
-def end_disputes(state: CoordinatorState, now: float) -> None:
-    """Give verdicts where ranks disagree and the others have had their time to say what they want."""
+def end_disputes(state: CoordinatorState, now: float) -> bool:
+    """Give verdicts where ranks disagree and the others have had their time to say what they want.
+
+    Returns whether any was given.
+    """
     idle = state.cells.idle
+    ended = False
     for ps in state.sets:
         matcher = ps.matcher
         if matcher.disputes:
@@ -82,6 +86,8 @@ def end_disputes(state: CoordinatorState, now: float) -> None:
             matcher.end_disputes(0.0 if vain else state.options.dispute_grace, now)
             if matcher.rejections or matcher.conflict:
                 state.touched[ps] = None
+                ended = True
+    return ended
 
 
 def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:

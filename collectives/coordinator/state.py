@@ -166,9 +166,7 @@ class CoordinatorState:
         if self.stalls.due is None:
             self.stalls.watch(now)
             self._due = None  # to be found anew
-        if self.blocked and self._check_due is None:
-            self._check_due = now + _CHECK_AGAIN  # this may be what makes the others wait in vain
-            self._due = None
+        self._check_later(now)  # this may be what makes the others wait in vain
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -230,7 +228,8 @@ class CoordinatorState:
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
-        releasing.end_disputes(self, now)
+        if releasing.end_disputes(self, now):
+            self._check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
@@ -261,6 +260,12 @@ class CoordinatorState:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
                 self.outbox.send((peer,), answer)
+
+    def _check_later(self, now: float) -> None:
+        """Look for ranks that wait for each other, once those that need not any more have had time to say so."""
+        if self.blocked and self._check_due is None:
+            self._check_due = now + _CHECK_AGAIN
+            self._due = None
 
     def world(self) -> m.World:
         """The membership, as peers are told of it."""

@@ -530,6 +530,29 @@ def test_an_incomplete_group_that_all_wait_for_is_a_deadlock() -> None:
     assert last(sim.ranks[0], m.Abort).kind == "deadlock"
 
 
+def test_who_waits_behind_a_dispute_is_found_when_it_is_over() -> None:
+    sim = simulate(3)
+    name = "allreduce.noname"  # of which several may be in flight
+    submit(sim, name, 0)
+    submit(sim, name, 1, shape=(7,))
+    submit(sim, name, 0)
+    submit(sim, "b", 1)
+    submit(sim, "c", 2)
+    blocked(sim, 0)
+    for rank in (1, 2):
+        view = sim.ranks[rank].sets[0]
+        sim.ranks[rank].say(m.Blocked(0, view.epoch, view.pending[-1].local, 0.5))
+    sim.drain()
+    assert count(sim.ranks[0], m.Abort) == 0  # the dispute's verdict may free rank 0
+    sim.tick(1)
+    sim.drain()
+    assert count(sim.ranks[0], m.Reject) == 1
+    sim.tick(1)
+    sim.drain()
+    abort = last(sim.ranks[0], m.Abort)
+    assert (abort.kind, abort.ranks) == ("deadlock", (0, 1, 2))
+
+
 def test_stalls_are_reported_once_per_interval() -> None:
     sim = simulate(2)
     submit(sim, "x", 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from hvdlab import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import take_over
 from hvdlab.collectives.coordinator.launch import Launch
@@ -140,7 +141,8 @@ class Keeping:
             path=path,
             ports=ports,
             owner=Process.of(os.getpid()),
-            place=os.getcwd(),
+            place=_here(),
+            version=__version__,
         )
         registry = Registry()
         registry.write(kept)
@@ -150,10 +152,16 @@ class Keeping:
     def claim(cls, name: str) -> Keeping:
         """Become the owner of a pool. Raises ``InvalidRequestError`` if there is none, or somebody uses it."""
         registry = Registry()
-        return cls(registry, registry.claim(name, os.getcwd()))
+        return cls(registry, registry.claim(name, _here()))
 
     def connect(self, deadline: Deadline) -> Base:
         """What the pool stands on. Raises ``StartError``; the pool is nobody's then."""
+        if self.kept.version != __version__:
+            self.release()
+            raise StartError(
+                f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
+                f"with that version, or end the pool by `hvdlab pools stop {self.name}`"
+            )
         coordinator = AttachedCoordinator(self.kept)
         try:
             warm = WarmProcess.attach(self.kept.path, deadline)
@@ -188,6 +196,11 @@ class Keeping:
     def forget(self) -> None:
         """The pool ends."""
         self._registry.remove(self.name)
+
+
+def _here() -> str:
+    """The working directory, which need not be UTF-8, to be shown."""
+    return os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
 
 
 def stop(name: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.kernel_ext.warm.processes import open_process, readable, start_time
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
@@ -65,6 +66,7 @@ class Kept(msgspec.Struct, frozen=True):
         ports: ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks.
         owner: The process that uses it.
         place: Where that runs: the working directory of the notebook.
+        version: The hvdlab that its processes have loaded.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Kept(msgspec.Struct, frozen=True):
     ports: tuple[str, int]
     owner: Process
     place: str
+    version: str = "of another version"
 
     @property
     def lives(self) -> bool:
@@ -196,7 +199,7 @@ class Registry:
         for path in self._directory.glob("*.json"):
             try:
                 kept = msgspec.json.decode(path.read_bytes(), type=Kept)
-            except (OSError, msgspec.DecodeError):
+            except (OSError, *MALFORMED):
                 continue
             if kept.lives:
                 found.append(kept)

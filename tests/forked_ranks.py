@@ -82,7 +82,7 @@ class ForkedRanks:
         before = len(self.ready)
         for rank in ranks:
             environment = rank_environment(os.environ, world, rank, len(expect or ranks))
-            self.warm.send(Fork(rank, environment, os.getcwd(), tuple(sys.path)))
+            self.warm.send(Fork.of(rank, environment, os.getcwd(), sys.path))
         self.wait(lambda: len(self.ready) >= before + len(ranks) or bool(self.failures()))
         assert not self.failures()
         self._pids |= {child.pid for child in self.warm.children().values()}

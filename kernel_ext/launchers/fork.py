@@ -54,7 +54,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         environment = {**os.environ, **self.get_env()}
         reuse = ["--reuse"] if self.reuse else []
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
-        self.warm.send(Fork(CONTROLLER, environment, os.getcwd(), tuple(sys.path), argv))
+        self.warm.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await asyncio.wrap_future(self.forked)
         self.process = psutil.Process(self.pid)
         self.notify_start(self.pid)

@@ -40,7 +40,7 @@ class LocalRanks:
         directory = os.getcwd()
         for rank in ranks:
             environment = rank_environment(os.environ, self._world, rank, size)
-            self._warm.send(Fork(rank, environment, directory, tuple(sys.path)))
+            self._warm.send(Fork.of(rank, environment, directory, sys.path))
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal, by the warm process, which knows whether the process still is that rank."""

@@ -84,9 +84,9 @@ def _set_up(role: Role) -> None:
     os.close(role.leave_to_live)
     signal.signal(signal.SIGINT, _ignore_interrupt)
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environb.update(order.environment)
     os.chdir(order.directory if os.path.isdir(order.directory) else os.path.expanduser("~"))
-    sys.path[:] = order.path
+    sys.path[:] = map(os.fsdecode, order.path)
     sys.argv[:] = [""]
     faulthandler.enable()
     gc.enable()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+import os
+from collections.abc import Iterable, Mapping
+from typing import Self, cast
 
 import msgspec
 
@@ -27,7 +29,9 @@ class WarmMessage(
 
 
 class Fork(WarmMessage, frozen=True):
-    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`.
+    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
+
+    What comes from the operating system is in bytes: it need not be UTF-8.
 
     Attributes:
         environment: The whole environment of the child.
@@ -37,10 +41,23 @@ class Fork(WarmMessage, frozen=True):
     """
 
     number: int
-    environment: dict[str, str]
-    directory: str
-    path: tuple[str, ...]
+    environment: dict[bytes, bytes]
+    directory: bytes
+    path: tuple[bytes, ...]
     argv: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        environment: Mapping[str, str],
+        directory: str,
+        path: Iterable[str],
+        argv: tuple[str, ...] = (),
+    ) -> Self:
+        """From text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+        return cls(number, variables, os.fsencode(directory), tuple(map(os.fsencode, path)), argv)
 
 
 class Signal(WarmMessage, frozen=True):

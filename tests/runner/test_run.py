@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -238,3 +239,10 @@ def test_nothing_is_left_in_the_temporary_directory(launcher, tmp_path: Path) ->
     place.mkdir()
     assert launcher.python(2, ALLREDUCE, env={"TMPDIR": str(place)}).code == 0
     assert list(place.iterdir()) == []
+
+
+def test_command_and_environment_need_not_be_utf8(launcher) -> None:
+    odd = os.fsdecode(b"Entw\xfcrfe")
+    script = launcher.script("import os, sys\nprint(ascii([os.environ['ODD'], *sys.argv[1:]]))")
+    done = launcher.run("-np", "1", sys.executable, script, odd, env={"ODD": odd})
+    assert done.out.splitlines() == [f"[0]<stdout>:{[odd, odd]!a}"], done.err

@@ -101,7 +101,7 @@ class Agent:
         self._start = order
         for name in order.removed:
             os.environ.pop(name, None)
-        os.environ.update(order.environment)
+        os.environb.update(order.environment)
         if order.coordinator.startswith("tls:"):
             os.environ.setdefault("HVDLAB_ADDRESS", _address(order))
         with contextlib.suppress(OSError):

@@ -70,7 +70,7 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
     Raises:
         SpawnError: The program does not exist, or may not be run.
     """
-    command, memory, kept = list(start.command), -1, []
+    command, memory, kept = list(map(os.fsdecode, start.command)), -1, []
     if start.function:
         call = os.memfd_create("hvdlab-call")
         with open(call, "wb", closefd=False) as file:

@@ -129,9 +129,9 @@ def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Star
     if job.min_ranks is not None:
         environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
     return wire.Start(
-        job.command,
-        os.getcwd(),
-        environment,
+        tuple(map(os.fsencode, job.command)),
+        os.fsencode(os.getcwd()),
+        {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
         removed=FOREIGN,
         function=job.function,
         threads=len(ranks),

@@ -40,7 +40,8 @@ class Start(AgentMessage, frozen=True):
     """What to run; ranks are started by :class:`Spawn`.
 
     Attributes:
-        command: Program and arguments. With ``function`` it is the interpreter that is to run it.
+        command: Program and arguments, in bytes, since they need not be UTF-8, as what follows. With ``function`` it is
+            the interpreter that is to run it.
         directory: Working directory; one that does not exist is left out.
         environment: Variables added to the agent's own.
         removed: Variables taken out of it.
@@ -52,9 +53,9 @@ class Start(AgentMessage, frozen=True):
         interfaces: Network interfaces to take that address from, or empty.
     """
 
-    command: tuple[str, ...]
-    directory: str
-    environment: dict[str, str]
+    command: tuple[bytes, ...]
+    directory: bytes
+    environment: dict[bytes, bytes]
     removed: tuple[str, ...] = ()
     function: bytes = b""
     threads: int = 0

@@ -164,7 +164,7 @@ def test_out_of_memory_kills_are_counted_where_they_can_be_read(
 
 
 def test_messages_survive_the_wire() -> None:
-    order = Fork(1, {"A": "b"}, "/tmp", ("", "/lib"), ("--x",))
+    order = Fork.of(1, {"A": "b"}, "/tmp", ("", "/lib"), ("--x",))
     assert decode_to_warm(encode(order)[4:]) == order
     exited = Exited(1, 2, -1, 9, 3, True, "tail")
     assert decode_from_warm(encode(exited)[4:]) == exited

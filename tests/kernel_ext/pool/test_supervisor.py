@@ -50,7 +50,7 @@ LOADED = Loaded((), {}, 0.5)
 
 
 def order(number: int) -> Fork:
-    return Fork(number, {}, "/", ())
+    return Fork.of(number, {}, "/", ())
 
 
 def loaded() -> Supervisor:

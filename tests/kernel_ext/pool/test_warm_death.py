@@ -79,7 +79,7 @@ def test_what_was_asked_of_the_dead_one_is_done_by_its_successor(ranks: ForkedRa
     ranks.fork([0])
     os.kill(ranks.warm.pid, signal.SIGSTOP)
     ranks.warm.send(Signal(0, signal.SIGKILL))
-    ranks.warm.send(Fork(7, dict(os.environ), os.getcwd(), ()))  # ends at once: it finds nothing to import
+    ranks.warm.send(Fork.of(7, os.environ, os.getcwd(), ()))  # ends at once: it finds nothing to import
     kill_warm(ranks)
     ranks.end_of(0)
     assert ranks.end_of(7).code == 1

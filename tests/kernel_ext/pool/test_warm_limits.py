@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.warm import forking
 from hvdlab.kernel_ext.warm.client import WarmProcess
 from hvdlab.kernel_ext.warm.messages import Exited, Fork, ForkFailed
 
-NO_RANK = Fork(5, dict(os.environ), "/", ())
+NO_RANK = Fork.of(5, os.environ, "/", ())
 """Ends at once, since it finds nothing to import."""
 
 
@@ -79,5 +79,5 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
     monkeypatch.setattr(os, "fork", fork)
     for child in (0, -1):
         with pytest.raises(OSError, match=os.strerror(number)) as raised:
-            forking.fork(Fork(child, {}, "/", ()), -1, lambda: None)
+            forking.fork(Fork.of(child, {}, "/", ()), -1, lambda: None)
         assert text in forking.why_not(raised.value)

@@ -2,7 +2,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { duration, ranks, ticks } from '../src/draw/format.ts';
 import { paletteFor, type Rgb } from '../src/draw/palette.ts';
-import { paintTrack } from '../src/draw/raster.ts';
+import { paintTrack } from '../src/draw/paint.ts';
 import { Operations } from '../src/model/operations.ts';
 import { search } from '../src/model/found.ts';
 import { findNext, quantile, statistics } from '../src/model/statistics.ts';

@@ -4,6 +4,8 @@ import { FAILED, KINDS, NOT_STARTED, type Store } from './store.ts';
 /** Statistics of the rows of one name and kind. Times in ns. */
 export interface NameStatistics {
   name: string;
+  /** The line of code, where it is known. */
+  site: string;
   kind: string;
   count: number;
   failed: number;
@@ -100,6 +102,7 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
     const name = store.names[Math.floor(key / 16)] ?? '';
     result.names.push({
       name,
+      site: store.sites[Math.floor(key / 16)] ?? '',
       kind: KINDS[key & 15] ?? '',
       count: one.count,
       failed: one.failed,

@@ -58,6 +58,19 @@ export class Viewport {
     this.set(this.begin - margin, this.end + margin);
   }
 
+  toBegin(): void {
+    this.show(this.begin, this.begin + this.length);
+  }
+
+  toEnd(): void {
+    this.show(this.end - this.length, this.end);
+  }
+
+  /** The beginning and the end of what there is. */
+  get extent(): [number, number] {
+    return [this.begin, this.end];
+  }
+
   show(from: number, to: number): void {
     this.following = false;
     this.set(from, to);

@@ -1,9 +1,11 @@
 import { bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { type Statistics } from '../model/statistics.ts';
+import type { Arrivals } from '../model/operations.ts';
 import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
-import { h } from './dom.ts';
+import { button, h } from './dom.ts';
 import { indexOf, rowsOf, type Hit } from './hits.ts';
+import type { Actions } from './options.ts';
 
 const SHOWN = 8;
 
@@ -23,8 +25,28 @@ export function sentence(store: Store, hit: Hit): string {
   if (lane.flags[k] & FAILED) parts.push('failed');
   if (!(lane.flags[k] & NOT_STARTED)) parts.push(`transfer ${duration(lane.finished[k] - lane.started[k])}`);
   parts.push(`waited ${duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])}`);
-  if (came && came.count > 1) parts.push(`rank ${came.lastRank} came last, ${duration(came.last - came.first)} after the first`);
+  if (came && came.count > 1) parts.push(lastText(store, came));
+  const site = siteOf(store, hit);
+  if (site) parts.push(site);
   return parts.join(', ');
+}
+
+/** Who came last, if the clocks are good enough to tell. */
+function lastText(store: Store, came: Arrivals): string {
+  if (!store.certain(came)) return 'who came last is within the error of the clocks';
+  return `rank ${came.lastRank} came last, ${duration(came.last - came.first)} after the first`;
+}
+
+/** A line of code; a button if there is a way to go there. */
+export function siteNode(site: string, { open }: Actions): HTMLElement {
+  if (!open) return h('span', { class: 'hvd-site' }, site);
+  const link = button(site, `Go to ${site} (O)`, () => open(site));
+  link.className = 'hvd-site hvd-link';
+  return link;
+}
+
+function siteOf(store: Store, hit: Hit): string {
+  return store.sites[hit.lane.name[indexOf(hit)]] ?? '';
 }
 
 function nbytes(hit: Hit): number {
@@ -50,7 +72,9 @@ function facts(store: Store, hit: Hit): [string, string][] {
   const came = store.operations.get(lane.op[k]);
   if (came && came.count > 1) {
     const of = came.size && came.count < came.size ? ` (of ${came.count} recorded)` : '';
-    list.push(['last', `rank ${came.lastRank}, by ${duration(came.last - came.first)}${of}`]);
+    const error = Math.max(store.clockError.get(came.lastRank) ?? 0, ...store.clockError.values());
+    const by = duration(came.last - came.first) + (error ? ` ± ${duration(error)}` : '');
+    list.push(['last', store.certain(came) ? `rank ${came.lastRank}, by ${by}${of}` : `within the error of the clocks: ${by}${of}`]);
   }
   return list;
 }
@@ -61,29 +85,35 @@ export function tooltip(store: Store, hit: Hit): Node[] {
   const what = hit.part === 'late' ? 'the others wait for this rank' : hit.part === 'wait' ? 'waiting for others' : KINDS[lane.kind[k]];
   const table = h('dl');
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
-  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, `rank ${lane.rank} · ${what}`), table];
+  const site = siteOf(store, hit);
+  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, [`rank ${lane.rank}`, what, site].filter(Boolean).join(' · ')), table];
 }
 
 /** The chosen operation, with the arrivals of all ranks. */
-export function operationPanel(store: Store, hit: Hit, palette: Palette): Node[] {
+export function operationPanel(store: Store, hit: Hit, palette: Palette, actions: Actions): Node[] {
   const { lane } = hit;
   const k = indexOf(hit);
   const op = lane.op[k];
   const came = store.operations.get(op);
   const table = h('dl');
+  const site = siteOf(store, hit);
+  if (site) table.append(h('dt', {}, 'called at'), h('dd', {}, siteNode(site, actions)));
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
   const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${KINDS[lane.kind[k]]} `, h('code', {}, title(store, hit)), ` on rank ${lane.rank}`);
   const left = h('section', {}, heading, table);
   if (!came || came.count < 2) return [left];
+  const certain = store.certain(came);
   const rows: { name: string; share: number; text: string; strong: boolean }[] = [];
   for (const [rank, index] of rowsOf(store, op)) {
     const late = store.lane(rank).arrival[index] - came.first;
-    rows.push({ name: `rank ${rank}`, share: late / Math.max(1, came.last - came.first), text: late ? `+${duration(late)}` : 'first', strong: rank === came.lastRank });
+    const error = store.clockError.get(rank);
+    const text = (late ? `+${duration(late)}` : 'first') + (error ? ` ± ${duration(error)}` : '');
+    rows.push({ name: `rank ${rank}`, share: late / Math.max(1, came.last - came.first), text, strong: certain && rank === came.lastRank });
   }
   return [left, h('section', {}, h('h4', {}, 'Arrival of each rank'), bars(rows))];
 }
 
-function swatch(palette: Palette, kind: number): HTMLElement {
+export function swatch(palette: Palette, kind: number): HTMLElement {
   return h('i', { class: 'hvd-swatch', style: `background:${css(palette.kinds[kind] ?? palette.kinds[0])}` });
 }
 
@@ -99,14 +129,16 @@ function bars(rows: { name: string; share: number; text: string; strong: boolean
 }
 
 /** Statistics of a stretch of time. */
-export function statisticsPanel(found: Statistics, palette: Palette, what: string): Node[] {
+export function statisticsPanel(found: Statistics, palette: Palette, what: string, actions: Actions, todo: readonly HTMLElement[] = []): Node[] {
+  const sites = found.names.some(one => one.site);
   const head = h('tr', {});
-  for (const name of ['', 'tensor', 'count', 'total', 'p50', 'p99', 'size', 'bandwidth', 'waited']) head.append(h('th', { scope: 'col' }, name));
+  for (const name of ['', 'tensor', ...(sites ? ['called at'] : []), 'count', 'total', 'p50', 'p99', 'size', 'bandwidth', 'waited']) head.append(h('th', name === 'called at' ? { scope: 'col', class: 'hvd-at' } : { scope: 'col' }, name));
   const body = h('tbody');
   for (const one of found.names.slice(0, SHOWN)) {
     const kind = KINDS.indexOf(one.kind);
     const cells = [count(one.count), duration(one.total), duration(one.p50), duration(one.p99), bytes(one.nbytes), rate(one.bandwidth), duration(one.wait)];
     const row = h('tr', {}, h('td', { title: one.kind }, swatch(palette, kind)), h('th', { scope: 'row', title: `${one.kind} ${one.name}` }, one.name || one.kind));
+    if (sites) row.append(h('td', { class: 'hvd-at' }, one.site && siteNode(one.site, actions)));
     for (const cell of cells) row.append(h('td', {}, cell));
     body.append(row);
   }
@@ -114,7 +146,7 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   const left = h(
     'section',
     { class: 'hvd-names' },
-    h('h4', {}, `${what}: ${count(found.operations)} collectives in ${duration(found.to - found.from)}`),
+    h('h4', {}, `${what}: ${count(found.operations)} collectives in ${duration(found.to - found.from)}`, ...todo),
     h('table', {}, h('thead', {}, head), body),
     more > 0 && h('div', { class: 'hvd-faint' }, `and ${count(more)} more names`),
   );

@@ -13,3 +13,49 @@ export function button(label: string, title: string, act: () => void): HTMLButto
   element.addEventListener('click', act);
   return element;
 }
+
+export interface Item {
+  label: string;
+  act: () => void;
+}
+
+/** A button that opens a list of things to do; `null` without any. Arrow keys move in it, Escape closes it. */
+export function menu(label: string, title: string, items: readonly Item[]): HTMLElement | null {
+  if (!items.length) return null;
+  const list = h('div', { class: 'hvd-menu', role: 'menu', hidden: '', 'aria-label': title });
+  const open = button(label, title, () => show(list.hidden));
+  open.setAttribute('aria-haspopup', 'menu');
+  const show = (on: boolean) => {
+    list.hidden = !on;
+    open.setAttribute('aria-expanded', String(on));
+    if (on) (list.firstElementChild as HTMLElement).focus();
+  };
+  show(false);
+  for (const { label: text, act } of items) {
+    const item = button(text, text, () => {
+      show(false);
+      open.focus();
+      act();
+    });
+    item.setAttribute('role', 'menuitem');
+    list.append(item);
+  }
+  list.addEventListener('keydown', event => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === 'Escape') {
+      show(false);
+      open.focus();
+    } else if (step) {
+      const all = [...list.children] as HTMLElement[];
+      const at = all.findIndex(item => item.matches(':focus'));
+      all[(at + step + all.length) % all.length].focus();
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  const box = h('span', { class: 'hvd-drop' }, open, list);
+  box.addEventListener('focusout', event => {
+    if (!(event.relatedTarget instanceof Node && box.contains(event.relatedTarget))) show(false);
+  });
+  return box;
+}

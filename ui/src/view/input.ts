@@ -7,7 +7,7 @@ export interface Commands {
   hover(x: number, y: number): void;
   leave(): void;
   click(x: number, y: number): void;
-  range(from: number, to: number, done: boolean): void;
+  range(from: number, to: number): void;
   key(key: string, shift: boolean): boolean;
 }
 
@@ -30,13 +30,14 @@ export function listen(scene: Scene, commands: Commands): () => void {
   on('pointermove', event => {
     const x = event.offsetX;
     if (!drag) {
-      canvas.style.cursor = event.shiftKey || event.offsetY < scene.top ? 'col-resize' : 'default';
+      const over = scene.headingAt(event.offsetY) || scene.cellAt(x, event.offsetY);
+      canvas.style.cursor = over ? 'pointer' : event.shiftKey || event.offsetY < scene.top ? 'col-resize' : 'default';
       commands.hover(x, event.offsetY);
       return;
     }
     if (Math.abs(x - drag.x) >= CLICK) drag.moved = true;
     if (!drag.moved) return;
-    if (drag.choosing) commands.range(drag.x, x, false);
+    if (drag.choosing) commands.range(drag.x, x);
     else {
       canvas.style.cursor = 'grabbing';
       commands.pan(drag.last - x);
@@ -48,7 +49,7 @@ export function listen(scene: Scene, commands: Commands): () => void {
     const done = drag;
     drag = null;
     canvas.style.cursor = 'default';
-    if (done.moved && done.choosing) commands.range(done.x, event.offsetX, true);
+    if (done.moved && done.choosing) commands.range(done.x, event.offsetX);
     else if (!done.moved && event.type === 'pointerup') commands.click(done.x, done.y);
   };
   on('pointerup', release);

@@ -1,0 +1,74 @@
+import type { Happenings } from '../model/happenings.ts';
+import type { Mark } from '../model/store.ts';
+import { firstAbove } from '../model/track.ts';
+import { AXIS } from './axis.ts';
+import { css } from './palette.ts';
+import { inPlot, write, type Surface } from './surface.ts';
+
+export const TRACK = 20;
+const DRAWN = 400;
+const SIGNS: Record<Mark['kind'], string> = { cell: '', joined: '▲', left: '✕', abort: '◆' };
+
+/** Height of the tracks of cells and, if anything happened to them, of ranks. */
+export function trackHeight(happenings: Happenings): number {
+  return TRACK * (happenings.moments.length ? 2 : 1);
+}
+
+/** The track of cells: one bar each, over all ranks it ran on. */
+export function drawCells(surface: Surface, happenings: Happenings): void {
+  const { context: g, palette } = surface;
+  const y = AXIS + trackHeight(happenings) - TRACK;
+  write(surface, 'cells', 10, y + TRACK / 2 - 2, css(palette.faint), '11px');
+  inPlot(surface, () => {
+    for (const cell of happenings.cells.slice(-DRAWN)) {
+      const from = Math.max(surface.gutter - 2, surface.x(cell.begin));
+      const to = Math.min(surface.width + 2, surface.x(cell.end ?? surface.store.end));
+      if (to < surface.gutter || from > surface.width) continue;
+      g.fillStyle = css(cell.ok ? palette.text : palette.late, cell.ok ? 0.1 : 0.3);
+      g.beginPath();
+      g.roundRect(from, y, Math.max(1, to - from - 1), TRACK - 6, 3);
+      g.fill();
+      const text = cell.ok ? cell.text : `✕ ${cell.text}`;
+      if (to - from > 34) write(surface, text, Math.max(from, surface.gutter) + 7, y + TRACK / 2 - 2.5, css(palette.text), '11px');
+    }
+  });
+}
+
+/** The track of ranks that join, leave or die, and of aborts; each with a line through the lanes. */
+export function drawMoments(surface: Surface, happenings: Happenings): void {
+  const { moments } = happenings;
+  if (!moments.length) return;
+  const { context: g, palette } = surface;
+  const middle = AXIS + TRACK / 2 - 2;
+  write(surface, 'ranks', 10, middle, css(palette.faint), '11px');
+  inPlot(surface, () => {
+    const times = Float64Array.from(moments, mark => mark.begin);
+    const first = firstAbove(times, surface.view.from, 0, times.length);
+    const last = Math.min(firstAbove(times, surface.view.to, first, times.length), first + DRAWN);
+    let free = -Infinity;
+    for (let i = first; i < last; i++) {
+      const mark = moments[i];
+      const x = surface.x(mark.begin);
+      const colour = mark.kind === 'joined' ? palette.text : palette.late;
+      g.strokeStyle = css(colour, mark.kind === 'joined' ? 0.45 : 0.9);
+      g.lineWidth = 1;
+      g.setLineDash([4, 3]);
+      g.beginPath();
+      g.moveTo(x, AXIS + TRACK - 4);
+      g.lineTo(x, surface.height - 4);
+      g.stroke();
+      g.setLineDash([]);
+      write(surface, SIGNS[mark.kind], x, middle, css(colour), '10px', 'center');
+      const room = (i + 1 < last ? surface.x(moments[i + 1].begin) : surface.width) - x - 18;
+      const text = shortened(mark.text, Math.floor(room / 6.2));
+      if (x < free || !text) continue;
+      write(surface, text, x + 8, middle, css(colour), '11px');
+      free = x + 12 + text.length * 6.2;
+    }
+  });
+}
+
+function shortened(text: string, characters: number): string {
+  if (characters < 6) return '';
+  return text.length <= characters ? text : `${text.slice(0, Math.min(80, characters - 1))}…`;
+}

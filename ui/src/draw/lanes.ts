@@ -1,0 +1,137 @@
+import type { Group } from '../model/groups.ts';
+import type { Lane } from '../model/lane.ts';
+import { KINDS } from '../model/store.ts';
+import { firstAbove } from '../model/track.ts';
+import { count, duration, ranks } from './format.ts';
+import { css, type Rgb } from './palette.ts';
+import { inPlot, write, type Surface } from './surface.ts';
+
+const SPANS_NAMED = 1500;
+const LATE_MARKED = 300;
+const CHARACTER = 6.3;
+
+/** Where a lane lies on the surface. */
+export interface Place {
+  y: number;
+  height: number;
+}
+
+/** What share of all waiting was for this lane's rank, if that is more than its part. */
+function slowShare(surface: Surface, lane: Lane): number {
+  const { lanes } = surface.store;
+  const all = lanes.reduce((sum, one) => sum + one.heldUp, 0);
+  const share = all ? lane.heldUp / all : 0;
+  // With equal ranks, each would be waited for as long as any other.
+  return lane.timesLast > 1 && share > Math.min(0.5, 3 / lanes.length) ? share : 0;
+}
+
+/** The name of a rank, and how often it came last. */
+export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pitch: number, indent: number): void {
+  const { palette, gutter } = surface;
+  if (pitch < 9 && lane.rank % Math.ceil(11 / pitch)) return;
+  const share = slowShare(surface, lane);
+  const wide = gutter > 80;
+  const two = height >= 27 && wide;
+  const middle = y + height / 2;
+  const left = 10 + (wide ? indent : 0);
+  const name = wide || pitch < 9 ? `rank ${lane.rank}` : `${lane.rank}`;
+  write(surface, name, left, two ? middle - 7 : middle, css(share ? palette.late : palette.text), `${share ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
+  if (two) {
+    const text = lane.timesLast ? `last ${count(lane.timesLast)}× · ${duration(lane.heldUp)}` : `${count(lane.n)} spans`;
+    write(surface, text, left, middle + 8, css(palette.faint), '11px', 'left', gutter - left - 5);
+  } else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
+}
+
+/** The line above the lanes of a host. */
+export function drawHeading(surface: Surface, group: Group, { y, height }: Place): void {
+  const { context: g, palette, gutter, width } = surface;
+  const middle = y + height / 2;
+  g.fillStyle = css(palette.text, 0.16);
+  g.fillRect(0, y + height - 2, width, 1);
+  const worst = group.lanes.reduce((most, lane) => Math.max(most, slowShare(surface, lane)), 0);
+  write(surface, group.collapsed ? '▸' : '▾', 9, middle, css(palette.faint), '10px');
+  write(surface, group.host || 'host not known', 21, middle, css(worst && group.collapsed ? palette.late : palette.text), '600 11.5px');
+  const held = group.lanes.reduce((sum, lane) => sum + lane.heldUp, 0);
+  const last = group.lanes.reduce((sum, lane) => sum + lane.timesLast, 0);
+  const text = [ranks(group.lanes.map(lane => lane.rank)), last && `last ${count(last)}×, held the others up for ${duration(held)}`].filter(Boolean).join(' · ');
+  const name = (group.host || 'host not known').length * 7 + 34;
+  write(surface, text, Math.max(gutter + 6, name), middle, css(palette.faint), '11px');
+}
+
+/** The names on spans that are wide enough. */
+export function drawNames(surface: Surface, lane: Lane, { y, height }: Place, bar: number): void {
+  const { context: g, palette, store, view } = surface;
+  const { work } = lane;
+  const from = firstAbove(work.end, view.from, 0, work.n);
+  const to = firstAbove(work.start, view.to, from, work.n);
+  if (to - from > SPANS_NAMED) return;
+  const middle = y + (height + bar) / 2;
+  for (let i = from; i < to; i++) {
+    const left = Math.max(surface.gutter, surface.x(work.start[i]));
+    const right = Math.min(surface.width, surface.x(work.end[i]));
+    const room = right - left - 12;
+    if (room < 30) continue;
+    const k = work.row[i] - lane.dropped;
+    const kind = work.kind[i] & 127;
+    const colour = palette.kinds[kind];
+    const bright = (0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]) / 255 > 0.5;
+    const name = (store.names[lane.name[k]] || KINDS[kind]) + (work.rows[i] > 1 ? ` +${work.rows[i] - 1}` : '');
+    const characters = Math.floor(room / CHARACTER);
+    const short = name.length <= characters ? name : characters > 3 ? `${name.slice(0, characters - 1)}…` : '';
+    const failed = work.kind[i] & 128;
+    const ink: Rgb = failed ? palette.background : bright ? [20, 22, 26] : [255, 255, 255];
+    if (short) write(surface, failed ? `✕ ${short}` : short, left + 6, middle, css(ink), '11px');
+    g.fillStyle = css(palette.background, 0.55);
+    if (right < surface.width) g.fillRect(right - 1, y, 1, height);
+  }
+}
+
+/** A triangle where the last rank came, and by how much, where there is room. */
+export function drawLateMarks(surface: Surface, lane: Lane, { y, height }: Place, bar: number, text: boolean): void {
+  const { context: g, palette, view } = surface;
+  const { late } = lane;
+  const from = firstAbove(late.end, view.from, 0, late.n);
+  const to = firstAbove(late.start, view.to, from, late.n);
+  if (to - from > LATE_MARKED) return;
+  for (let i = from; i < to; i++) {
+    const right = surface.x(late.end[i]);
+    const left = surface.x(late.start[i]);
+    if (right - left < 5 || right > surface.width + 5) continue;
+    g.fillStyle = css(palette.late);
+    g.beginPath();
+    g.moveTo(right - 5, y);
+    g.lineTo(right + 5, y);
+    g.lineTo(right, y + 8);
+    g.fill();
+    const length = `+${duration(late.end[i] - late.start[i])}`;
+    const inside = Math.max(left, surface.gutter);
+    if (!text || right - inside <= 26 + length.length * 6.2) continue;
+    write(surface, length, right - 9, y + (height + bar) / 2, palette.dark ? 'rgb(255,190,145)' : 'rgb(140,58,0)', '600 11px', 'right');
+  }
+}
+
+/** Stripes over a lane as long as its rank was not there, as far as the news of it came here. */
+export function drawAbsence(surface: Surface, absences: readonly (readonly [number, number])[], { y, height }: Place): void {
+  const { context: g, palette } = surface;
+  inPlot(surface, () => {
+    for (const [begin, end] of absences) {
+      const left = Math.max(surface.gutter, surface.x(begin));
+      const right = Math.min(surface.width, surface.x(end));
+      if (right <= left) continue;
+      g.save();
+      g.beginPath();
+      g.rect(left, y, right - left, height);
+      g.clip();
+      g.strokeStyle = css(palette.late, 0.3);
+      g.lineWidth = 1;
+      g.beginPath();
+      // Fixed to the left end, so that the stripes move with it.
+      for (let x = left - height - ((left - surface.x(begin)) % 7); x < right; x += 7) {
+        g.moveTo(x, y + height);
+        g.lineTo(x + height, y);
+      }
+      g.stroke();
+      g.restore();
+    }
+  });
+}

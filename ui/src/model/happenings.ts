@@ -1,0 +1,71 @@
+import type { Mark, Store } from './store.ts';
+
+/** A cell as it ran on all its ranks; `end` is `null` while it runs on one of them. */
+export interface Cell {
+  text: string;
+  begin: number;
+  end: number | null;
+  ok: boolean;
+  ranks: number[];
+}
+
+/** The same label after this time (ns) is another cell: a kernel that was started again counts from one. */
+const APART = 1e9;
+
+/** Cells, and who joined and left, made of the store's marks when they are asked for and have changed. */
+export class Happenings {
+  cells: Cell[] = [];
+  /** Ranks that joined or left, and aborts, in order of time. */
+  moments: Mark[] = [];
+  /** When each rank was not there, as far as it was seen. */
+  absent = new Map<number, [from: number, to: number][]>();
+  private version = -1;
+
+  update(store: Store): void {
+    if (this.version === store.version) return;
+    this.version = store.version;
+    const marks = [...store.marks.values()];
+    this.cells = cells(marks.filter(mark => mark.kind === 'cell'));
+    this.moments = marks.filter(mark => mark.kind !== 'cell').sort((a, b) => a.begin - b.begin);
+    this.absent = absences(this.moments);
+  }
+
+  /** The cell that ran at a time; of several the last that began. */
+  cellAt(time: number, slack: number, now: number): Cell | null {
+    for (let i = this.cells.length - 1; i >= 0; i--) {
+      const cell = this.cells[i];
+      if (cell.begin - slack <= time && time <= (cell.end ?? now) + slack) return cell;
+    }
+    return null;
+  }
+}
+
+function cells(marks: readonly Mark[]): Cell[] {
+  const newest = new Map<string, Cell>();
+  const all: Cell[] = [];
+  for (const mark of [...marks].sort((a, b) => a.begin - b.begin)) {
+    const one = newest.get(mark.text);
+    if (!one || (one.end !== null && mark.begin > one.end + APART)) {
+      const cell = { text: mark.text, begin: mark.begin, end: mark.end, ok: mark.ok, ranks: [mark.rank] };
+      newest.set(mark.text, cell);
+      all.push(cell);
+      continue;
+    }
+    one.end = one.end === null || mark.end === null ? null : Math.max(one.end, mark.end);
+    one.ok &&= mark.ok;
+    if (!one.ranks.includes(mark.rank)) one.ranks.push(mark.rank);
+  }
+  for (const cell of all) cell.ranks.sort((a, b) => a - b);
+  return all;
+}
+
+function absences(moments: readonly Mark[]): Map<number, [number, number][]> {
+  const found = new Map<number, [number, number][]>();
+  for (const { kind, rank, begin } of moments) {
+    const here = found.get(rank) ?? [];
+    const last = here.at(-1);
+    if (kind === 'left') found.set(rank, [...here, [begin, Infinity]]);
+    else if (kind === 'joined' && last?.[1] === Infinity) last[1] = begin;
+  }
+  return found;
+}

@@ -1,0 +1,101 @@
+import { change, count, duration, rate } from '../draw/format.ts';
+import type { Palette } from '../draw/palette.ts';
+import type { Comparison, ComparedName, ComparedRank } from '../model/comparison.ts';
+import { KINDS } from '../model/store.ts';
+import type { NameStatistics, Statistics } from '../model/statistics.ts';
+import { siteNode, swatch } from './details.ts';
+import { h } from './dom.ts';
+import type { Actions } from './options.ts';
+
+const SHOWN = 8;
+/** Changes of less are not coloured. */
+const NOTABLE = 0.05;
+
+interface Column {
+  title: string;
+  value(of: NameStatistics): number;
+  text(value: number): string;
+  /** Whether more of it is worse (1) or better (-1), or neither. */
+  worse: number;
+}
+
+const COLUMNS: Column[] = [
+  { title: 'count', value: of => of.count, text: count, worse: 0 },
+  { title: 'total', value: of => of.total, text: duration, worse: 1 },
+  { title: 'p50', value: of => of.p50, text: duration, worse: 1 },
+  { title: 'p99', value: of => of.p99, text: duration, worse: 1 },
+  { title: 'bandwidth', value: of => of.bandwidth, text: rate, worse: -1 },
+  { title: 'waited', value: of => of.wait, text: duration, worse: 1 },
+];
+
+/** Two stretches of time side by side. */
+export function comparisonPanel(found: Comparison, palette: Palette, actions: Actions, end: HTMLElement): Node[] {
+  const head = h('tr');
+  for (const title of ['', 'tensor', '', ...COLUMNS.map(column => column.title)]) head.append(h('th', { scope: 'col' }, title));
+  const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
+  for (const one of found.names.slice(0, SHOWN)) table.append(bodyOf(one, palette, actions));
+  const more = found.names.length - SHOWN;
+  const heading = h('h4', {}, 'A ', summary(found.a), ' · B ', summary(found.b), ' ', end);
+  return [
+    h('section', { class: 'hvd-names' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, `and ${count(more)} more names, which differ less`)),
+    h('section', {}, h('h4', {}, whoWasLast(found)), rankTable(found.ranks)),
+  ];
+}
+
+function summary(of: Statistics): string {
+  return `${count(of.operations)} collectives in ${duration(of.to - of.from)}`;
+}
+
+function bodyOf(one: ComparedName, palette: Palette, actions: Actions): HTMLElement {
+  const name = h('th', { scope: 'rowgroup', rowspan: '2', title: `${one.kind} ${one.name}` }, one.name || one.kind, one.site && h('div', {}, siteNode(one.site, actions)));
+  const body = h('tbody');
+  for (const side of ['a', 'b'] as const) {
+    const of = one[side];
+    const row = h('tr');
+    if (side === 'a') row.append(h('td', { rowspan: '2', title: one.kind }, swatch(palette, KINDS.indexOf(one.kind))), name);
+    row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()));
+    for (const column of COLUMNS) {
+      const text = of ? column.text(column.value(of)) : '–';
+      row.append(h('td', {}, text, side === 'b' && one.a && one.b ? changeNode(column.value(one.a), column.value(one.b), column.worse) : null));
+    }
+    body.append(row);
+  }
+  return body;
+}
+
+function changeNode(a: number, b: number, worse: number): Node | null {
+  const text = change(a, b);
+  if (!text) return null;
+  const share = (b - a) / a;
+  const tone = Math.abs(share) < NOTABLE || !worse ? 'same' : share * worse > 0 ? 'worse' : 'better';
+  return h('span', { class: 'hvd-change', 'data-tone': tone }, text);
+}
+
+/** Who the others waited for most in each. */
+function whoWasLast(found: Comparison): string {
+  const parts = [found.a, found.b].map((of, i) => {
+    const worst = of.ranks.reduce((most, one) => (one.heldUp > (most?.heldUp ?? 0) ? one : most), null as Statistics['ranks'][number] | null);
+    return `${'AB'[i]}: ${worst ? `most for rank ${worst.rank}` : 'for nobody'}`;
+  });
+  return `The others waited, ${parts.join('; ')}`;
+}
+
+function rankTable(ranks: readonly ComparedRank[]): HTMLElement {
+  const most = Math.max(1, ...ranks.flatMap(one => [one.a?.heldUp ?? 0, one.b?.heldUp ?? 0]));
+  const table = h('table', { class: 'hvd-bars' });
+  for (const one of ranks) {
+    const body = h('tbody');
+    for (const side of ['a', 'b'] as const) {
+      const of = one[side];
+      const held = of?.heldUp ?? 0;
+      const row = h('tr', held && held === most ? { class: 'hvd-strong' } : {});
+      if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, `rank ${one.rank}`));
+      const bar = h('span', { style: `width:${((held / most) * 100).toFixed(1)}%`, 'data-side': side });
+      row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()), h('td', { class: 'hvd-track' }, bar));
+      row.append(h('td', {}, of?.timesLast ? `${duration(held)} · last ${count(of.timesLast)}×` : 'never last', side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
+      body.append(row);
+    }
+    table.append(body);
+  }
+  return table;
+}

@@ -1,0 +1,35 @@
+import type { Store } from '../model/store.ts';
+import type { Viewport } from '../model/viewport.ts';
+
+/** What the place that shows a timeline can do for it. Where one is missing, its button is, too. */
+export interface Actions {
+  /** Goes to a line of code, as `Store.sites` names it. */
+  open?(site: string): void;
+  save?(kind: 'chrome' | 'perfetto'): void;
+  /** Opens what was recorded in Perfetto's own page. */
+  perfetto?(): void;
+}
+
+/** Charts on the same time axis as the lanes. */
+export interface ChartsView {
+  readonly root: HTMLElement;
+  /** Pixels left of the time axis, as many as the lanes have. */
+  gutter: number;
+  /** True while there is nothing to show. */
+  readonly empty: boolean;
+  /** The view has moved or there is something new. */
+  draw(): void;
+  dispose(): void;
+}
+
+export interface TimelineOptions {
+  /** Shared with another view, or one of its own. */
+  view?: Viewport;
+  /** The most pixels for the lanes. */
+  height?: number;
+  /** Takes all of the parent's height instead. */
+  fill?: boolean;
+  title?: string;
+  actions?: Actions;
+  charts?: (parent: HTMLElement, store: Store, view: Viewport) => ChartsView;
+}

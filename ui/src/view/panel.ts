@@ -1,0 +1,64 @@
+import { count } from '../draw/format.ts';
+import type { Palette } from '../draw/palette.ts';
+import { compare } from '../model/comparison.ts';
+import { statistics } from '../model/statistics.ts';
+import type { Choice } from './choice.ts';
+import { comparisonPanel } from './comparison.ts';
+import { operationPanel, statisticsPanel } from './details.ts';
+import { button, h } from './dom.ts';
+import { indexOf } from './hits.ts';
+import type { Actions } from './options.ts';
+import type { Scene } from './scene.ts';
+
+const LIVE_ROWS = 40_000;
+
+/** What is said below the lanes about what is chosen, or else about what is in view. */
+export class Panel {
+  readonly root = h('div', { class: 'hvd-details' });
+  private readonly scene: Scene;
+  private readonly choice: Choice;
+  private readonly actions: Actions;
+  private readonly act: (change: () => void) => void;
+
+  constructor(scene: Scene, choice: Choice, actions: Actions, act: (change: () => void) => void) {
+    this.scene = scene;
+    this.choice = choice;
+    this.actions = actions;
+    this.act = act;
+  }
+
+  update(palette: Palette): void {
+    // Who has the keyboard here goes on with it.
+    if (this.root.matches(':focus-within')) return;
+    if (this.scene.store.count) this.root.replaceChildren(...this.nodes(palette));
+  }
+
+  private nodes(palette: Palette): Node[] {
+    const { store, view } = this.scene;
+    const { selected, range, pinned, found } = this.choice.overlay;
+    if (selected && indexOf(selected) >= 0) return operationPanel(store, selected, palette, this.actions);
+    const names = found?.names;
+    if (pinned && range) {
+      const both = compare(statistics(store, ...pinned, names), statistics(store, ...range, names));
+      return comparisonPanel(both, palette, this.actions, this.button('End (C)', 'Compare no more', () => this.choice.forget()));
+    }
+    if (range || pinned) {
+      const todo = range
+        ? [this.button('Compare (C)', 'Compare with the stretch that is chosen next', () => this.choice.pin()), this.button('Zoom (Z)', 'Show only this', () => this.choice.zoom())]
+        : [h('span', { class: 'hvd-hint' }, 'Choose another stretch to compare it with: Shift + drag, a cell, or M for what is in view')];
+      return statisticsPanel(statistics(store, ...(range ?? pinned!), names), palette, range ? 'Selection' : 'A', this.actions, todo);
+    }
+    const rows = store.lanes.reduce((sum, lane) => sum + (lane.n ? lane.n * Math.min(1, view.length / Math.max(1, store.end - store.begin)) : 0), 0);
+    if (rows > LIVE_ROWS) return [h('span', { class: 'hvd-faint' }, `${count(Math.round(rows))} spans in view: Shift-drag over a stretch for its statistics`)];
+    return statisticsPanel(statistics(store, view.from, view.to, names), palette, 'In view', this.actions);
+  }
+
+  private button(label: string, title: string, act: () => void): HTMLElement {
+    const element = button(label, title, () => {
+      element.blur();
+      this.act(act);
+    });
+    element.className = 'hvd-link';
+    return element;
+  }
+}

@@ -1,0 +1,39 @@
+import type { Cell } from '../model/happenings.ts';
+import { duration, ranks } from '../draw/format.ts';
+import type { Store } from '../model/store.ts';
+import { tooltip } from './details.ts';
+import { h } from './dom.ts';
+import type { Hit } from './hits.ts';
+
+/** The box beside the pointer. */
+export class Tip {
+  readonly root = h('div', { class: 'hvd-tip', hidden: '' });
+  private shown: Hit | Cell | null = null;
+
+  hide(): void {
+    this.root.hidden = true;
+    this.shown = null;
+  }
+
+  hit(store: Store, hit: Hit): void {
+    const before = this.shown;
+    if (before && 'row' in before && before.row === hit.row && before.lane === hit.lane && before.part === hit.part) return;
+    this.shown = hit;
+    this.root.replaceChildren(...tooltip(store, hit));
+  }
+
+  cell(cell: Cell, now: number): void {
+    if (this.shown === cell) return;
+    this.shown = cell;
+    const length = duration((cell.end ?? now) - cell.begin);
+    const text = [ranks(cell.ranks), cell.end === null ? `runs for ${length}` : length, !cell.ok && 'failed'].filter(Boolean).join(' · ');
+    this.root.replaceChildren(h('div', { class: 'hvd-tip-name' }, `cell ${cell.text}`), h('div', { class: 'hvd-faint' }, text));
+  }
+
+  /** Beside a point of a plot of some width. */
+  place(x: number, y: number, width: number): void {
+    this.root.hidden = false;
+    const right = x + 16 + this.root.offsetWidth > width;
+    this.root.style.transform = `translate(${Math.round(right ? x - this.root.offsetWidth - 12 : x + 14)}px, ${Math.round(y + 14)}px)`;
+  }
+}

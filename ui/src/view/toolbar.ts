@@ -1,0 +1,84 @@
+import { count, duration, ranks as ranksText } from '../draw/format.ts';
+import type { Store } from '../model/store.ts';
+import { button, h, menu } from './dom.ts';
+import type { Actions } from './options.ts';
+
+/** What the toolbar asks for. */
+export interface ToolbarCommands {
+  follow(): void;
+  zoom(factor: number): void;
+  fit(): void;
+  help(): void;
+  /** The text to search for has changed. */
+  search(text: string): void;
+  /** Goes to the next match, or the one before. */
+  next(back: boolean): void;
+  /** The search is left. */
+  leave(): void;
+}
+
+/** Title, state, search and buttons. */
+export class Toolbar {
+  readonly root: HTMLElement;
+  readonly search = h('input', { type: 'search', placeholder: 'Search tensors', 'aria-label': 'Search tensors by name', spellcheck: 'false' }) as HTMLInputElement;
+  private readonly status = h('span', { class: 'hvd-status', role: 'status' });
+  private readonly state = h('span', { class: 'hvd-state' });
+  private readonly found = h('span', { class: 'hvd-faint', 'aria-live': 'polite' });
+  private readonly follow: HTMLButtonElement;
+
+  constructor(title: string, commands: ToolbarCommands, actions: Actions) {
+    this.follow = button('', '', () => commands.follow());
+    this.follow.className = 'hvd-follow';
+    const { save, perfetto } = actions;
+    const items = [
+      save && { label: 'Save as Chrome trace (JSON)', act: () => save('chrome') },
+      save && { label: 'Save as Perfetto trace', act: () => save('perfetto') },
+      perfetto && { label: 'Open in Perfetto', act: () => perfetto() },
+    ].filter(item => item !== undefined);
+    const buttons = h(
+      'span',
+      { class: 'hvd-buttons', role: 'group', 'aria-label': 'View' },
+      this.follow,
+      button('−', 'Zoom out (S)', () => commands.zoom(1.6)),
+      button('+', 'Zoom in (W)', () => commands.zoom(1 / 1.6)),
+      button('⤢', 'Show everything (F)', () => commands.fit()),
+      menu('⤓', 'Save or open elsewhere', items),
+      button('?', 'Keys (?)', () => commands.help()),
+    );
+    this.root = h('div', { class: 'hvd-bar' }, h('strong', {}, title), this.state, this.status, h('span', { class: 'hvd-space' }), this.found, this.search, buttons);
+    this.search.addEventListener('input', () => commands.search(this.search.value));
+    this.search.addEventListener('keydown', event => {
+      event.stopPropagation();
+      if (event.key === 'Enter') commands.next(event.shiftKey);
+      if (event.key !== 'Escape') return;
+      this.search.value = '';
+      commands.search('');
+      commands.leave();
+    });
+  }
+
+  matches(text: string): void {
+    this.found.textContent = text;
+  }
+
+  following(on: boolean): void {
+    this.follow.textContent = on ? '❚❚' : '▶';
+    this.follow.title = on ? 'Stand still (Space)' : 'Follow what happens (Space)';
+    this.follow.setAttribute('aria-label', this.follow.title);
+    this.state.textContent = on ? 'live' : 'paused';
+    this.state.dataset.live = String(on);
+  }
+
+  /** What is shown, what was dropped and how far the clocks may be off. */
+  update(store: Store): void {
+    const gone = store.forgotten + store.lostBefore;
+    const parts: (Node | string)[] = store.count
+      ? [ranksText(store.lanes.map(lane => lane.rank)), `${count(store.count)} spans`]
+      : [store.heading, 'waiting for the first collective'].filter(Boolean);
+    if (gone) parts.push(h('span', { title: 'A view keeps a bounded number of spans; those before are no longer here' }, `${count(gone)} oldest dropped`));
+    const error = Math.max(0, ...store.clockError.values());
+    const why = 'How far the clocks of the hosts may be apart. Who came last by less than that is not said.';
+    if (error) parts.push(h('span', { title: why }, `clocks ± ${duration(error)}`));
+    this.status.replaceChildren(...parts.flatMap((part, i) => (i ? [' · ', part] : [part])));
+  }
+}

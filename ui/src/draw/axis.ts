@@ -1,6 +1,7 @@
 import { count, duration, ticks } from './format.ts';
 import { css } from './palette.ts';
 import { write, type Surface } from './surface.ts';
+import { t } from '../view/texts.ts';
 
 /** Height of the axis. */
 export const AXIS = 24;
@@ -35,7 +36,7 @@ export function drawDropped(surface: Surface, gone: number): void {
   }
   g.stroke();
   g.restore();
-  const text = `${count(gone)} spans dropped`;
+  const text = t('%1 spans dropped', count(gone));
   if (x - surface.gutter < text.length * 7) return;
   g.fillStyle = css(palette.background);
   g.fillRect(x - text.length * 6.6 - 10, surface.top + 4, text.length * 6.6 + 4, 18);

@@ -1,3 +1,5 @@
+import { t } from '../view/texts.ts';
+
 const UNITS: [number, string][] = [
   [1e9, 's'],
   [1e6, 'ms'],
@@ -56,7 +58,7 @@ export function ranks(list: readonly number[]): string {
     parts.push(j > i + 1 ? `${list[i]}–${list[j]}` : j > i ? `${list[i]}, ${list[j]}` : `${list[i]}`);
     i = j + 1;
   }
-  return `${list.length === 1 ? 'rank' : 'ranks'} ${parts.join(', ')}`;
+  return list.length === 1 ? t('rank %1', parts[0]) : t('ranks %1', parts.join(', '));
 }
 
 /** Places of the marks on a time axis, some `apart` pixels from each other, and their texts. */

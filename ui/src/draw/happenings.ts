@@ -4,6 +4,7 @@ import { firstAbove } from '../model/track.ts';
 import { AXIS } from './axis.ts';
 import { css } from './palette.ts';
 import { inPlot, write, type Surface } from './surface.ts';
+import { t } from '../view/texts.ts';
 
 export const TRACK = 20;
 const DRAWN = 400;
@@ -18,7 +19,7 @@ export function trackHeight(happenings: Happenings): number {
 export function drawCells(surface: Surface, happenings: Happenings): void {
   const { context: g, palette } = surface;
   const y = AXIS + trackHeight(happenings) - TRACK;
-  write(surface, 'cells', 10, y + TRACK / 2 - 2, css(palette.faint), '11px');
+  write(surface, t('cells'), 10, y + TRACK / 2 - 2, css(palette.faint), '11px');
   inPlot(surface, () => {
     for (const cell of happenings.cells.slice(-DRAWN)) {
       const from = Math.max(surface.gutter - 2, surface.x(cell.begin));
@@ -40,7 +41,7 @@ export function drawMoments(surface: Surface, happenings: Happenings): void {
   if (!moments.length) return;
   const { context: g, palette } = surface;
   const middle = AXIS + TRACK / 2 - 2;
-  write(surface, 'ranks', 10, middle, css(palette.faint), '11px');
+  write(surface, t('ranks'), 10, middle, css(palette.faint), '11px');
   inPlot(surface, () => {
     const times = Float64Array.from(moments, mark => mark.begin);
     const first = firstAbove(times, surface.view.from, 0, times.length);

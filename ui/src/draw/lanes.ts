@@ -5,6 +5,7 @@ import { firstAbove } from '../model/track.ts';
 import { count, duration, ranks } from './format.ts';
 import { css, type Rgb } from './palette.ts';
 import { inPlot, write, type Surface } from './surface.ts';
+import { t } from '../view/texts.ts';
 
 const SPANS_NAMED = 1500;
 const LATE_MARKED = 300;
@@ -34,10 +35,10 @@ export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pi
   const two = height >= 27 && wide;
   const middle = y + height / 2;
   const left = 10 + (wide ? indent : 0);
-  const name = wide || pitch < 9 ? `rank ${lane.rank}` : `${lane.rank}`;
+  const name = wide || pitch < 9 ? t('rank %1', lane.rank) : `${lane.rank}`;
   write(surface, name, left, two ? middle - 7 : middle, css(share ? palette.late : palette.text), `${share ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
   if (two) {
-    const text = lane.timesLast ? `last ${count(lane.timesLast)}× · ${duration(lane.heldUp)}` : `${count(lane.n)} spans`;
+    const text = lane.timesLast ? `${t('last %1×', count(lane.timesLast))} · ${duration(lane.heldUp)}` : t('%1 spans', count(lane.n));
     write(surface, text, left, middle + 8, css(palette.faint), '11px', 'left', gutter - left - 5);
   } else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
 }
@@ -48,14 +49,14 @@ export function drawHeading(surface: Surface, group: Group, { y, height }: Place
   const middle = y + height / 2;
   g.fillStyle = css(palette.text, 0.16);
   g.fillRect(0, y + height - 2, width, 1);
+  const name = group.host || t('host not known');
   const worst = group.lanes.reduce((most, lane) => Math.max(most, slowShare(surface, lane)), 0);
   write(surface, group.collapsed ? '▸' : '▾', 9, middle, css(palette.faint), '10px');
-  write(surface, group.host || 'host not known', 21, middle, css(worst && group.collapsed ? palette.late : palette.text), '600 11.5px');
+  write(surface, name, 21, middle, css(worst && group.collapsed ? palette.late : palette.text), '600 11.5px');
   const held = group.lanes.reduce((sum, lane) => sum + lane.heldUp, 0);
   const last = group.lanes.reduce((sum, lane) => sum + lane.timesLast, 0);
-  const text = [ranks(group.lanes.map(lane => lane.rank)), last && `last ${count(last)}×, held the others up for ${duration(held)}`].filter(Boolean).join(' · ');
-  const name = (group.host || 'host not known').length * 7 + 34;
-  write(surface, text, Math.max(gutter + 6, name), middle, css(palette.faint), '11px');
+  const text = [ranks(group.lanes.map(lane => lane.rank)), last && t('last %1×, held the others up for %2', count(last), duration(held))].filter(Boolean).join(' · ');
+  write(surface, text, Math.max(gutter + 6, name.length * 7 + 34), middle, css(palette.faint), '11px');
 }
 
 /** The names on spans that are wide enough. */

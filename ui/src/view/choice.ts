@@ -1,10 +1,12 @@
 import { count, duration, ranks as ranksText } from '../draw/format.ts';
 import { search } from '../model/found.ts';
+import type { Group } from '../model/groups.ts';
 import { findNext } from '../model/statistics.ts';
 import { NOT_STARTED, type Store } from '../model/store.ts';
 import { sentence } from './details.ts';
 import { hitTest, indexOf, type Hit } from './hits.ts';
 import type { Overlay, Scene } from './scene.ts';
+import { t } from './texts.ts';
 
 /** What is chosen and pointed at, and how one gets from one to the next. */
 export class Choice {
@@ -38,7 +40,7 @@ export class Choice {
     const cell = scene.cellAt(x, y);
     if (cell) {
       this.between(cell.begin, cell.end ?? this.store.end);
-      this.say(`cell ${cell.text} on ${ranksText(cell.ranks)}, ${duration((cell.end ?? this.store.end) - cell.begin)}`);
+      this.say(t('cell %1 on %2, %3', cell.text, ranksText(cell.ranks), duration((cell.end ?? this.store.end) - cell.begin)));
       return;
     }
     overlay.range = null;
@@ -65,7 +67,7 @@ export class Choice {
     if (!overlay.range && !overlay.pinned) this.between(this.scene.view.from, this.scene.view.to);
     overlay.pinned = overlay.range;
     overlay.range = null;
-    this.say(overlay.pinned ? 'Kept as A. Choose another stretch to compare it with.' : 'Nothing is compared any more.');
+    this.say(overlay.pinned ? t('Kept as A. Choose another stretch to compare it with.') : t('Nothing is compared any more.'));
   }
 
   forget(): void {
@@ -139,8 +141,8 @@ export class Choice {
     const at = rows.findIndex(row => row === this.overlay.focus);
     const row = rows[Math.max(0, Math.min(rows.length - 1, at + by))];
     this.overlay.focus = row;
-    if ('host' in row) this.say(`host ${row.host || 'not known'}, ${ranksText(row.lanes.map(lane => lane.rank))}, ${row.collapsed ? 'collapsed' : 'open'}`);
-    else this.say(`rank ${row.rank}: last ${count(row.timesLast)} times, held the others up for ${duration(row.heldUp)}`);
+    if ('host' in row) this.say(hostText(row));
+    else this.say(t('rank %1: last %2 times, held the others up for %3', row.rank, count(row.timesLast), duration(row.heldUp)));
   }
 
   /** Collapses or opens the host where the keys are, or all. */
@@ -153,7 +155,7 @@ export class Choice {
     if (!group) return;
     groups.toggle(group);
     this.overlay.focus = group;
-    this.say(`host ${group.host} ${group.collapsed ? 'collapsed' : 'open'}`);
+    this.say(hostText(group));
   }
 
   /** To the previous or next collective of the lane where the keys are. */
@@ -168,4 +170,10 @@ export class Choice {
     if (k >= 0) i += by;
     if (i >= 0 && i < lane.work.n) this.reveal(lane.rank, lane.work.row[i] - lane.dropped);
   }
+}
+
+function hostText(group: Group): string {
+  const name = group.host || t('not known');
+  const ranks = ranksText(group.lanes.map(lane => lane.rank));
+  return group.collapsed ? t('host %1, %2, collapsed', name, ranks) : t('host %1, %2, open', name, ranks);
 }

@@ -6,6 +6,7 @@ import type { NameStatistics, Statistics } from '../model/statistics.ts';
 import { siteNode, swatch } from './details.ts';
 import { h } from './dom.ts';
 import type { Actions } from './options.ts';
+import { t } from './texts.ts';
 
 const SHOWN = 8;
 /** Changes of less are not coloured. */
@@ -31,19 +32,19 @@ const COLUMNS: Column[] = [
 /** Two stretches of time side by side. */
 export function comparisonPanel(found: Comparison, palette: Palette, actions: Actions, end: HTMLElement): Node[] {
   const head = h('tr');
-  for (const title of ['', 'tensor', '', ...COLUMNS.map(column => column.title)]) head.append(h('th', { scope: 'col' }, title));
+  for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => t(column.title))]) head.append(h('th', { scope: 'col' }, title));
   const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
   for (const one of found.names.slice(0, SHOWN)) table.append(bodyOf(one, palette, actions));
   const more = found.names.length - SHOWN;
   const heading = h('h4', {}, 'A ', summary(found.a), ' · B ', summary(found.b), ' ', end);
   return [
-    h('section', { class: 'hvd-names' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, `and ${count(more)} more names, which differ less`)),
+    h('section', { class: 'hvd-names' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names, which differ less', count(more)))),
     h('section', {}, h('h4', {}, whoWasLast(found)), rankTable(found.ranks)),
   ];
 }
 
 function summary(of: Statistics): string {
-  return `${count(of.operations)} collectives in ${duration(of.to - of.from)}`;
+  return t('%1 collectives in %2', count(of.operations), duration(of.to - of.from));
 }
 
 function bodyOf(one: ComparedName, palette: Palette, actions: Actions): HTMLElement {
@@ -75,9 +76,9 @@ function changeNode(a: number, b: number, worse: number): Node | null {
 function whoWasLast(found: Comparison): string {
   const parts = [found.a, found.b].map((of, i) => {
     const worst = of.ranks.reduce((most, one) => (one.heldUp > (most?.heldUp ?? 0) ? one : most), null as Statistics['ranks'][number] | null);
-    return `${'AB'[i]}: ${worst ? `most for rank ${worst.rank}` : 'for nobody'}`;
+    return `${'AB'[i]}: ${worst ? t('most for rank %1', worst.rank) : t('for nobody')}`;
   });
-  return `The others waited, ${parts.join('; ')}`;
+  return t('The others waited, %1', parts.join('; '));
 }
 
 function rankTable(ranks: readonly ComparedRank[]): HTMLElement {
@@ -89,10 +90,10 @@ function rankTable(ranks: readonly ComparedRank[]): HTMLElement {
       const of = one[side];
       const held = of?.heldUp ?? 0;
       const row = h('tr', held && held === most ? { class: 'hvd-strong' } : {});
-      if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, `rank ${one.rank}`));
+      if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, t('rank %1', one.rank)));
       const bar = h('span', { style: `width:${((held / most) * 100).toFixed(1)}%`, 'data-side': side });
       row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()), h('td', { class: 'hvd-track' }, bar));
-      row.append(h('td', {}, of?.timesLast ? `${duration(held)} · last ${count(of.timesLast)}×` : 'never last', side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
+      row.append(h('td', {}, of?.timesLast ? `${duration(held)} · ${t('last %1×', count(of.timesLast))}` : t('never last'), side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
       body.append(row);
     }
     table.append(body);

@@ -6,6 +6,7 @@ import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/stor
 import { button, h } from './dom.ts';
 import { indexOf, rowsOf, type Hit } from './hits.ts';
 import type { Actions } from './options.ts';
+import { t } from './texts.ts';
 
 const SHOWN = 8;
 
@@ -13,7 +14,7 @@ const SHOWN = 8;
 export function title(store: Store, hit: Hit): string {
   const k = indexOf(hit);
   const name = store.names[hit.lane.name[k]] ?? '';
-  return hit.rows > 1 ? `${name} + ${hit.rows - 1} fused` : name;
+  return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1) : name;
 }
 
 /** What happened, in one sentence; what a screen reader says. */
@@ -21,10 +22,10 @@ export function sentence(store: Store, hit: Hit): string {
   const { lane } = hit;
   const k = indexOf(hit);
   const came = store.operations.get(lane.op[k]);
-  const parts = [`rank ${lane.rank}: ${KINDS[lane.kind[k]]} ${title(store, hit)}`];
-  if (lane.flags[k] & FAILED) parts.push('failed');
-  if (!(lane.flags[k] & NOT_STARTED)) parts.push(`transfer ${duration(lane.finished[k] - lane.started[k])}`);
-  parts.push(`waited ${duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])}`);
+  const parts = [t('rank %1: %2 %3', lane.rank, t(KINDS[lane.kind[k]]), title(store, hit))];
+  if (lane.flags[k] & FAILED) parts.push(t('failed'));
+  if (!(lane.flags[k] & NOT_STARTED)) parts.push(t('transfer %1', duration(lane.finished[k] - lane.started[k])));
+  parts.push(t('waited %1', duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])));
   if (came && came.count > 1) parts.push(lastText(store, came));
   const site = siteOf(store, hit);
   if (site) parts.push(site);
@@ -33,14 +34,14 @@ export function sentence(store: Store, hit: Hit): string {
 
 /** Who came last, if the clocks are good enough to tell. */
 function lastText(store: Store, came: Arrivals): string {
-  if (!store.certain(came)) return 'who came last is within the error of the clocks';
-  return `rank ${came.lastRank} came last, ${duration(came.last - came.first)} after the first`;
+  if (!store.certain(came)) return t('who came last is within the error of the clocks');
+  return t('rank %1 came last, %2 after the first', came.lastRank, duration(came.last - came.first));
 }
 
 /** A line of code; a button if there is a way to go there. */
 export function siteNode(site: string, { open }: Actions): HTMLElement {
   if (!open) return h('span', { class: 'hvd-site' }, site);
-  const link = button(site, `Go to ${site} (O)`, () => open(site));
+  const link = button(site, t('Go to %1 (O)', site), () => open(site));
   link.className = 'hvd-site hvd-link';
   return link;
 }
@@ -62,19 +63,19 @@ function facts(store: Store, hit: Hit): [string, string][] {
   const flags = lane.flags[k];
   const took = lane.finished[k] - lane.started[k];
   const size = nbytes(hit);
-  const list: [string, string][] = [['size', bytes(size)]];
-  list.push(['waited for others', duration(flags & NOT_READY ? lane.finished[k] : lane.ready[k])]);
+  const list: [string, string][] = [[t('size'), bytes(size)]];
+  list.push([t('waited for others'), duration(flags & NOT_READY ? lane.finished[k] : lane.ready[k])]);
   if (!(flags & NOT_STARTED)) {
-    list.push(['queue', duration(lane.started[k] - lane.ready[k])], ['transfer', duration(took)]);
-    if (size && took > 0) list.push(['bandwidth', rate((size / took) * 1e9)]);
+    list.push([t('queue'), duration(lane.started[k] - lane.ready[k])], [t('transfer'), duration(took)]);
+    if (size && took > 0) list.push([t('bandwidth'), rate((size / took) * 1e9)]);
   }
-  if (flags & FAILED) list.push(['status', 'failed']);
+  if (flags & FAILED) list.push([t('status'), t('failed')]);
   const came = store.operations.get(lane.op[k]);
   if (came && came.count > 1) {
-    const of = came.size && came.count < came.size ? ` (of ${came.count} recorded)` : '';
+    const of = came.size && came.count < came.size ? ` ${t('(of %1 recorded)', came.count)}` : '';
     const error = Math.max(store.clockError.get(came.lastRank) ?? 0, ...store.clockError.values());
     const by = duration(came.last - came.first) + (error ? ` ± ${duration(error)}` : '');
-    list.push(['last', store.certain(came) ? `rank ${came.lastRank}, by ${by}${of}` : `within the error of the clocks: ${by}${of}`]);
+    list.push([t('last'), (store.certain(came) ? t('rank %1, by %2', came.lastRank, by) : t('within the error of the clocks: %1', by)) + of]);
   }
   return list;
 }
@@ -82,11 +83,11 @@ function facts(store: Store, hit: Hit): [string, string][] {
 export function tooltip(store: Store, hit: Hit): Node[] {
   const { lane } = hit;
   const k = indexOf(hit);
-  const what = hit.part === 'late' ? 'the others wait for this rank' : hit.part === 'wait' ? 'waiting for others' : KINDS[lane.kind[k]];
+  const what = hit.part === 'late' ? t('the others wait for this rank') : hit.part === 'wait' ? t('waiting for others') : t(KINDS[lane.kind[k]]);
   const table = h('dl');
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
   const site = siteOf(store, hit);
-  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, [`rank ${lane.rank}`, what, site].filter(Boolean).join(' · ')), table];
+  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, [t('rank %1', lane.rank), what, site].filter(Boolean).join(' · ')), table];
 }
 
 /** The chosen operation, with the arrivals of all ranks. */
@@ -97,9 +98,9 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   const came = store.operations.get(op);
   const table = h('dl');
   const site = siteOf(store, hit);
-  if (site) table.append(h('dt', {}, 'called at'), h('dd', {}, siteNode(site, actions)));
+  if (site) table.append(h('dt', {}, t('called at')), h('dd', {}, siteNode(site, actions)));
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
-  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${KINDS[lane.kind[k]]} `, h('code', {}, title(store, hit)), ` on rank ${lane.rank}`);
+  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${t(KINDS[lane.kind[k]])} `, h('code', {}, title(store, hit)), ` ${t('on rank %1', lane.rank)}`);
   const left = h('section', {}, heading, table);
   if (!came || came.count < 2) return [left];
   const certain = store.certain(came);
@@ -107,10 +108,10 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   for (const [rank, index] of rowsOf(store, op)) {
     const late = store.lane(rank).arrival[index] - came.first;
     const error = store.clockError.get(rank);
-    const text = (late ? `+${duration(late)}` : 'first') + (error ? ` ± ${duration(error)}` : '');
-    rows.push({ name: `rank ${rank}`, share: late / Math.max(1, came.last - came.first), text, strong: certain && rank === came.lastRank });
+    const text = (late ? `+${duration(late)}` : t('first')) + (error ? ` ± ${duration(error)}` : '');
+    rows.push({ name: t('rank %1', rank), share: late / Math.max(1, came.last - came.first), text, strong: certain && rank === came.lastRank });
   }
-  return [left, h('section', {}, h('h4', {}, 'Arrival of each rank'), bars(rows))];
+  return [left, h('section', {}, h('h4', {}, t('Arrival of each rank')), bars(rows))];
 }
 
 export function swatch(palette: Palette, kind: number): HTMLElement {
@@ -132,7 +133,8 @@ function bars(rows: { name: string; share: number; text: string; strong: boolean
 export function statisticsPanel(found: Statistics, palette: Palette, what: string, actions: Actions, todo: readonly HTMLElement[] = []): Node[] {
   const sites = found.names.some(one => one.site);
   const head = h('tr', {});
-  for (const name of ['', 'tensor', ...(sites ? ['called at'] : []), 'count', 'total', 'p50', 'p99', 'size', 'bandwidth', 'waited']) head.append(h('th', name === 'called at' ? { scope: 'col', class: 'hvd-at' } : { scope: 'col' }, name));
+  head.append(h('th'), h('th', { scope: 'col' }, t('tensor')), ...(sites ? [h('th', { scope: 'col', class: 'hvd-at' }, t('called at'))] : []));
+  for (const name of [t('count'), t('total'), 'p50', 'p99', t('size'), t('bandwidth'), t('waited')]) head.append(h('th', { scope: 'col' }, name));
   const body = h('tbody');
   for (const one of found.names.slice(0, SHOWN)) {
     const kind = KINDS.indexOf(one.kind);
@@ -146,20 +148,20 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   const left = h(
     'section',
     { class: 'hvd-names' },
-    h('h4', {}, `${what}: ${count(found.operations)} collectives in ${duration(found.to - found.from)}`, ...todo),
+    h('h4', {}, t('%1: %2 collectives in %3', what, count(found.operations), duration(found.to - found.from)), ...todo),
     h('table', {}, h('thead', {}, head), body),
-    more > 0 && h('div', { class: 'hvd-faint' }, `and ${count(more)} more names`),
+    more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names', count(more))),
   );
   const most = Math.max(1, ...found.ranks.map(one => one.heldUp));
   const all = found.ranks.reduce((sum, one) => sum + one.timesLast, 0);
   const rows = found.ranks.map(one => ({
-    name: `rank ${one.rank}`,
+    name: t('rank %1', one.rank),
     share: one.heldUp / most,
-    text: one.timesLast ? `${duration(one.heldUp)} · last ${count(one.timesLast)}×` : 'never last',
+    text: one.timesLast ? `${duration(one.heldUp)} · ${t('last %1×', count(one.timesLast))}` : t('never last'),
     strong: all > 0 && one.heldUp === most && one.heldUp > 0,
   }));
   const last = found.ranks.filter(one => one.heldUp > 0 && one.heldUp === most).map(one => one.rank);
-  const heading = last.length ? `Others waited for ${ranksText(last)} most` : 'Nobody was waited for';
+  const heading = last.length ? t('Others waited for %1 most', ranksText(last)) : t('Nobody was waited for');
   return [left, h('section', {}, h('h4', {}, heading), bars(rows))];
 }
 

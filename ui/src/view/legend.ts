@@ -1,6 +1,7 @@
 import { css, type Palette } from '../draw/palette.ts';
 import { KINDS, type Store } from '../model/store.ts';
 import { h } from './dom.ts';
+import { t } from './texts.ts';
 
 const LOOKED_AT = 200;
 
@@ -18,9 +19,9 @@ export class Legend {
     this.key = key;
     const entry = (style: string, text: string) => h('span', {}, h('i', { class: 'hvd-swatch', style }), ` ${text}`);
     this.root.replaceChildren(
-      ...sorted.map(kind => entry(`background:${css(palette.kinds[kind])}`, KINDS[kind])),
-      entry(`background:${css(palette.wait)}`, 'arrived, waits for others'),
-      entry(`background:${css(palette.late, 0.4)};border-top:3px solid ${css(palette.late)}`, 'others wait for this rank (▼ it comes)'),
+      ...sorted.map(kind => entry(`background:${css(palette.kinds[kind])}`, t(KINDS[kind]))),
+      entry(`background:${css(palette.wait)}`, t('arrived, waits for others')),
+      entry(`background:${css(palette.late, 0.4)};border-top:3px solid ${css(palette.late)}`, t('others wait for this rank (▼ it comes)')),
     );
   }
 }

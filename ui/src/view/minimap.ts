@@ -3,6 +3,7 @@ import { Overview } from '../model/overview.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { h } from './dom.ts';
+import { t } from './texts.ts';
 
 const HEIGHT = 30;
 const BAR = 4;
@@ -31,7 +32,7 @@ export class Minimap {
     this.store = store;
     this.view = view;
     this.context = this.canvas.getContext('2d', { alpha: false })!;
-    this.root = h('div', { class: 'hvd-minimap', title: 'Everything; drag to move, drag an edge to change how much is in view' }, this.canvas);
+    this.root = h('div', { class: 'hvd-minimap', title: t('Everything; drag to move, drag an edge to change how much is in view') }, this.canvas);
     this.listen(moved);
   }
 

@@ -9,6 +9,7 @@ import { button, h } from './dom.ts';
 import { indexOf } from './hits.ts';
 import type { Actions } from './options.ts';
 import type { Scene } from './scene.ts';
+import { t } from './texts.ts';
 
 const LIVE_ROWS = 40_000;
 
@@ -40,17 +41,17 @@ export class Panel {
     const names = found?.names;
     if (pinned && range) {
       const both = compare(statistics(store, ...pinned, names), statistics(store, ...range, names));
-      return comparisonPanel(both, palette, this.actions, this.button('End (C)', 'Compare no more', () => this.choice.forget()));
+      return comparisonPanel(both, palette, this.actions, this.button(t('End (C)'), t('Compare no more'), () => this.choice.forget()));
     }
     if (range || pinned) {
       const todo = range
-        ? [this.button('Compare (C)', 'Compare with the stretch that is chosen next', () => this.choice.pin()), this.button('Zoom (Z)', 'Show only this', () => this.choice.zoom())]
-        : [h('span', { class: 'hvd-hint' }, 'Choose another stretch to compare it with: Shift + drag, a cell, or M for what is in view')];
-      return statisticsPanel(statistics(store, ...(range ?? pinned!), names), palette, range ? 'Selection' : 'A', this.actions, todo);
+        ? [this.button(t('Compare (C)'), t('Compare with the stretch that is chosen next'), () => this.choice.pin()), this.button(t('Zoom (Z)'), t('Show only this'), () => this.choice.zoom())]
+        : [h('span', { class: 'hvd-hint' }, t('Choose another stretch to compare it with: Shift + drag, a cell, or M for what is in view'))];
+      return statisticsPanel(statistics(store, ...(range ?? pinned!), names), palette, range ? t('Selection') : 'A', this.actions, todo);
     }
     const rows = store.lanes.reduce((sum, lane) => sum + (lane.n ? lane.n * Math.min(1, view.length / Math.max(1, store.end - store.begin)) : 0), 0);
-    if (rows > LIVE_ROWS) return [h('span', { class: 'hvd-faint' }, `${count(Math.round(rows))} spans in view: Shift-drag over a stretch for its statistics`)];
-    return statisticsPanel(statistics(store, view.from, view.to, names), palette, 'In view', this.actions);
+    if (rows > LIVE_ROWS) return [h('span', { class: 'hvd-faint' }, t('%1 spans in view: Shift-drag over a stretch for its statistics', count(Math.round(rows))))];
+    return statisticsPanel(statistics(store, view.from, view.to, names), palette, t('In view'), this.actions);
   }
 
   private button(label: string, title: string, act: () => void): HTMLElement {

@@ -2,6 +2,7 @@ import { count, duration, rate } from '../draw/format.ts';
 import type { RankRow } from '../model/ranks.ts';
 import { h } from './dom.ts';
 import { watchTheme } from './theme.ts';
+import { t } from './texts.ts';
 
 export type { RankRow };
 
@@ -14,8 +15,8 @@ export class RanksView {
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
-    for (const name of ['rank', 'state', 'where', 'plane', 'last 10 s', 'bandwidth', 'came last', 'held others up', 'worst']) head.append(h('th', { scope: 'col' }, name));
-    const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, 'Ranks'), this.heading);
+    for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
+    const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Ranks')), this.heading);
     this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
     parent.append(this.root);
     this.end = watchTheme(this.root, () => undefined);
@@ -28,9 +29,9 @@ export class RanksView {
   }
 
   private row(row: RankRow, slowest: boolean): HTMLElement {
-    const state = h('span', { class: 'hvd-state', 'data-state': row.state }, row.cell && row.state === 'running' ? `running ${row.cell}` : row.state);
+    const state = h('span', { class: 'hvd-state', 'data-state': row.state }, row.cell && row.state === 'running' ? t('running %1', row.cell) : t(row.state));
     if (row.reason) state.title = row.reason;
-    const shares = h('span', { class: 'hvd-shares', title: `${percent(row.work)} in collectives, ${percent(row.wait)} waiting for others` });
+    const shares = h('span', { class: 'hvd-shares', title: t('%1 in collectives, %2 waiting for others', percent(row.work), percent(row.wait)) });
     shares.append(h('span', { class: 'hvd-work', style: `width:${percent(row.work)}` }), h('span', { class: 'hvd-wait', style: `width:${percent(row.wait)}` }));
     return h(
       'tr',
@@ -39,7 +40,7 @@ export class RanksView {
       h('td', {}, state, row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
       h('td', {}, row.host ? `${row.host} · ${row.pid}` : ''),
       h('td', {}, row.plane),
-      h('td', {}, shares, row.spans > 0 && h('span', { class: 'hvd-faint' }, ` ${percent(row.wait)} waits`)),
+      h('td', {}, shares, row.spans > 0 && h('span', { class: 'hvd-faint' }, ` ${t('%1 waits', percent(row.wait))}`)),
       h('td', { class: 'hvd-number' }, row.bandwidth ? rate(row.bandwidth) : ''),
       h('td', { class: 'hvd-number' }, row.spans ? `${count(row.timesLast)}×` : ''),
       h('td', { class: 'hvd-number' }, row.spans ? duration(row.heldUp) : ''),

@@ -16,6 +16,7 @@ import { Scene } from './scene.ts';
 import { watchTheme } from './theme.ts';
 import { Tip } from './tip.ts';
 import { Toolbar } from './toolbar.ts';
+import { t } from './texts.ts';
 
 const HEIGHT = 420;
 const SMOOTH = 0.28;
@@ -66,8 +67,8 @@ export class Timeline {
     const canvas = h('canvas', {
       tabindex: '0',
       role: 'application',
-      'aria-roledescription': 'timeline',
-      'aria-label': 'Collectives of each rank over time. Arrow keys move, plus and minus zoom, brackets go from one collective to the next, question mark tells all keys.',
+      'aria-roledescription': t('timeline'),
+      'aria-label': t('Collectives of each rank over time. Arrow keys move, plus and minus zoom, brackets go from one collective to the next, question mark tells all keys.'),
     }) as HTMLCanvasElement;
     this.scene = new Scene(canvas, store, this.view);
     this.choice = new Choice(this.scene, text => (this.spoken.textContent = text));
@@ -76,7 +77,7 @@ export class Timeline {
     this.toolbar = this.makeToolbar();
     this.plot = h('div', { class: 'hvd-plot' }, canvas, this.tip.root);
     const below = h('div', { class: 'hvd-charts', hidden: '' });
-    this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? 'Timeline' });
+    this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? t('Timeline') });
     this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, below, this.panel.root, this.help, this.spoken);
     parent.append(this.root);
     this.charts = options.charts?.(below, store, this.view) ?? null;
@@ -117,13 +118,13 @@ export class Timeline {
       help: () => this.toggleHelp(),
       search: (text: string) => {
         const names = choice.search(text);
-        this.toolbar.matches(names < 0 ? '' : names === 1 ? '1 name' : `${count(names)} names`);
+        this.toolbar.matches(names < 0 ? '' : names === 1 ? t('1 name') : t('%1 names', count(names)));
         this.schedule();
       },
       next: (back: boolean) => this.act(() => choice.next(back)),
       leave: () => this.scene.canvas.focus(),
     };
-    return new Toolbar(this.options.title ?? 'Timeline', commands, this.actions);
+    return new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
   }
 
   private toggleHelp(on = this.help.hidden): void {

@@ -4,6 +4,7 @@ import type { Store } from '../model/store.ts';
 import { tooltip } from './details.ts';
 import { h } from './dom.ts';
 import type { Hit } from './hits.ts';
+import { t } from './texts.ts';
 
 /** The box beside the pointer. */
 export class Tip {
@@ -26,8 +27,8 @@ export class Tip {
     if (this.shown === cell) return;
     this.shown = cell;
     const length = duration((cell.end ?? now) - cell.begin);
-    const text = [ranks(cell.ranks), cell.end === null ? `runs for ${length}` : length, !cell.ok && 'failed'].filter(Boolean).join(' · ');
-    this.root.replaceChildren(h('div', { class: 'hvd-tip-name' }, `cell ${cell.text}`), h('div', { class: 'hvd-faint' }, text));
+    const text = [ranks(cell.ranks), cell.end === null ? t('runs for %1', length) : length, !cell.ok && t('failed')].filter(Boolean).join(' · ');
+    this.root.replaceChildren(h('div', { class: 'hvd-tip-name' }, t('cell %1', cell.text)), h('div', { class: 'hvd-faint' }, text));
   }
 
   /** Beside a point of a plot of some width. */

@@ -2,6 +2,7 @@ import { count, duration, ranks as ranksText } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
 import { button, h, menu } from './dom.ts';
 import type { Actions } from './options.ts';
+import { t } from './texts.ts';
 
 /** What the toolbar asks for. */
 export interface ToolbarCommands {
@@ -20,7 +21,7 @@ export interface ToolbarCommands {
 /** Title, state, search and buttons. */
 export class Toolbar {
   readonly root: HTMLElement;
-  readonly search = h('input', { type: 'search', placeholder: 'Search tensors', 'aria-label': 'Search tensors by name', spellcheck: 'false' }) as HTMLInputElement;
+  readonly search = h('input', { type: 'search', placeholder: t('Search tensors'), 'aria-label': t('Search tensors by name'), spellcheck: 'false' }) as HTMLInputElement;
   private readonly status = h('span', { class: 'hvd-status', role: 'status' });
   private readonly state = h('span', { class: 'hvd-state' });
   private readonly found = h('span', { class: 'hvd-faint', 'aria-live': 'polite' });
@@ -31,19 +32,19 @@ export class Toolbar {
     this.follow.className = 'hvd-follow';
     const { save, perfetto } = actions;
     const items = [
-      save && { label: 'Save as Chrome trace (JSON)', act: () => save('chrome') },
-      save && { label: 'Save as Perfetto trace', act: () => save('perfetto') },
-      perfetto && { label: 'Open in Perfetto', act: () => perfetto() },
+      save && { label: t('Save as Chrome trace (JSON)'), act: () => save('chrome') },
+      save && { label: t('Save as Perfetto trace'), act: () => save('perfetto') },
+      perfetto && { label: t('Open in Perfetto'), act: () => perfetto() },
     ].filter(item => item !== undefined);
     const buttons = h(
       'span',
-      { class: 'hvd-buttons', role: 'group', 'aria-label': 'View' },
+      { class: 'hvd-buttons', role: 'group', 'aria-label': t('View') },
       this.follow,
-      button('−', 'Zoom out (S)', () => commands.zoom(1.6)),
-      button('+', 'Zoom in (W)', () => commands.zoom(1 / 1.6)),
-      button('⤢', 'Show everything (F)', () => commands.fit()),
-      menu('⤓', 'Save or open elsewhere', items),
-      button('?', 'Keys (?)', () => commands.help()),
+      button('−', t('Zoom out (S)'), () => commands.zoom(1.6)),
+      button('+', t('Zoom in (W)'), () => commands.zoom(1 / 1.6)),
+      button('⤢', t('Show everything (F)'), () => commands.fit()),
+      menu('⤓', t('Save or open elsewhere'), items),
+      button('?', t('Keys (?)'), () => commands.help()),
     );
     this.root = h('div', { class: 'hvd-bar' }, h('strong', {}, title), this.state, this.status, h('span', { class: 'hvd-space' }), this.found, this.search, buttons);
     this.search.addEventListener('input', () => commands.search(this.search.value));
@@ -63,9 +64,9 @@ export class Toolbar {
 
   following(on: boolean): void {
     this.follow.textContent = on ? '❚❚' : '▶';
-    this.follow.title = on ? 'Stand still (Space)' : 'Follow what happens (Space)';
+    this.follow.title = on ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    this.state.textContent = on ? 'live' : 'paused';
+    this.state.textContent = on ? t('live') : t('paused');
     this.state.dataset.live = String(on);
   }
 
@@ -73,12 +74,12 @@ export class Toolbar {
   update(store: Store): void {
     const gone = store.forgotten + store.lostBefore;
     const parts: (Node | string)[] = store.count
-      ? [ranksText(store.lanes.map(lane => lane.rank)), `${count(store.count)} spans`]
-      : [store.heading, 'waiting for the first collective'].filter(Boolean);
-    if (gone) parts.push(h('span', { title: 'A view keeps a bounded number of spans; those before are no longer here' }, `${count(gone)} oldest dropped`));
+      ? [ranksText(store.lanes.map(lane => lane.rank)), t('%1 spans', count(store.count))]
+      : [store.heading, t('waiting for the first collective')].filter(Boolean);
+    if (gone) parts.push(h('span', { title: t('A view keeps a bounded number of spans; those before are no longer here') }, t('%1 oldest dropped', count(gone))));
     const error = Math.max(0, ...store.clockError.values());
-    const why = 'How far the clocks of the hosts may be apart. Who came last by less than that is not said.';
-    if (error) parts.push(h('span', { title: why }, `clocks ± ${duration(error)}`));
+    const why = t('How far the clocks of the hosts may be apart. Who came last by less than that is not said.');
+    if (error) parts.push(h('span', { title: why }, t('clocks ± %1', duration(error))));
     this.status.replaceChildren(...parts.flatMap((part, i) => (i ? [' · ', part] : [part])));
   }
 }

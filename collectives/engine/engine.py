@@ -49,6 +49,7 @@ class Engine:
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
             drop what one left half done.
+        cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
         farewell: Why this rank leaves, as others are told when it does.
     """
@@ -56,7 +57,7 @@ class Engine:
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
         self.settings = settings
         self.rank = rank
-        self.failed_cells = 0
+        self.failed_cells = self.cells_begun = 0
         self.farewell = "shutdown"
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
@@ -288,6 +289,7 @@ class Engine:
 
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
+        self.cells_begun += 1
         self.recorder.cell_begin(cell)
         self._guarded.tell(lambda state: state.begin_cell(cell))
 

@@ -64,6 +64,7 @@ from hvdlab.torch.scattering import (
 )
 from hvdlab.torch.sparse import sparse_allreduce_async
 from hvdlab.torch.sync_batch_norm import SyncBatchNorm
+from hvdlab.torch.watch import watch
 
 __all__ = [
     "Adasum",
@@ -138,4 +139,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "watch",
 ]

@@ -17,6 +17,7 @@ from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_
 from hvdlab.torch.gradients import GradientReducer, ReductionSettings
 from hvdlab.torch.hooks import Watcher
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
+from hvdlab.torch.steps import meter_of
 
 
 def DistributedOptimizer(
@@ -79,6 +80,7 @@ def DistributedOptimizer(
     distributed.__dict__["_watcher"] = watcher
     distributed._names, distributed._included = names, bool(process_set.included())
     distributed._watch(groups if groups is not None else 0)
+    meter_of(distributed)
     return distributed
 
 

@@ -1,0 +1,191 @@
+"""``hvd.watch()``: how the training of a model goes, as metrics, without a line in the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.metrics import names
+from hvdlab.torch.late_values import LateValues
+from hvdlab.torch.steps import meter_of
+
+_ATTRIBUTE = "_hvdlab_watch"
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Scaler(Protocol):
+    """Of ``torch.amp.GradScaler`` what is used."""
+
+    def get_scale(self) -> float: ...
+
+
+class Watch:
+    """What :func:`watch` returns. It ends with :meth:`close`, or when the optimizer is watched anew."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch_size: float | None,
+        scaler: Scaler | None,
+        every: int,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._every = every
+        self._meter = meter_of(optimizer)
+        self._meter.batch_size = batch_size
+        self._late = LateValues(_record)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def batch_size(self) -> float | None:
+        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time."""
+        return self._meter.batch_size
+
+    @batch_size.setter
+    def batch_size(self, samples: float | None) -> None:
+        self._meter.batch_size = samples
+
+    @property
+    def step(self) -> int:
+        """Steps that the optimizer has taken. Set it to go on where an earlier training ended."""
+        return self._meter.count
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._meter.count = count
+
+    def _due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0 and context.is_initialized()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+        step = self._meter.count + 1
+        if not self._due(step):
+            return
+        now = time.monotonic_ns()
+        if self._scaler is not None:
+            _record(names.LOSS_SCALE, self._scaler.get_scale(), step, now)
+        if not _closure(args, kwargs):
+            self._norm(optimizer, step, now)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+        step, now = self._meter.count, time.monotonic_ns()  # the meter's hook came before this one
+        self._late.take()
+        if context.is_initialized():
+            for name, rate in learning_rates(optimizer):
+                _record(name, rate, step, now)
+        if self._due(step) and _closure(args, kwargs):  # which has made the gradients within the step
+            self._norm(optimizer, step, now)
+
+    def _norm(self, optimizer: torch.optim.Optimizer, step: int, now: int) -> None:
+        norm = gradient_norm(self._model.parameters())
+        if norm is None:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
+        self._late.put(names.GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
+
+    def close(self) -> None:
+        """End it. Idempotent. Step times go on if the optimizer is a distributed one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._late.finish()
+        vars(self._optimizer).pop(_ATTRIBUTE, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Watch of {type(self._model).__name__}, {self.step} steps>"
+
+
+def watch(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    batch_size: float | None = None,
+    scaler: Scaler | None = None,
+    every: int = 10,
+) -> Watch:
+    """Record how the training goes on this rank: step time, learning rate, norm of the gradients.
+
+    ``docs/reference/metrics.md`` has the names and what each costs. Calling it again for the same optimizer replaces what
+    was there, so a cell may be run twice.
+
+    Args:
+        model: Whose gradients are measured.
+        optimizer: Whose steps count; a distributed one or any other.
+        batch_size: Samples that this rank trains with in a step, for samples per second.
+        scaler: The ``torch.amp.GradScaler``, for the loss scale.
+        every: After how many steps the norm of the gradients and the loss scale are recorded; 0 for never.
+
+    Returns:
+        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends.
+
+    Raises:
+        InvalidRequestError: An argument is none of these.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidRequestError(f"hvd.watch() takes a torch.nn.Module, not a {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidRequestError(f"hvd.watch() takes a torch optimizer, not a {type(optimizer).__name__}.")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise InvalidRequestError(f"scaler= is a torch.amp.GradScaler, not a {type(scaler).__name__}.")
+    if every < 0:
+        raise InvalidRequestError(f"every= is a number of steps, not {every}.")
+    before: Watch | None = vars(optimizer).get(_ATTRIBUTE)
+    if before is not None:
+        before.close()
+    made = Watch(model, optimizer, batch_size, scaler, every)
+    vars(optimizer)[_ATTRIBUTE] = made
+    return made
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The 2-norm of all gradients together, as a tensor with one element; ``None`` if there are none."""
+    norms = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        wide = torch.float32 if gradient.dtype in _HALF else None  # squares of halves overflow
+        norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
+    if not norms:
+        return None
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
+    """Name and value of each: one if all parameter groups have the same."""
+    groups = optimizer.param_groups
+    rates = [float(group["lr"]) for group in groups if "lr" in group]
+    if len(rates) == len(groups) and len(set(rates)) > 1:
+        labels = [str(group.get("name", number)) for number, group in enumerate(groups)]
+        return [(f"{names.LEARNING_RATE}/{label}", rate) for label, rate in zip(labels, rates, strict=True)]
+    return [(names.LEARNING_RATE, rate) for rate in rates[:1]]
+
+
+def _record(name: str, value: float, step: int, time_ns: int) -> None:
+    if context.is_initialized():
+        context.engine().metric(name, value, step, time_ns)
+
+
+def _closure(args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a step is given one; the first argument is the optimizer itself."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None

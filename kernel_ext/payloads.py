@@ -11,12 +11,22 @@ from typing import Any
 
 import msgspec
 
+from hvdlab.kernel_ext.inspect.messages import (
+    AskBlocks,
+    AskLeaves,
+    Blocks,
+    Compare,
+    Compared,
+    Examine,
+    Examined,
+    Gather,
+    Leaves,
+    Shared,
+)
+from hvdlab.kernel_ext.payload import Payload
+
 TO_RANK = "hvdlab.pool.to_rank"
 TO_POOL = "hvdlab.pool.to_pool"
-
-
-class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """Base of every payload."""
 
 
 # -- pool to rank -----------------------------------------------------------------------------------------------------
@@ -65,15 +75,6 @@ class Settled(Payload, frozen=True):
     """The pool has everything of this cell."""
 
     cell: str
-
-
-class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The first ``length`` bytes of descriptor ``memory`` of process ``pid``, which must be called ``name``."""
-
-    pid: int
-    memory: int
-    name: str
-    length: int
 
 
 class PushValue(Payload, frozen=True):
@@ -375,8 +376,28 @@ ToRank = (
     | Inspect
     | AskStack
     | AskNames
+    | Examine
+    | AskLeaves
+    | AskBlocks
+    | Gather
+    | Compare
 )
-ToPool = Output | CellDone | Done | Value | Piece | Status | Completions | Inspection | Stack | Names
+ToPool = (
+    Output
+    | CellDone
+    | Done
+    | Value
+    | Piece
+    | Status
+    | Completions
+    | Inspection
+    | Stack
+    | Names
+    | Examined
+    | Leaves
+    | Blocks
+    | Compared
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode

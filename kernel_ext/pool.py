@@ -20,6 +20,7 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
@@ -47,7 +48,7 @@ ANSWER_WITHIN = 1.0
 """Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
 
 
-class Pool:
+class Pool(Looking):
     """Ranks. Made by :meth:`start`; all methods may be called from any thread.
 
     Attributes:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.inspect.messages import InspectAnswer
+from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.payloads import (
     TO_RANK,
     Completions,
     Done,
     Inspection,
     Names,
-    Payload,
     Piece,
     Stack,
     Status,
@@ -23,7 +24,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 
-Answer = Done | Value | Piece | Status | Completions | Inspection | Stack | Names
+Answer = Done | Value | Piece | Status | Completions | Inspection | Stack | Names | InspectAnswer
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
+from hvdlab.magics.diff import DiffMagics
 from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.pools import PoolMagics
@@ -31,6 +32,7 @@ MAGICS = {
         "hvd_push",
         "hvd_where",
         "hvd_timeline",
+        "hvd_diff",
         "autohvd",
     ),
     "cell": ("hvd_run", "hvd_rank", "local"),
@@ -59,6 +61,7 @@ class Extension:
             WhereMagics(self.session),
             TimelineMagics(self.session),
             AutoMagics(self.session, self._auto),
+            DiffMagics(self.session),
         ):
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)

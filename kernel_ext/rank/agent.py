@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.kernel_ext.inspect.messages import Examine
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
@@ -39,6 +40,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
 from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
@@ -83,6 +85,9 @@ class RankAgent:
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
         self._lending, self._parcels = Lending(loop), Parcels()
+        self._examining = Examining(
+            shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
+        )
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -153,6 +158,9 @@ class RankAgent:
         elif isinstance(mail, Release):
             self._lending.give_back(mail.lot)
             self._parcels.drop(mail.lot)
+            self._examining.release(mail.lot)
+        elif isinstance(mail, QUESTIONS):
+            self._examining.ask(mail)
         elif isinstance(mail, RunCell):
             self._expect(mail)
         else:
@@ -167,9 +175,11 @@ class RankAgent:
     def _ask(self, question: ToRank) -> None:
         """A question came, perhaps again: it is answered once."""
         ticket = getattr(question, "ticket", None)
-        if ticket is not None and (answer := self._lending.again(ticket)) is not None:
-            self._reply(answer)
-            return
+        if ticket is not None:
+            answer = self._lending.again(ticket) or self._examining.again(ticket)
+            if answer is not None:
+                self._reply(answer)
+                return
         if all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
             self._enqueue(question)
 
@@ -183,6 +193,7 @@ class RankAgent:
     def _on_leave(self, reason: str) -> None:
         self._leaving = True
         self._lending.give_back()
+        self._examining.release()
         self._gate.request()
         self._call_soon(self._arrived.set)
 
@@ -246,6 +257,8 @@ class RankAgent:
             self._reply(answer)
             if parts:
                 await self._lending.returned(answer.ticket)
+        elif isinstance(job, Examine):
+            await self._examining.run(job)
         elif isinstance(job, Complete):
             self._reply(completion.complete(self._shell, job))
         elif isinstance(job, Inspect):

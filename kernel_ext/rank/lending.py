@@ -13,11 +13,12 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Shared, Value
+from hvdlab.kernel_ext.inspect.messages import Shared
+from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Value
 
 NOT_SHARED = "the memory of the pool's process can't be looked into"
 
@@ -50,6 +51,12 @@ class Window:
         self._memory[: len(data)] = data
         return Shared(os.getpid(), self._descriptor, self._name, len(data))
 
+    def fill(self, write: Callable[[memoryview], int]) -> Shared:
+        """Let ``write`` put data at its beginning and tell how much; returns where to find it."""
+        with memoryview(self._memory) as target:
+            length = write(target)
+        return Shared(os.getpid(), self._descriptor, self._name, length)
+
 
 class Windows:
     """Other processes' windows, as this one looks into them."""
@@ -59,6 +66,16 @@ class Windows:
 
     def read(self, shared: Shared, target: memoryview) -> None:
         """Copy what is shared. Raises ``OSError`` if there is no such window."""
+        with memoryview(self._look(shared)) as view:
+            target[:] = view[: shared.length]
+
+    @contextlib.contextmanager
+    def look(self, shared: Shared) -> Iterator[memoryview]:
+        """What is shared, where it is. Raises ``OSError`` if there is no such window."""
+        with memoryview(self._look(shared)) as view, view[: shared.length] as part:
+            yield part
+
+    def _look(self, shared: Shared) -> mmap.mmap:
         memory = self._open.get(shared.name)
         if memory is None:
             path = f"/proc/{shared.pid}/fd/{shared.memory}"
@@ -69,8 +86,7 @@ class Windows:
                 memory = self._open[shared.name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
-        with memoryview(memory) as view:
-            target[:] = view[: shared.length]
+        return memory
 
     def close(self) -> None:
         """Look no longer."""

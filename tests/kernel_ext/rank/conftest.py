@@ -42,7 +42,7 @@ PATIENCE = 20.0
 class FakeEngine:
     """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
 
-    size = 1
+    rank, size, local_size = 0, 1, 1
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []

@@ -1,0 +1,1 @@
+"""Looking into ranks: what is in their variables, and where that differs from rank to rank."""

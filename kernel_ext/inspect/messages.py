@@ -1,0 +1,172 @@
+"""What is said about the variables of ranks: a part of :mod:`hvdlab.kernel_ext.payloads`.
+
+A value is looked at in its *leaves*: numbers, texts and arrays, each with a path such as ``.fc.weight`` or
+``['lr']``. :class:`Examine` opens an *examination*: while it lasts the rank's main thread does nothing else, so that
+nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.payloads.Release`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hvdlab.kernel_ext.payload import Payload
+
+
+class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The first ``length`` bytes of descriptor ``memory`` of process ``pid``, which must be called ``name``."""
+
+    pid: int
+    memory: int
+    name: str
+    length: int
+
+
+class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One part of a value that has no parts.
+
+    Attributes:
+        path: How to get there from the value.
+        kind: ``array``, ``value``, ``opaque`` (of which only the type is known) or ``error``.
+        type: Name of the Python type.
+        digest: Fingerprint of the contents; empty if there are none to be compared.
+        dtype, shape, device: Of arrays.
+        nbytes: Size of the contents of arrays.
+        itemsize: Bytes of an element.
+        block: Bytes of the blocks of an array that have fingerprints of their own.
+        requires_grad: Of torch's tensors.
+        text: The value, shortened, or the error.
+    """
+
+    path: str
+    kind: str
+    type: str
+    digest: bytes = b""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device: str = ""
+    nbytes: int = 0
+    itemsize: int = 1
+    block: int = 0
+    requires_grad: bool | None = None
+    text: str = ""
+
+
+class Examine(Payload, frozen=True):
+    """Open an examination of the value of an expression, or of something ``special`` (``rng``, ``environment``)."""
+
+    ticket: int
+    expression: str
+    special: str = ""
+
+
+class Examined(Payload, frozen=True):
+    """Answer to Examine.
+
+    Attributes:
+        digest: Fingerprint of the whole value; equal if and only if nothing differs.
+        type_name: Name of the Python type.
+        leaves: How many there are.
+        arrays: How many of them are arrays, of ``nbytes`` in all.
+        error: Why there is none; then there is no examination either.
+        left_out: How many parts were not looked at, since there are too many.
+        unknown: How many parts can't be compared, such as locks and open files.
+    """
+
+    ticket: int
+    digest: bytes = b""
+    type_name: str = ""
+    leaves: int = 0
+    arrays: int = 0
+    nbytes: int = 0
+    error: str = ""
+    left_out: int = 0
+    unknown: int = 0
+
+
+class AskLeaves(Payload, frozen=True):
+    """Ask for the leaves of an examination, from leaf number ``first`` on."""
+
+    ticket: int
+    lot: int
+    first: int
+
+
+class Leaves(Payload, frozen=True):
+    """Answer to AskLeaves; fewer than there are if these are many. Empty behind the last."""
+
+    ticket: int
+    leaves: tuple[Leaf, ...]
+
+
+class AskBlocks(Payload, frozen=True):
+    """Ask for the fingerprints of blocks: of ``leaves[rank]``, by their numbers."""
+
+    ticket: int
+    lot: int
+    leaves: dict[int, tuple[int, ...]]
+
+
+class Blocks(Payload, frozen=True):
+    """Answer to AskBlocks: per leaf the blocks' fingerprints, and how many NaN and infinite elements there are."""
+
+    ticket: int
+    digests: tuple[bytes, ...]
+    nans: tuple[int, ...]
+    infs: tuple[int, ...]
+
+
+Range = tuple[int, int, int]
+"""Number of a leaf, offset in it and length, in bytes."""
+
+
+class Gather(Payload, frozen=True):
+    """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.payloads.Piece`."""
+
+    ticket: int
+    lot: int
+    ranges: tuple[Range, ...]
+    share: bool = False
+
+
+class Compare(Payload, frozen=True):
+    """Compare with another rank's bytes, which are in ``data`` or ``shared``.
+
+    ``ranges[rank]`` has for each range of this rank's leaves the offset in these bytes.
+    """
+
+    ticket: int
+    lot: int
+    ranges: dict[int, tuple[tuple[Range, int], ...]]
+    data: bytes = b""
+    shared: Shared | None = None
+
+
+class Difference(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How a range of an array differs from another rank's.
+
+    Attributes:
+        count: Elements whose bytes differ.
+        first: The first of them, counted in elements from the beginning of the range.
+        here, there: Its values, in words; ``there`` is the other rank's.
+        largest: Largest absolute difference of numbers; None if there is none to be told.
+        relative: Largest difference relative to the larger of the two magnitudes.
+    """
+
+    count: int
+    first: int = 0
+    here: str = ""
+    there: str = ""
+    largest: float | None = None
+    relative: float | None = None
+
+
+class Compared(Payload, frozen=True):
+    """Answer to Compare, by range; ``error`` is set if the bytes could not be read."""
+
+    ticket: int
+    differences: tuple[Difference, ...]
+    error: str = ""
+
+
+InspectQuestion = Examine | AskLeaves | AskBlocks | Gather | Compare
+InspectAnswer = Examined | Leaves | Blocks | Compared

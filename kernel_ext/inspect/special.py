@@ -1,0 +1,80 @@
+"""What ranks have besides their variables: states of random numbers, versions and settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+from hvdlab.kernel_ext.inspect.scalars import Hidden
+
+SPECIAL = ("rng", "environment")
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+# What is meant to differ from rank to rank, or belongs to what started it.
+_OWN = re.compile(
+    r"(.*_)?(RANK|PROCID|LOCALID|NODEID)$|HVDLAB_|HOROVOD_|PMI_|PMIX_|OMPI_|JPY_|IPP_|OLDPWD$|_$"
+)
+
+
+def special_value(name: str) -> Any:
+    """The value to be examined for one of :data:`SPECIAL`."""
+    return random_states() if name == "rng" else environment()
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the generators that all code of a process shares."""
+    found: dict[str, Any] = {"random": random.getstate()[1:]}
+    if "numpy.random" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["torch.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """Versions, environment variables (secret ones by their fingerprint only) and what makes results differ."""
+    torch = sys.modules.get("torch")
+    return {
+        "python": {
+            "version": platform.python_version(),
+            "executable": sys.executable,
+            "platform": platform.platform(),
+            "machine": platform.processor() or platform.machine(),
+            "path": list(sys.path),
+            "directory": os.getcwd(),
+            "hash randomization": bool(sys.flags.hash_randomization),
+        },
+        "versions": {
+            dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]
+        },
+        "variables": {name: _shown(name, text) for name, text in os.environ.items() if not _OWN.match(name)},
+        "torch": {} if torch is None else _torch_settings(torch),
+    }
+
+
+def _shown(name: str, text: str) -> str:
+    return Hidden(text) if _SECRET.search(name) else text
+
+
+def _torch_settings(torch: Any) -> dict[str, Any]:
+    backends = torch.backends
+    return {
+        "version": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "cudnn.deterministic": backends.cudnn.deterministic,
+        "cuda": torch.version.cuda,
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "gradients enabled": torch.is_grad_enabled(),
+    }

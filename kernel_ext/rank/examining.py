@@ -1,0 +1,166 @@
+"""A rank's side of comparing its variables with other ranks'."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.collectives.fingerprint import threads_for
+from hvdlab.kernel_ext.inspect.examination import Examination
+from hvdlab.kernel_ext.inspect.messages import (
+    AskBlocks,
+    AskLeaves,
+    Compare,
+    Compared,
+    Examine,
+    Examined,
+    Gather,
+)
+from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
+from hvdlab.kernel_ext.payloads import Done, Piece, ToPool
+from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE, Window, Windows
+
+Question = AskLeaves | AskBlocks | Gather | Compare
+QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)
+OVER = "the examination is over"
+REMEMBERED = 64
+"""Examinations that were given up before they began, and that are remembered."""
+
+
+class Examining:
+    """Opens examinations, one at a time, and answers what is asked about them. Made on the main thread.
+
+    Args:
+        shell: Has the variables.
+        loop: The main thread's.
+        rank: This rank's number.
+        neighbours: How many ranks of this host make fingerprints at the same time.
+        reply: Sends an answer; any thread.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        loop: asyncio.AbstractEventLoop,
+        rank: Callable[[], int],
+        neighbours: Callable[[], int],
+        reply: Callable[[ToPool], None],
+    ) -> None:
+        self._shell, self._loop, self._reply = shell, loop, reply
+        self._rank, self._neighbours = rank, neighbours
+        self._open: Examined | None = None
+        self._questions: asyncio.Queue[Question | int] = asyncio.Queue()  # a number: released
+        self._released: deque[int] = deque(maxlen=REMEMBERED)
+        self._window: Window | None = None
+
+    # -- control thread -----------------------------------------------------------------------------------------------
+
+    def again(self, ticket: int) -> Examined | None:
+        """The answer that was given already, if this examination is open."""
+        answer = self._open
+        return answer if answer is not None and answer.ticket == ticket else None
+
+    def ask(self, question: Question) -> None:
+        """A question about an examination came."""
+        if self.again(question.lot) is None:
+            self._reply(Done(question.ticket, OVER))
+        else:
+            self._put(question)
+
+    def release(self, lot: int | None = None) -> None:
+        """The pool needs this (or any) examination no longer."""
+        if lot is not None:
+            self._released.append(lot)
+        if self._open is not None and lot in (None, self._open.ticket):
+            self._put(self._open.ticket)
+
+    def _put(self, question: Question | int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
+            self._loop.call_soon_threadsafe(self._questions.put_nowait, question)
+
+    # -- main thread --------------------------------------------------------------------------------------------------
+
+    async def run(self, request: Examine) -> None:
+        """Examine a value, answer, and stay with it until it is released or the pool seems to be gone."""
+        if request.ticket in self._released:
+            return
+        try:
+            examination = Examination(self._value(request), threads_for(self._neighbours()))
+            answer = examination.examined(request.ticket)
+        except BaseException as error:  # noqa: BLE001  # evaluating runs the user's code, which may also exit
+            self._reply(Examined(request.ticket, error=one_line(error)))
+            return
+        self._open = answer
+        self._reply(answer)
+        try:
+            with Windows() as windows:
+                await self._serve(examination, windows)
+        finally:
+            self._open = self._window = None
+            while not self._questions.empty():
+                late = self._questions.get_nowait()
+                if not isinstance(late, int):
+                    self._reply(Done(late.ticket, OVER))
+
+    def _value(self, request: Examine) -> Any:
+        if request.special in SPECIAL:
+            return special_value(request.special)
+        return eval(request.expression, self._shell.user_global_ns, self._shell.user_ns)
+
+    async def _serve(self, examination: Examination, windows: Windows) -> None:
+        assert self._open is not None
+        lot = self._open.ticket
+        while lot not in self._released:
+            # What was meant for an examination before this one may come late.
+            try:
+                question = await asyncio.wait_for(self._questions.get(), PATIENCE)
+            except TimeoutError:
+                return
+            if isinstance(question, int):
+                if question == lot:
+                    return
+                continue
+            if question.lot != lot:
+                self._reply(Done(question.ticket, OVER))
+                continue
+            try:
+                answer = self._answer(question, examination, windows)
+            except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
+                answer = Done(question.ticket, one_line(error))
+            self._reply(answer)
+
+    def _answer(self, question: Question, examination: Examination, windows: Windows) -> ToPool:
+        rank = self._rank()
+        if isinstance(question, AskLeaves):
+            return examination.some_leaves(question.ticket, question.first)
+        if isinstance(question, AskBlocks):
+            return examination.blocks(question.ticket, question.leaves.get(rank, ()))
+        if isinstance(question, Gather):
+            return self._gathered(question, examination)
+        ranges = question.ranges.get(rank, ())
+        if question.shared is None:
+            return Compared(question.ticket, examination.compare(ranges, question.data))
+        try:
+            with windows.look(question.shared) as theirs:
+                return Compared(question.ticket, examination.compare(ranges, theirs))
+        except OSError:
+            return Compared(question.ticket, (), NOT_SHARED)
+
+    def _gathered(self, question: Gather, examination: Examination) -> Piece:
+        size = sum(length for _, _, length in question.ranges)
+        if question.share:
+            with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
+                return Piece(question.ticket, None, self._share(question, examination, size))
+        data = bytearray(size)
+        examination.gather(question.ranges, memoryview(data))
+        return Piece(question.ticket, bytes(data))
+
+    def _share(self, question: Gather, examination: Examination, size: int) -> Any:
+        if self._window is None or self._window.size < size:
+            self._window = None
+            self._window = Window(size)
+        return self._window.fill(lambda target: examination.gather(question.ranges, target))

@@ -1,0 +1,60 @@
+"""``%hvd_diff``: a variable compared over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.display import display
+
+from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
+from hvdlab.magics.patience import patience
+from hvdlab.magics.session import Session, as_usage_error, ranks_of
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.inspect.result import Diff
+
+
+def diff_parser() -> MagicParser:
+    parser = MagicParser("%hvd_diff", "Compare variables, models, optimizers or their parts over the ranks.")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="variables or expressions without blanks, such as model.fc"
+    )
+    parser.add_argument("--ranks", metavar="0,2-3,::2", help="these ranks only")
+    parser.add_argument("--rng", action="store_true", help="the states of random, numpy and torch")
+    parser.add_argument(
+        "--env", action="store_true", help="versions of libraries, environment variables, torch's settings"
+    )
+    return parser
+
+
+@magics_class
+class DiffMagics(Magics):
+    """Magics that compare ranks."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(diff_parser())
+    def hvd_diff(self, line: str) -> Diff | None:
+        """Show on which ranks a variable differs, in what, where first and by how much."""
+        parser = diff_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return None
+        special = [name for name, wanted in (("rng", options.rng), ("environment", options.env)) if wanted]
+        if not special and not options.names:
+            raise UsageError("%hvd_diff: say what to compare, as in `%hvd_diff model` or `%hvd_diff --rng`")
+        pool = self.session.need_pool("%hvd_diff")
+        ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
+        found: list[Diff] = []
+        for what, how in [*((name, "") for name in options.names), *(("", name) for name in special)]:
+            with as_usage_error(), patience(pool, ranks, f"%hvd_diff {what or how}"):
+                found.append(pool.diff(what, ranks, special=how))
+        for one in found[:-1]:
+            display(one)  # type: ignore[no-untyped-call]  # IPython's has no types
+        return found[-1]

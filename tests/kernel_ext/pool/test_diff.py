@@ -1,0 +1,138 @@
+"""Variables compared over the ranks of a real pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.kernel_ext.inspect import diff as diffing
+from hvdlab.kernel_ext.inspect.result import Diff
+from hvdlab.kernel_ext.pool import Pool
+
+StartPool = Callable[..., Pool]
+
+SETUP = """
+import os, time
+import numpy as np
+rank = int(os.environ['RANK'])
+same = {'x': [1, 2], 'w': np.arange(1000.)}
+grid = np.arange(12.).reshape(3, 4)
+grid[1, 2] += 0.5 * (rank == 2)
+grid[2, 3] = np.nan if rank == 2 else 1
+large = np.zeros(30_000_000 // 4, dtype='f4')
+large[3_000_000] = rank
+if rank != 1: only = 3
+class Bad:
+    def __repr__(self): raise ValueError('no')
+class Endless:
+    def __repr__(self):
+        while True: pass
+bad = [Bad(), Endless(), rank == 0]
+"""
+
+
+@pytest.fixture
+def pool(start_pool: StartPool) -> Pool:
+    pool = start_pool(3)
+    assert pool.run(SETUP).ok
+    return pool
+
+
+def test_what_agrees_and_what_does_not(pool: Pool) -> None:
+    same = pool.diff("same")
+    assert same.agree
+    assert repr(same) == "same: ranks 0-2 agree (dict, 1 array, 7.8 KiB)"
+
+    found = pool.diff("grid")
+    assert (found.agree, found.odd, [group.ranks for group in found.groups]) == (False, (2,), [(0, 1), (2,)])
+    (row,) = found.rows
+    assert (row.ranks, row.what, row.first, row.count) == ((2,), ("values",), (1, 2), 2)
+    assert (row.largest, row.relative, row.here, row.there) == (0.5, pytest.approx(0.5 / 6.5), "6.5", "6.0")
+    assert (row.not_finite, row.expected_not_finite) == ((1, 0), (0, 0))
+    assert "1 (elsewhere 0)" in repr(found)
+    assert "font-weight: bold" in found._repr_html_()
+
+    missing = pool.diff("only")
+    assert [group.ranks for group in missing.groups] == [(0, 2), (1,)]
+    assert "rank 1: NameError: name 'only' is not defined" in repr(missing)
+    assert repr(pool.diff("nowhere")).startswith("nowhere: no rank has it")
+    assert pool.diff("bad", [1, 2]).agree
+    assert [row.path for row in pool.diff("bad").rows] == ["[2]"]
+
+
+def large_rows(found: Diff) -> list[tuple[tuple[int, ...], tuple[int, ...] | None, int, float | None]]:
+    return [(row.ranks, row.first, row.count, row.largest) for row in found.rows]
+
+
+def test_large_arrays_are_compared_between_the_ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [((1,), (3_000_000,), 1, 1.0), ((2,), (3_000_000,), 1, 2.0)]
+    assert large_rows(pool.diff("large")) == expected
+    monkeypatch.setattr(type(pool), "_near", lambda self: set())  # as if on different hosts
+    assert large_rows(pool.diff("large")) == expected
+    monkeypatch.setattr(diffing, "SENT_BYTES", 4 << 20)
+    assert large_rows(pool.diff("large + np.arange(large.size) % 7 * (rank == 1)"))[0][2] > 6_000_000
+
+
+def test_states_of_random_numbers_and_the_environment(pool: Pool) -> None:
+    seeded = "import random; random.seed(4); np.random.seed(4)"
+    assert pool.run(seeded).ok
+    assert pool.diff(special="rng").agree
+    assert pool.run("if rank == 1: random.random()").ok
+    assert {row.path for row in pool.diff(special="rng").rows} >= {"['random'][0]"}
+    assert pool.run("os.environ['MY_TOKEN'] = f'secret {rank}'; os.environ['COLOUR'] = str(rank // 2)").ok
+    text = repr(pool.diff(special="environment"))
+    assert "['variables']['COLOUR']" in text
+    assert "['variables']['MY_TOKEN']" in text
+    assert "secret" not in text
+    with pytest.raises(InvalidRequestError, match="name of a variable"):
+        pool.diff("a", special="rng")
+
+
+def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -> None:
+    handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
+    questions = pool._base.runs.questions
+
+    def interrupt() -> None:
+        while not questions._open:  # until it waits
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.diff("same")
+    thread.join()
+    handle.interrupt()
+    handle.wait()
+    begin = time.monotonic()
+    assert pool.run("rank").ok
+    assert pool.diff("same").agree
+    assert time.monotonic() - begin < 20
+
+
+def test_a_rank_that_dies_meanwhile_ends_it(pool: Pool) -> None:
+    pids = pool.run("os.getpid()")
+    handle = pool.start_run("time.sleep(60)", ranks=[1])
+    threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+    found = pool.diff("grid")
+    handle.wait()
+    assert [group.ranks for group in found.groups] == [(0,), (2,), (1,)]
+    assert "rank 1: it is lost" in repr(found)
+
+
+def test_a_rank_that_lets_go_too_early_is_an_error(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = diffing._Comparison._ask_leaves
+
+    def released(self: diffing._Comparison, group: object) -> object:
+        self._questions.tell(diffing.Release(self._lot), (0, 1, 2))
+        return ask(self, group)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(diffing._Comparison, "_ask_leaves", released)
+    with pytest.raises(HvdlabError, match="the examination is over"):
+        pool.diff("grid")

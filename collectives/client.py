@@ -199,18 +199,18 @@ class Client:
         """Call ``callback(sender, body)`` for mail of a topic; ``sender`` is a rank."""
         self._call(lambda: self._mail.setdefault(topic, []).append(callback))
 
-    def on_events(self, callback: Callable[[int, bytes], Any], *, history: bool = True) -> None:
+    def on_events(self, callback: Callable[[int, bytes], Any]) -> None:
         """Call ``callback(rank, batch)`` for the ranks' event batches.
 
-        The first one registered gets the history first, unless it does not want it; a later one gets what comes from
-        then on.
+        The first one registered gets the history first; a later one gets what comes from then on. So who wants no
+        history takes :attr:`recording` first, and waits until it is there (:meth:`flush`).
         """
         self._call(lambda: self._on_events.append(callback))
         with self._changed:
             if self._subscribed:
                 return
             self._subscribed = True
-        self._send(m.Subscribe(True, history=history))
+        self._send(m.Subscribe(True))
 
     def off_events(self, callback: Callable[[int, bytes], Any]) -> None:
         """Call this no more; it may be called once more that is under way. Raises ``CoordinatorLostError``."""

@@ -35,7 +35,7 @@ from hvdlab.kernel_ext.payloads import (
     Stack,
     Status,
 )
-from hvdlab.kernel_ext.recording import Recording
+from hvdlab.kernel_ext.recording import Recording, save_trace
 from hvdlab.kernel_ext.status import RankStatus
 
 if TYPE_CHECKING:
@@ -376,6 +376,22 @@ class Pool(Looking):
         what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
         """
         return self.client.recording.table()
+
+    def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
+        """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
+
+        Args:
+            path: A name that ends in ``.json`` or ``.json.gz`` (Chrome's format) or ``.pftrace`` (Perfetto's, the smallest).
+            format: One of these, for a file whose name says something else.
+
+        Returns:
+            The file's whole path.
+
+        Raises:
+            InvalidRequestError: There is no such format.
+            OSError: It could not be written; a file that was there stays as it was.
+        """
+        return save_trace(self.client, path, format)
 
     # -- variables ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""A timeline of all ranks, written by the notebook's process: it goes on whatever the ranks do."""
+"""What the ranks do, in files that the notebook's process writes: it goes on whatever the ranks do."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -27,15 +28,45 @@ class Recording:
         self._client = client
         self._file = TimelineFile.start(path)
         try:
-            client.on_events(self._file.feed, history=False)
+            _take_history(client)
+            client.on_events(self._file.feed)
         except BaseException:
             self._file.close(DISK_WITHIN)
             raise
 
     def stop(self) -> None:
         """Complete the file, with what every rank has recorded by now. Raises ``OSError`` if the disk failed."""
-        if not self._client.closed:
-            threading.Event().wait(LAST_EVENTS)  # ranks send what they have recorded every so often
+        _wait_for_ranks(self._client)
         with contextlib.suppress(CoordinatorLostError):
             self._client.off_events(self._file.feed)
         self._file.close(DISK_WITHIN)
+
+
+def save_trace(client: Client, path: str | os.PathLike[str], format: str | None = None) -> Path:
+    """Write what the client's recording has, with what every rank has recorded by now.
+
+    Raises:
+        InvalidRequestError: There is no such format.
+        OSError: It could not be written.
+    """
+    from hvdlab.collectives.recording.saving import format_of, save
+
+    chosen = format_of(path, format)
+    with contextlib.suppress(CoordinatorLostError, TimeoutError):
+        _take_history(client)
+    _wait_for_ranks(client)
+    return save(client.recording, path, chosen)
+
+
+def _take_history(client: Client) -> None:
+    """Let the recording have what the coordinator has of the past; only who listens first gets that.
+
+    Raises ``CoordinatorLostError``, or ``TimeoutError`` if the coordinator does not answer.
+    """
+    assert client.recording is not None  # made by being asked for
+    client.flush()
+
+
+def _wait_for_ranks(client: Client) -> None:
+    if not client.closed:
+        threading.Event().wait(LAST_EVENTS)  # ranks send what they have recorded every so often

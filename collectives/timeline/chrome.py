@@ -18,6 +18,7 @@ from hvdlab.collectives.timeline.events import (
     CellBegin,
     CellEnd,
     ClockSample,
+    Event,
     Members,
     Metric,
     Span,
@@ -73,7 +74,7 @@ class ChromeTrace:
         for domain in [d for d in self._unaligned if self._alignment.offset(d) is not None]:
             for held in self._unaligned.pop(domain):
                 out += self._convert(held, now)
-        return out + self._convert(batch, now) + self._write(self._operations.completed())
+        return out + self._convert(batch, now) + self.operations(self._operations.completed())
 
     def _hold_unaligned(self, batch: Batch) -> None:
         held = self._unaligned.setdefault(batch.clock, [])
@@ -84,7 +85,7 @@ class ChromeTrace:
 
     def expire(self, now: float) -> list[TraceEvent]:
         """Give out what was held for ``hold`` seconds; call it at :meth:`deadline`."""
-        return self._write(self._operations.expired(now))
+        return self.operations(self._operations.expired(now))
 
     def deadline(self) -> float | None:
         """When :meth:`expire` is due, or ``None`` if nothing is held."""
@@ -92,16 +93,24 @@ class ChromeTrace:
 
     def close(self) -> list[TraceEvent]:
         """Give out everything that is held, and end what is open."""
-        out = self._write(self._operations.flush())
+        out = self.operations(self._operations.flush())
         for batches in self._unaligned.values():
             for batch in batches:
                 out += self._convert(batch, 0.0, aligned=False)
         self._unaligned.clear()
-        out += self._write(self._operations.flush())
+        out += self.operations(self._operations.flush())
         for rank, count in self._unaligned_lost.items():
             text = f"{count} records not written: the clock of this host was never compared with the others'"
             out += self._tracks.instant(rank, NOTES, "RECORDS_LOST", None, {"records": count, "why": text})
         return out + self._tracks.end_cells()
+
+    def introduce(self, rank: int) -> list[TraceEvent]:
+        """What says who a rank is, once."""
+        return self._tracks.introduce(rank)
+
+    def rank_note(self, rank: int, name: str, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
+        """Something that happened to a rank."""
+        return self._tracks.introduce(rank) + self._tracks.instant(rank, NOTES, name, time_ns, args)
 
     def note(self, name: str, args: dict[str, Any]) -> list[TraceEvent]:
         """An instant event about the trace itself, at the latest time seen."""
@@ -116,23 +125,27 @@ class ChromeTrace:
         out += [] if aligned else self._tracks.instant(rank, NOTES, "CLOCK_NOT_ALIGNED", None, {})
         out += self._report_lost(batch)
         for event in batch.events:
-            match event:
-                case Span():
-                    out += self._span(rank, Placed(event, offset, error), now)
-                case CellBegin():
-                    out += self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
-                case CellEnd():
-                    out += self._tracks.end_cell(rank, event.cell, event.time_ns, event.ok, offset)
-                case Metric():
-                    out += self._metric(rank, event, offset)
-                case Abort():
-                    args = {"process_set": event.process_set, "epoch": event.epoch, "why": event.text}
-                    out += self._tracks.instant(rank, NOTES, "ABORT", event.time_ns + offset, args, scope="p")
-                case Members():
-                    self._operations.members(event)
-                case ClockSample():
-                    pass
+            if isinstance(event, Span):
+                out += self._span(rank, Placed(event, offset, error), now)
+            else:
+                out += self.happening(rank, event, offset)
         return out
+
+    def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:
+        """What is no span, with ``offset`` ns to be added to its time."""
+        match event:
+            case CellBegin():
+                return self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
+            case CellEnd():
+                return self._tracks.end_cell(rank, event.cell, event.time_ns, event.ok, offset)
+            case Metric():
+                return self._metric(rank, event, offset)
+            case Abort():
+                args = {"process_set": event.process_set, "epoch": event.epoch, "why": event.text}
+                return self._tracks.instant(rank, NOTES, "ABORT", event.time_ns + offset, args, scope="p")
+            case Members():
+                self._operations.members(event)
+        return []
 
     def _report_lost(self, batch: Batch) -> list[TraceEvent]:
         out: list[TraceEvent] = []
@@ -155,14 +168,18 @@ class ChromeTrace:
     def _span(self, rank: int, placed: Placed, now: float) -> list[TraceEvent]:
         span = placed.span
         if span.ready_ns is None:
-            # It never became an operation, so there is nothing to match it with.
-            return self._negotiation(rank, placed, None)
+            return self.failed(rank, placed)
         stale = self._operations.add(rank, placed, now)
-        return [] if stale is None else self._write([stale])
+        return [] if stale is None else self.operations([stale])
+
+    def failed(self, rank: int, placed: Placed) -> list[TraceEvent]:
+        """A span that never became an operation, so that there is nothing to match it with."""
+        return self._negotiation(rank, placed, None)
 
     # -- one operation ------------------------------------------------------------------------------------------------
 
-    def _write(self, operations: Iterable[Operation]) -> list[TraceEvent]:
+    def operations(self, operations: Iterable[Operation]) -> list[TraceEvent]:
+        """Operations with all that is known of them."""
         out: list[TraceEvent] = []
         for operation in operations:
             for by_rank in operation.tensors():
@@ -180,6 +197,8 @@ class ChromeTrace:
         end = span.finished_ns if span.ready_ns is None else span.ready_ns
         args: dict[str, Any] = {"tensor": span.name, "bytes": span.nbytes, "dtype": span.dtype.label}
         args |= {"process_set": span.process_set, "horovod": _horovod_name(span)}
+        if span.site:
+            args["site"] = span.site
         if span.ready_ns is None:
             args["status"] = "failed"
         if came is not None:
@@ -274,6 +293,8 @@ def _describe(spans: list[Span]) -> dict[str, Any]:
         if len(spans) > NAMES_LISTED:
             args["names_not_listed"] = len(spans) - NAMES_LISTED
     args |= {"bytes": sum(span.nbytes for span in spans), "dtype": first.dtype.label}
+    if first.site and all(span.site == first.site for span in spans):
+        args["site"] = first.site
     args |= {"process_set": first.process_set, "sequence": first.sequence, "batch": first.batch}
     args["status"] = "ok" if all(span.ok for span in spans) else "failed"
     return args

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.timeline.check import check, load
 from hvdlab.kernel_ext.pool import Pool
 
 SETUP = """\
@@ -53,4 +56,39 @@ def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:
         "cell [8] line 2": [0, 1, 2],
     }
     (inner,) = set(table[table["name"] == "loss"]["site"])
-    assert inner.endswith(" line 9"), "the line that calls it, not the one that calls that"
+    assert inner.endswith(" line 10"), "the line that calls it, not the one that calls that"
+
+
+def test_a_timeline_s_file_does_not_cost_the_recording_its_history(pool: Pool, tmp_path: Path) -> None:
+    """The coordinator tells the past once, to whoever listens first."""
+    assert not pool.run("api.allreduce(np.ones(3), 'early')").errors
+    assert not pool.run("import time; time.sleep(0.3)").errors  # its span has been sent
+    path = pool.start_timeline(tmp_path / "later.json")
+    assert not pool.run("api.allreduce(np.ones(3), 'late')").errors
+    pool.stop_timeline()
+    wait_for_rows(pool, "late", 3)
+    assert sum(pool.trace()["name"] == "early") == 3
+    tensors = {event["args"].get("tensor") for event in load(path.read_text()) if "args" in event}
+    assert "late" in tensors
+    assert "early" not in tensors, "a file has what comes from its start on"
+
+
+def test_what_was_recorded_is_saved_afterwards(pool: Pool, tmp_path: Path) -> None:
+    assert not pool.run("for _ in range(20): late(0)", label="[9]").errors
+    assert pool.run("1/0", label="[10]").errors
+    path = pool.save_trace(tmp_path / "run.json")
+    events = load(path.read_text())
+    assert check(events) == []
+    ran = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert sorted(event["pid"] for event in ran) == [0] * 20 + [1] * 20 + [2] * 20
+    cells = [(e["args"]["cell"], e["ph"]) for e in events if e.get("cat") == "cells" and e["ph"] == "B"]
+    assert cells.count(("[9]", "B")) == cells.count(("[10]", "B")) == 3
+    compressed = pool.save_trace(str(tmp_path / "run.json.gz"))
+    assert {e["name"] for e in load(gzip.decompress(compressed.read_bytes()).decode())} >= {"ALLREDUCE"}
+    assert pool.save_trace(tmp_path / "run.pftrace").stat().st_size < path.stat().st_size / 5
+    with pytest.raises(InvalidRequestError, match=r"`run\.txt` says no format .* \.pftrace"):
+        pool.save_trace(tmp_path / "run.txt")
+    with pytest.raises(FileNotFoundError):
+        pool.save_trace(tmp_path / "nowhere" / "run.json")
+    names = ["run.json", "run.json.gz", "run.pftrace"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("run", ".run"))) == names

@@ -1,0 +1,288 @@
+"""A recording as a file: the same trace as one that was written while the job ran, in each format."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import perfetto_reading
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.export import trace_events
+from hvdlab.collectives.recording.saving import Format, format_of, save, write
+from hvdlab.collectives.timeline.check import check
+from hvdlab.collectives.timeline.chrome import ChromeTrace
+from hvdlab.collectives.timeline.clock import clock_domain
+from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Event, Members, Metric, Span
+from hvdlab.collectives.timeline.perfetto import PerfettoTrace, field, varint
+from hvdlab.collectives.timeline.records import decode, encode
+from hvdlab.collectives.timeline.tracks import TraceEvent
+from timeline_traces import steps
+
+START = 5_000_000_000
+
+
+def recorded(batches: list[tuple[int, bytes]]) -> Recording:
+    recording = Recording()
+    for rank, batch in batches:
+        recording.feed(rank, batch)
+    return recording
+
+
+def saved(recording: Recording) -> list[TraceEvent]:
+    return [event for portion in trace_events(recording) for event in portion]
+
+
+def one(name: str, sequence: int, arrival: int, **more: Any) -> Span:
+    times = {
+        "submitted_ns": arrival,
+        "ready_ns": arrival + 50,
+        "started_ns": arrival + 60,
+        "finished_ns": arrival + 90,
+    }
+    values = {
+        "name": name,
+        "kind": OpKind.ALLREDUCE,
+        "dtype": DType.F32,
+        "process_set": 0,
+        "batch": 0,
+        "nbytes": 4,
+    }
+    return Span(**{**values, "sequence": sequence, **times, **more})
+
+
+def comparable(events: list[TraceEvent]) -> Counter[bytes]:
+    """Events without what depends on the order in which they were written."""
+    kept = [
+        {key: value for key, value in event.items() if key not in ("id2", "tid")}
+        for event in events
+        if event["ph"] != "M"
+    ]
+    return Counter(msgspec.json.encode(event, order="sorted") for event in kept)
+
+
+def test_a_saved_trace_is_what_a_file_written_meanwhile_says() -> None:
+    batches = list(steps(4, 30))
+    trace = ChromeTrace(hold=math.inf)
+    live = [event for _, batch in batches for event in trace.feed(decode(batch), 0.0)]
+    live += trace.close()
+    recording = recorded(batches)
+    assert comparable(saved(recording)) == comparable(live)
+    assert check(saved(recording)) == []
+
+
+def test_who_comes_in_another_order_is_in_the_same_operations() -> None:
+    batches = list(steps(3, 20))
+    shuffled = [batch for rank in (2, 0, 1) for batch in batches if batch[0] == rank]
+    assert comparable(saved(recorded(shuffled))) == comparable(saved(recorded(batches)))
+
+
+def test_a_number_that_is_used_again_is_another_operation() -> None:
+    """As after a coordinator's end, if its successor's news of the epoch are lost."""
+    events: dict[int, list[Event]] = {rank: [Members(0, 1, 2, START)] for rank in (0, 1)}
+    for rank in (0, 1):
+        events[rank] += [one("a", 1, START + rank), one("b", 1, START + 5 + rank)]
+        events[rank] += [one("a", 1, START + 1000 - rank), one("b", 1, START + 1005 - rank)]
+    recording = recorded([(rank, encode(rank, one)) for rank, one in events.items()])
+    ran = [event for event in saved(recording) if event["name"] == "ALLREDUCE"]
+    assert sorted((event["pid"], event["args"]["tensors"]) for event in ran) == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
+    last = [e["args"]["last_rank"] for e in saved(recording) if e["name"] == "LAST_ARRIVAL"]
+    assert sorted(last) == [0, 0, 1, 1]
+
+
+def test_cells_lost_ranks_aborts_and_numbers_are_saved() -> None:
+    happened: list[Event] = [
+        CellBegin("7", START),
+        Metric("loss", 0.5, 3, START + 10),
+        Metric("loss", math.nan, None, START + 30),
+        one("x", 1, START + 20),
+        Abort(0, 1, START + 400, "rank 1 died"),
+        CellEnd("7", START + 500, False),
+        CellBegin("8", START + 600),
+    ]
+    recording = recorded([(0, encode(0, happened, clock=clock_domain()))])
+    members = (m.Member(0, 1, "h", "", ()), m.Member(1, 2, "h", "", ()))
+    recording.take_membership(Membership((0, 1), members))
+    death = m.Death(1, 2, 0.0, "killed by SIGKILL")
+    recording.take_membership(Membership((0, 1), members[:1], (death,)))
+    events = saved(recording)
+    assert check(events) == []
+    assert [e["args"]["status"] for e in events if e["ph"] == "E"] == [
+        "failed",
+        "running when the trace ended",
+    ]
+    assert [(e["name"], e["args"]["value"]) for e in events if e["ph"] == "C"] == [("loss", 0.5)]
+    assert {"ABORT", "METRIC_NOT_FINITE", "RANK_LEFT"} <= {e["name"] for e in events}
+
+
+def test_spans_tell_their_line_and_lost_ones_are_counted() -> None:
+    recording = Recording(limit=16384)
+    spans: list[Event] = [one("x", n, START + 100 * n, site="train.py:3") for n in range(1, 40_000)]
+    for begin in range(0, len(spans), 4000):
+        recording.feed(0, encode(0, spans[begin : begin + 4000]))
+    events = saved(recording)
+    lost = [event["args"]["records"] for event in events if event["name"] == "RECORDS_LOST"]
+    assert lost == [recording.dropped]
+    ran = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert len(ran) == recording.count == len(spans) - recording.dropped
+    assert {event["args"]["site"] for event in ran} == {"train.py:3"}
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def test_each_format_has_the_same_events_and_perfetto_s_is_the_smallest(tmp_path: Path) -> None:
+    recording = recorded(list(steps(4, 50)))
+    plain, packed, perfetto = (
+        save(recording, tmp_path / f"run.{kind}") for kind in ("json", "json.gz", "pftrace")
+    )
+    events = msgspec.json.decode(plain.read_bytes())
+    assert check(events) == []
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    found = perfetto_reading.read(perfetto.read_bytes())
+    assert perfetto_reading.problems(found) == []
+    assert Counter(s.name for s in found.slices) == Counter(e["name"] for e in events if e["ph"] in "XBbi")
+    assert len(found.counts) == sum(event["ph"] == "C" for event in events)
+    assert perfetto.stat().st_size < plain.stat().st_size / 5
+
+
+def test_an_empty_recording_is_an_empty_trace(tmp_path: Path) -> None:
+    assert save(Recording(), tmp_path / "run.json").read_bytes() == b"[]\n"
+    assert save(Recording(), tmp_path / "run.pftrace").read_bytes() == b""
+
+
+def test_what_can_not_be_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hvdlab.collectives.recording.saving.write", full)
+    with pytest.raises(OSError, match="No space"):
+        save(recorded(list(steps(2, 2))), path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("run.json", "before")]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "found"),
+    [
+        ("a.json", None, "json"),
+        ("a.json.gz", None, "json.gz"),
+        ("a.pftrace", None, "pftrace"),
+        ("a", "json", "json"),
+    ],
+)
+def test_a_name_says_the_format_unless_it_is_given(name: str, format: str | None, found: str) -> None:
+    assert format_of(name, format) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("a.txt", None), ("a.gz", None), ("a.json", "xml"), ("json", None)]
+)
+def test_an_unknown_format_is_refused(name: str, format: str | None) -> None:
+    with pytest.raises(InvalidRequestError, match=r"use \.json, \.json\.gz or \.pftrace"):
+        format_of(name, format)
+
+
+# -- Perfetto's format --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_numbers_are_varints(value: int) -> None:
+    data = varint(value)
+    assert perfetto_reading.varint(data, 0) == (value & (2**64 - 1), len(data))
+    assert len(data) == max(1, -(-(value & (2**64 - 1)).bit_length() // 7))
+
+
+def test_times_names_and_arguments_come_back() -> None:
+    arguments: dict[str, Any] = {
+        "tensor": "grad \ud800 é", "bytes": 2**40, "last_rank": -1, "offset_us": 1.25, "ok": True,
+        "names": ["a", "b", "a"], "by rank": {"rank 0": 0.5, "rank 1": "x"}, "nothing": None,
+    }  # fmt: skip
+    place = {"pid": 3, "tid": 10}
+    events: list[TraceEvent] = [
+        {"ph": "M", "name": "process_name", "pid": 3, "tid": 0, "ts": 0.0, "args": {"name": "rank 3"}},
+        {"ph": "M", "name": "thread_name", **place, "ts": 0.0, "args": {"name": "collectives"}},
+        {
+            "ph": "X",
+            "name": "ALLREDUCE",
+            "cat": "collectives",
+            **place,
+            "ts": 5000.123,
+            "dur": 0.001,
+            "args": arguments,
+        },
+        {"ph": "b", "name": "QUEUE", "cat": "queue", **place, "ts": 4000.5, "args": {}},
+        {"ph": "e", "name": "QUEUE", "cat": "queue", **place, "ts": 6000.0, "args": {}},
+        {"ph": "b", "name": "QUEUE", "cat": "queue", **place, "ts": 5000.0, "args": arguments},
+        {"ph": "e", "name": "QUEUE", "cat": "queue", **place, "ts": 5500.0, "args": {}},
+        {"ph": "C", "name": "loss", "cat": "metrics", **place, "ts": 7000.0, "args": {"value": 3}},
+    ]
+    trace = PerfettoTrace()
+    found = perfetto_reading.read(
+        b"".join(trace.encode([event]) for event in events[:3]) + trace.encode(events[3:])
+    )
+    assert perfetto_reading.problems(found) == []
+    expected = {**arguments, "tensor": "grad \\ud800 é", "ok": 1, "nothing": "None", "last_rank": -1}
+    assert [(s.process, s.track, s.name, s.begin, s.end, s.args) for s in found.slices] == [
+        ("rank 3", "collectives", "ALLREDUCE", 5_000_123, 5_000_124, expected),
+        ("rank 3", "QUEUE", "QUEUE", 4_000_500, 6_000_000, {}),
+        ("rank 3", "QUEUE", "QUEUE", 5_000_000, 5_500_000, expected),
+    ]
+    assert found.counts == [("rank 3", "loss", 7_000_000, 3.0)]
+
+
+def test_many_texts_are_written_out_instead_of_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlab.collectives.timeline.perfetto.TEXTS_KEPT", 10)
+    event = {"ph": "X", "name": "A", "cat": "c", "pid": 0, "tid": 1, "dur": 1.0}
+    trace = PerfettoTrace()
+    data = trace.encode({**event, "ts": float(n), "args": {"why": f"text {n}"}} for n in range(100))
+    assert [s.args["why"] for s in perfetto_reading.read(data).slices] == [f"text {n}" for n in range(100)]
+
+
+@pytest.mark.parametrize("format", ["json", "json.gz", "pftrace"])
+def test_events_are_written_as_they_come(format: Format) -> None:
+    """Nothing of a portion is kept, so the memory that a trace takes does not grow with it."""
+    written: list[int] = []
+
+    class Counting(io.BytesIO):
+        def write(self, data: Any) -> int:
+            written.append(len(data))
+            return len(data)
+
+    sizes = []
+    event = {"ph": "X", "name": "A", "cat": "c", "pid": 0, "tid": 1, "dur": 1.0}
+
+    def portions() -> Any:
+        for begin in range(0, 200_000, 20_000):
+            yield [{**event, "ts": float(n), "args": {"n": n * 7919}} for n in range(begin, begin + 20_000)]
+            sizes.append(sum(written))
+
+    write(portions(), Counting(), format)
+    assert sizes[-1] > sizes[4] > sizes[0]
+
+
+def test_field_knows_the_kinds_of_values() -> None:
+    assert field(1, 150) == bytes([0x08, 0x96, 0x01])
+    assert field(2, "testing") == b"\x12\x07testing"
+    assert field(1, 1.0)[0] == 0x09

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.recording.derived import Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
@@ -59,6 +60,7 @@ class Recording:
         self._rows = RowStore(limit)
         self._marks = Marks()
         self._series = SeriesStore()
+        self._derived = Derived(self._series)
         self._epochs = Epochs()
         self._numbering = Numbering()
         self._alignment = Alignment()
@@ -129,11 +131,16 @@ class Recording:
         if len(rows):
             self._numbering.assign(rows, head.rank, matched)
             self._rows.append(rows)
+            self._derived.add(head.rank, rows, self.origin_ns or 0)
 
     def _small(self, rank: int, event: object, offset_ns: int) -> None:
         if isinstance(event, CellBegin | CellEnd | Abort):
             self._see(event.time_ns + offset_ns)
             self._marks.event(rank, event, offset_ns, self._label)
+            if isinstance(event, CellBegin):
+                self._derived.cell_began(rank, event.time_ns + offset_ns)
+            elif isinstance(event, CellEnd):
+                self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
         elif isinstance(event, Metric):
             self._see(event.time_ns + offset_ns)
             self._series.append(rank, event.name, event.time_ns + offset_ns, event.value, event.step)
@@ -242,6 +249,7 @@ class Recording:
     def points_since(self, number: int, most: int | None = None) -> tuple[int, Points]:
         """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
         with self._changed:
+            self._derived.advance(self.origin_ns or 0, force=most is None)
             points = self._series.since(number, most)
             if most is None or len(points) < most:
                 return self._series.end, points
@@ -250,7 +258,14 @@ class Recording:
     def points(self, rank: int, name: str) -> Points:
         """A copy of the points of one series, by time; none if there is no such series."""
         with self._changed:
+            self._derived.advance(self.origin_ns or 0, force=True)
             return self._series.of(rank, name)
+
+    def newest(self, name: str, most: int = 16) -> dict[int, Points]:
+        """The last points under a name, by rank; those of ranks that have any."""
+        with self._changed:
+            self._derived.advance(self.origin_ns or 0)
+            return self._series.newest(name, most)
 
     @property
     def points_end(self) -> int:

@@ -176,6 +176,15 @@ class SeriesStore:
         number = self._numbers.get((rank, name))
         return np.empty(0, POINT) if number is None else self._kept[number].view().copy()
 
+    def newest(self, name: str, most: int) -> dict[int, Points]:
+        """Copies of the last points under a name, by rank."""
+        found = {
+            one.rank: self._kept[i].view()[-most:].copy()
+            for i, one in enumerate(self.series)
+            if one.name == name
+        }
+        return {rank: points for rank, points in found.items() if len(points)}
+
     def since(self, number: int, most: int | None = None) -> Points:
         """Points from ``number`` on that are kept, in the order in which they came; at most the first ``most``."""
         parts = []

@@ -1,0 +1,58 @@
+"""The union of intervals that come one after the other, not always in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.int64]
+
+
+def union(begin: NDArray[Any], end: NDArray[Any]) -> tuple[Times, Times]:
+    """Intervals that don't touch each other and cover what the given ones do, in order."""
+    if not len(begin):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    order = np.argsort(begin, kind="stable")
+    begin, reached = begin[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.concatenate(([True], begin[1:] > reached[:-1])))
+    last = np.concatenate((first[1:] - 1, [len(begin) - 1]))
+    return begin[first].astype(np.int64), reached[last].astype(np.int64)
+
+
+class Union:
+    """Grows with what is added; what ended long ago can be forgotten."""
+
+    def __init__(self) -> None:
+        self.begin: Times = np.empty(0, np.int64)
+        self.end: Times = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def add(self, begin: NDArray[Any], end: NDArray[Any]) -> None:
+        """Add intervals; they may overlap each other and those that are here."""
+        if not len(begin):
+            return
+        # Those that end before all of the new ones stay as they are: they are the most.
+        tail = int(np.searchsorted(self.end, begin.min()))
+        more = union(np.concatenate((self.begin[tail:], begin)), np.concatenate((self.end[tail:], end)))
+        self.begin = np.concatenate((self.begin[:tail], more[0]))
+        self.end = np.concatenate((self.end[:tail], more[1]))
+
+    def covered(self, edges: Times) -> Times:
+        """How much of each stretch between two edges is covered."""
+        if not len(self.begin):
+            return np.zeros(len(edges) - 1, np.int64)
+        sums = np.concatenate(([0], np.cumsum(self.end - self.begin)))
+        begun = np.searchsorted(self.begin, edges, "right")
+        to_come = np.where(begun > 0, np.maximum(0, self.end[begun - 1] - edges), 0)
+        lengths: Times = np.diff(sums[begun] - to_come)
+        return lengths
+
+    def forget(self, before: int) -> None:
+        """Forget what ended before a time."""
+        first = int(np.searchsorted(self.end, before))
+        if first:
+            self.begin, self.end = self.begin[first:].copy(), self.end[first:].copy()

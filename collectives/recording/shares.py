@@ -1,0 +1,219 @@
+"""What a rank did with each second: computing, waiting for others, or transferring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.recording.intervals import Times, Union
+from hvdlab.collectives.recording.rows import NOT_STARTED, Rows, distance
+
+SECOND = 1_000_000_000
+SECONDS_KEPT = 600
+"""What comes later than this is not added to the seconds that it was in."""
+INTERVALS_KEPT = 65_536
+
+
+class Shares:
+    """The shares of one rank.
+
+    A second is said once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
+    a span comes that reaches back into it.
+
+    At each moment the rank is in one of these; what is left of a second is time in which no cell ran:
+
+    * *compute*: no collective is under way, or the rank asked for another one later, while this was still under
+      way: so it went on. Transfer behind this costs no time, and is not counted;
+    * *transfer*: its executor is in a collective, less the time that it was blocked there on other members;
+    * *wait*: the rest, in which the collectives that it asked for have not begun, or are blocked on other members.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[Rows] = []
+        self._reached: int | None = None  # the rank is known to have been there
+        self._next: int | None = None  # the first second that was never said
+        self._dirty: int | None = None  # from here on something has changed
+        self._cells = Union()
+        self._cell: int | None = None
+        self._tracked = False
+        self._began: int | None = None
+        self._floor = -(1 << 62)  # of the seconds before this one, not everything is remembered
+        self._arrival: Times = np.empty(0, np.int64)
+        self._finish: Times = np.empty(0, np.int64)
+        self._under_way, self._work = Union(), Union()
+        self._active, self._busy = Union(), Union()  # went on meanwhile; this or work
+        self._blocked: dict[int, float] = {}
+        self._operation: tuple[int, ...] = ()
+        self._said: dict[int, tuple[float, float, float]] = {}
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def cell_began(self, at: int) -> None:
+        if self._cell is not None and self._reached is not None:
+            self._add_cell(self._cell, self._reached)  # the rank is another one now, or its end was lost
+        self._tracked = True
+        self._cell = at
+        self._touch(at)
+
+    def cell_ended(self, at: int, origin: int) -> None:
+        if self._cell is not None:
+            self._add_cell(self._cell, max(at, self._cell))
+        self._cell = None
+        # Nothing comes until the next cell, so the second that has begun need not be waited for.
+        self._reach(origin + -((origin - at) // SECOND) * SECOND)
+
+    def _add_cell(self, begin: int, end: int) -> None:
+        self._cells.add(np.array([begin], np.int64), np.array([end], np.int64))
+        self._touch(begin)
+
+    def add(self, rows: Rows) -> None:
+        """Take in rows, in the order in which the rank recorded them."""
+        self._new.append(rows)
+        self._reach(int((rows["arrival"] + distance(rows, "finished")).max()))
+        self._touch(int(rows["arrival"].min()))
+
+    def _reach(self, at: int) -> None:
+        self._reached = at if self._reached is None else max(self._reached, at)
+
+    def _touch(self, at: int) -> None:
+        self._dirty = at if self._dirty is None else min(self._dirty, at)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> int:
+        """The first second that was not said yet."""
+        return 0 if self._next is None else self._next
+
+    def due(self, origin: int) -> bool:
+        """Whether there is a second to be said that never was."""
+        if self._reached is None or self._dirty is None:
+            return False
+        over = (self._reached - origin) // SECOND
+        return over > ((self._dirty - origin) // SECOND if self._next is None else self._next)
+
+    def take(self, origin: int) -> Iterator[tuple[int, tuple[float, float, float]]]:
+        """Seconds since the origin that are new or have changed: compute, wait and transfer, 0 to 1 each."""
+        self._digest(origin)
+        if self._reached is None or self._dirty is None:
+            return
+        over = (self._reached - origin) // SECOND
+        first = (self._dirty - origin) // SECOND
+        if self._next is not None:
+            first = min(first, self._next)
+        first = max(first, over - SECONDS_KEPT, self._floor)
+        if over <= first:
+            return
+        self._next, self._dirty = over, self._reached
+        found = self._between(origin + np.arange(first, over + 1) * SECOND)
+        blocked = np.array([self._blocked.get(second, 0.0) for second in range(first, over)])
+        for second, shares in enumerate(_shares(found, blocked).tolist(), first):
+            compute, wait, transfer = shares
+            told = (compute, wait, transfer)
+            if any(told) and self._said.get(second) != told:
+                self._said[second] = told
+                yield second, told
+        self._forget(origin, over)
+
+    def _between(self, edges: Times) -> tuple[Times, ...]:
+        """Between edges: time in cells or collectives, under way, active, work or active, and work."""
+        running = Union()
+        running.add(self._cells.begin, self._cells.end)
+        if self._cell is not None:
+            running.add(np.array([self._cell], np.int64), np.array([max(self._cell, edges[-1])], np.int64))
+        elif not self._tracked and self._began is not None and len(self._under_way):
+            running.add(np.array([self._began], np.int64), self._under_way.end[-1:])
+        running.add(self._under_way.begin, self._under_way.end)
+        each = (running, self._under_way, self._active, self._busy, self._work)
+        return tuple(one.covered(edges) for one in each)
+
+    def _digest(self, origin: int) -> None:
+        if not self._new:
+            return
+        rows = np.concatenate(self._new)
+        self._new = []
+        arrival = rows["arrival"].astype(np.int64)
+        finish = arrival + distance(rows, "finished")
+        if self._began is None:
+            self._began = int(arrival.min())
+        self._under_way.add(arrival, finish)
+        ran = (rows["flags"] & NOT_STARTED) == 0
+        started = arrival + distance(rows, "started")
+        self._work.add(started[ran], finish[ran])
+        self._busy.add(started[ran], finish[ran])
+        self._went_on(arrival, finish)
+        self._block(rows[ran], started[ran], finish[ran], origin)
+
+    def _went_on(self, arrival: Times, finish: Times) -> None:
+        """From each arrival to the last one before its collective's end, the rank was not blocked by it."""
+        earliest = arrival.min()
+        arrival = np.concatenate((self._arrival, arrival))
+        order = np.argsort(arrival, kind="stable")
+        self._arrival, self._finish = arrival[order], np.concatenate((self._finish, finish))[order]
+        changed = np.flatnonzero(self._finish > earliest)
+        if not len(changed):
+            return
+        self._touch(int(self._arrival[changed[0]]))
+        last = self._arrival[np.searchsorted(self._arrival, self._finish[changed]) - 1]
+        for one in (self._active, self._busy):
+            one.add(self._arrival[changed], last)
+
+    def _block(self, rows: Rows, started: Times, finish: Times, origin: int) -> None:
+        """Spread the time that operations were blocked over their seconds; fused tensors have it in common."""
+        if not len(rows):
+            return
+        fresh, self._operation = first_of_each(rows, self._operation)
+        blocked = distance(rows, "wait")
+        some = np.flatnonzero(fresh & (blocked > 0) & (finish > started))
+        begin, end = started[some] - origin, finish[some] - origin
+        share = np.minimum(1.0, blocked[some] / (end - begin))
+        inside = begin // SECOND == end // SECOND
+        for second, amount in _summed(begin[inside] // SECOND, ((end - begin) * share)[inside]):
+            self._blocked[second] = self._blocked.get(second, 0.0) + amount
+        for i in np.flatnonzero(~inside).tolist():
+            for second in range(int(begin[i]) // SECOND, int(end[i]) // SECOND + 1)[-SECONDS_KEPT:]:
+                length = min(int(end[i]), (second + 1) * SECOND) - max(int(begin[i]), second * SECOND)
+                self._blocked[second] = self._blocked.get(second, 0.0) + length * float(share[i])
+
+    def _forget(self, origin: int, over: int) -> None:
+        every = (self._under_way, self._work, self._active, self._busy, self._cells)
+        before = origin + (over - SECONDS_KEPT) * SECOND
+        limits = [int(one.end[-INTERVALS_KEPT]) for one in every if len(one) > INTERVALS_KEPT]
+        before = max([before, *limits])
+        self._floor = max(self._floor, -((origin - before) // SECOND))
+        for one in every:
+            one.forget(before)
+        kept = self._finish >= before
+        if not kept.all():
+            self._arrival, self._finish = self._arrival[kept], self._finish[kept]
+        for known in (self._blocked, self._said):
+            for second in [second for second in known if second < self._floor]:
+                del known[second]
+
+
+def _shares(lengths: tuple[Times, ...], blocked: NDArray[np.float64]) -> NDArray[np.float64]:
+    running, under_way, active, busy, work = lengths
+    moved = busy - active
+    # Of the work, only what nothing went on behind is told; so also of the time in which it was blocked.
+    held = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
+    compute = running - under_way + active
+    return np.stack((compute, under_way - busy + held, moved - held), 1) / SECOND
+
+
+def first_of_each(rows: Rows, before: tuple[int, ...]) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
+    """Which rows begin another operation than the row before; ``before`` names the operation of the row before all."""
+    names = [rows[name].astype(np.int64) for name in ("set", "epoch", "sequence", "batch")]
+    other = np.ones(len(rows), np.bool_)
+    if len(rows):
+        other[1:] = np.any([column[1:] != column[:-1] for column in names], axis=0)
+        other[0] = tuple(int(column[0]) for column in names) != before
+        before = tuple(int(column[-1]) for column in names)
+    return other, before
+
+
+def _summed(keys: Times, values: NDArray[np.float64]) -> Iterator[tuple[int, float]]:
+    each, which = np.unique(keys, return_inverse=True)
+    sums = np.bincount(which, values, len(each))
+    yield from zip(each.tolist(), sums.tolist(), strict=True)

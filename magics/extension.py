@@ -13,6 +13,7 @@ from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.diff import DiffMagics
 from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.output import OutputMagics
+from hvdlab.magics.panel import PanelComms, load_panel
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
 from hvdlab.magics.timeline import TimelineMagics
@@ -50,6 +51,7 @@ class Extension:
         self.shell = shell
         self.session = session or Session(shell)
         self._auto = AutoRun()
+        self._panel: PanelComms | None = None
         self._completer = RankCompleter(self.session, lambda: self._auto.on)
 
     def load(self) -> None:
@@ -68,6 +70,7 @@ class Extension:
         self.shell.input_transformers_cleanup.append(self._auto)
         self._completer.load()
         add_finder(self._pool)
+        self._panel = load_panel(self.session)
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -77,6 +80,9 @@ class Extension:
     def unload(self) -> None:
         """Stop the pool and remove the magics."""
         delattr(self.shell, _ATTRIBUTE)
+        panel, self._panel = self._panel, None
+        if panel is not None:
+            panel.close()
         remove_finder(self._pool)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)

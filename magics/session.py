@@ -30,6 +30,7 @@ class Session:
         ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
+        watchers: Called whenever there is another pool, or none.
     """
 
     def __init__(
@@ -42,10 +43,21 @@ class Session:
         self.ahead: Ahead | None = None
         self.raw_cell = ""
         self.labels: dict[str, str] = {}
+        self.watchers: list[Callable[[], None]] = []
         self._pool: Pool | None = None
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
         self._attach_pool = attach or _attach_pool
+
+    @property
+    def current(self) -> Pool | None:
+        """The pool, without a look whether it still works. Any thread."""
+        return self._pool
+
+    def _set(self, pool: Pool | None) -> None:
+        self._pool = pool
+        for watcher in tuple(self.watchers):
+            watcher()
 
     @property
     def pool(self) -> Pool | None:
@@ -54,7 +66,7 @@ class Session:
             self._broken = broken
             pool.stop()
         if pool is not None and pool.state == "stopped":
-            self._pool = None
+            self._set(None)
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
@@ -156,9 +168,10 @@ class Session:
         if ahead is not None:
             ahead.close()
         with as_usage_error():
-            self._pool = self._attach_pool(name)
+            pool = self._attach_pool(name)
         self._broken = ""
-        return self._pool
+        self._set(pool)
+        return pool
 
     def _start(
         self,
@@ -178,7 +191,7 @@ class Session:
         alone = self.raw_cell.lstrip().startswith("%%hvd_run")
         try:
             with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
-                self._pool = self._start_pool(
+                pool = self._start_pool(
                     np,
                     launcher=launcher,
                     plane=plane,
@@ -190,9 +203,10 @@ class Session:
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
         self._broken = ""
+        self._set(pool)
         if not chosen:
             say(f"started {np} ranks (-np chooses how many)")
-        return self._pool
+        return pool
 
 
 def _lost(lost: Mapping[int, str]) -> str:

@@ -33,6 +33,8 @@ ARGUMENTS = [
 ]
 WAIT_MS = 30_000
 
+EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
+
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none", "showHiddenCellsButton": False},
@@ -114,8 +116,12 @@ def lab_page(
     height: int = 800,
     theme: str = "",
     scale: float = 1,
+    many: bool = False,
 ) -> Iterator[LabPage]:
-    """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle."""
+    """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
+
+    With ``many`` the page can show other things beside the notebook.
+    """
     work = directory / "work"
     work.mkdir(parents=True)
     path = work / "notebook.ipynb"
@@ -130,7 +136,7 @@ def lab_page(
             page = browser.new_context(
                 viewport={"width": width, "height": height}, device_scale_factor=scale
             ).new_page()
-            page.goto(f"{address}/doc/tree/{path.name}?token={token}", timeout=WAIT_MS)
+            page.goto(f"{address}/{'lab' if many else 'doc'}/tree/{path.name}?token={token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
             return page
 
@@ -148,7 +154,12 @@ def _server(directory: Path, work: Path, theme: str) -> Iterator[tuple[str, str]
         file = directory / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
+    # The extension of this checkout, whatever is installed.
+    link = directory / "share" / "labextensions" / "@hvdlab" / "labextension"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(EXTENSION)
     environment = os.environ | {
+        "JUPYTER_PATH": str(directory / "share"),
         "JUPYTERLAB_SETTINGS_DIR": str(directory / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(directory / "workspaces"),
         "JUPYTER_CONFIG_DIR": str(directory / "config"),

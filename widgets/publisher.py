@@ -79,9 +79,9 @@ class Publisher:
             if not self._thread.is_alive() and not self._closing.is_set():
                 self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
 
-    def pause(self) -> None:
-        """The view wants no more rows until its next hello. Any thread."""
-        self._with_rows = False
+    def want(self, *, rows: bool, points: bool) -> None:
+        """Send these from now on, or no more. Any thread."""
+        self._with_rows, self._with_points = rows, points
 
     def close(self, timeout: float = 5) -> None:
         """End the thread. Idempotent."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
+from hvdlab.collectives.recording.pace import steps_per_second
 
 INTERVAL = 1.0
 LOOKED_AT = 50_000
@@ -56,6 +57,16 @@ def heading(rows: list[dict[str, Any]]) -> str:
     return f"{len(here)}/{len(expected)} ranks · " + (f"running {', '.join(cells)}" if cells else "idle")
 
 
+def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:
+    """Steps per second of the cells that run, if their ranks tell of any."""
+    running = [row["rank"] for row in rows if row["state"] == "running"]
+    if not running:
+        return ""
+    begins = [mark.begin_ns for mark in recording.marks() if mark.kind == "cell" and mark.end_ns is None]
+    steps = steps_per_second(recording, running, min(begins, default=None))
+    return "" if steps is None else f" · {steps:.3g} steps/s"
+
+
 class RankNews:
     """Tells a view about the ranks: at most once in ``INTERVAL`` seconds, and only if something is new."""
 
@@ -75,7 +86,10 @@ class RankNews:
             return {}
         self._version, self._at = recording.version, now
         rows = rank_rows(recording)
-        news = {"ranks": rows, "heading": STOPPED if recording.closed else heading(rows)}
+        news = {
+            "ranks": rows,
+            "heading": STOPPED if recording.closed else heading(rows) + _pace(recording, rows),
+        }
         if news == self._told:
             return {}
         self._told = news

@@ -1,0 +1,127 @@
+import type { ILabShell, JupyterFrontEnd } from '@jupyterlab/application';
+import { MainAreaWidget, Notification, type WidgetTracker } from '@jupyterlab/apputils';
+import { Toolbar } from '@jupyterlab/ui-components';
+import { ranksIcon } from './icon.ts';
+import { type Choice, type Host, TimelinePanel } from './panel.ts';
+import { OWN } from './protocol.ts';
+import type { Settings } from './settings.ts';
+import { HeadingText, SourceSelect } from './source.ts';
+
+export type TimelineWidget = MainAreaWidget<TimelinePanel>;
+
+/** Those in the palette, in their order. */
+export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:save-chrome', 'hvdlab:save-perfetto'];
+
+const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
+
+function makeWidget(host: Host): TimelineWidget {
+  const { trans } = host;
+  const content = new TimelinePanel(host);
+  const widget: TimelineWidget = new MainAreaWidget({ content });
+  widget.id = 'hvdlab-timeline';
+  widget.addClass('jp-HvdlabTimeline');
+  widget.title.icon = ranksIcon;
+  widget.title.closable = true;
+  const name = () => {
+    const label = content.choice.notebook || content.choice.pool ? content.shown?.notebook.title.label : undefined;
+    widget.title.label = label ? trans.__('Ranks of %1', label) : trans.__('Ranks');
+    widget.title.caption = trans.__('What all ranks do, live');
+  };
+  content.changed.connect(name);
+  name();
+  widget.toolbar.addItem('source', new SourceSelect(content, host));
+  widget.toolbar.addItem('heading', new HeadingText(content));
+  widget.toolbar.addItem('spacer', Toolbar.createSpacerItem());
+  return widget;
+}
+
+/** Adds the commands; returns what opens the panel. */
+export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
+  const { commands, shell } = app;
+  const { trans, notebooks } = host;
+  const shown = () => tracker.currentWidget?.content ?? null;
+
+  function open(args: Partial<Choice> & { restored?: boolean } = {}): TimelineWidget {
+    let widget = tracker.currentWidget;
+    if (!widget || widget.isDisposed) {
+      widget = makeWidget(host);
+      void tracker.add(widget);
+      widget.content.changed.connect(() => {
+        for (const command of COMMANDS) commands.notifyCommandChanged(command);
+      });
+    }
+    if (args.notebook || args.pool) widget.content.choose({ notebook: args.notebook ?? '', pool: args.pool ?? OWN });
+    if (!widget.isAttached) {
+      // Notebook 7 has one document in its main area and shows nothing else there; so has JupyterLab in its simple mode.
+      const area = labShell?.mode !== 'multiple-document' || settings.area === 'down' ? 'down' : 'main';
+      const front = notebooks.currentWidget;
+      const place = area === 'main' ? { mode: MODES[settings.area], ...(front && !args.restored ? { ref: front.id } : {}) } : {};
+      shell.add(widget, area, place as never);
+    }
+    if (!args.restored) shell.activateById(widget.id);
+    return widget;
+  }
+
+  const hasTimeline = () => !!shown()?.view;
+  const save = (kind: 'chrome' | 'perfetto') => async () => {
+    const panel = shown() ?? open().content;
+    const found = panel.shown;
+    if (!found) return;
+    try {
+      await host.save(found.notebook, found.feed, found.channel.pool, kind);
+    } catch (error) {
+      Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
+    }
+  };
+
+  commands.addCommand('hvdlab:open-timeline', {
+    label: args => (args.isLauncher ? trans.__('Ranks') : trans.__('Timeline of the Ranks')),
+    caption: trans.__('Show what all ranks do, live'),
+    icon: ranksIcon,
+    execute: args => open(args as Partial<Choice>),
+  });
+  commands.addCommand('hvdlab:toolbar-timeline', {
+    label: '',
+    caption: trans.__('Show what all ranks do, live'),
+    icon: ranksIcon,
+    isVisible: () => !!notebooks.currentWidget && host.feeds.of(notebooks.currentWidget.sessionContext).here,
+    execute: () => open(),
+  });
+  commands.addCommand('hvdlab:follow', {
+    label: trans.__('Follow What the Ranks Do'),
+    isEnabled: hasTimeline,
+    isToggled: () => shown()?.view?.view.following ?? false,
+    execute: () => {
+      const timeline = shown()?.view;
+      timeline?.view.follow(!timeline.view.following);
+      timeline?.data();
+      commands.notifyCommandChanged('hvdlab:follow');
+    },
+  });
+  commands.addCommand('hvdlab:show-everything', {
+    label: trans.__('Show the Whole Timeline of the Ranks'),
+    isEnabled: hasTimeline,
+    execute: () => {
+      const timeline = shown()?.view;
+      timeline?.view.fit();
+      timeline?.data();
+    },
+  });
+  commands.addCommand('hvdlab:search', {
+    label: trans.__('Search Tensors in the Timeline of the Ranks'),
+    isEnabled: hasTimeline,
+    execute: () => shown()?.view?.root.querySelector<HTMLInputElement>('input[type=search]')?.focus(),
+  });
+  commands.addCommand('hvdlab:table-of-ranks', {
+    label: trans.__('Table of the Ranks'),
+    isToggled: () => settings.ranks,
+    execute: () => {
+      settings.ranks = !settings.ranks;
+      open().content.refresh();
+      commands.notifyCommandChanged('hvdlab:table-of-ranks');
+    },
+  });
+  commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save('chrome') });
+  commands.addCommand('hvdlab:save-perfetto', { label: trans.__('Save Timeline of the Ranks for Perfetto'), isEnabled: hasTimeline, execute: save('perfetto') });
+  return args => void open(args as Partial<Choice>);
+}

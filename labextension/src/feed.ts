@@ -1,0 +1,304 @@
+import type { ISessionContext } from '@jupyterlab/apputils';
+import type { Kernel, KernelMessage } from '@jupyterlab/services';
+import { type JSONObject, UUID } from '@lumino/coreutils';
+import type { IDisposable } from '@lumino/disposable';
+import { Signal } from '@lumino/signaling';
+import { Store } from '../../ui/src/model/store.ts';
+import { Stream } from '../../ui/src/widget/stream.ts';
+import { type FromKernel, OWN, type Pool, REQUESTS, STREAM, TARGET } from './protocol.ts';
+import { Wire } from './subshell.ts';
+
+const RENEW = 20_000; // ms; the kernel forgets a page that was silent for a minute
+const ANSWER_WITHIN = 30_000;
+const CELLS_KEPT = 500;
+
+/** One pool as this page knows it. */
+export interface Channel {
+  readonly pool: string;
+  /** Name of the recording whose rows are in the store; another one gets another store. */
+  recording: string;
+  store: Store;
+  stream: Stream;
+  /** What stands in the way of showing it; empty if nothing does. */
+  problem: string;
+  /** Whether there are ranks: the kernel may have none, or have ended. */
+  ended: boolean;
+}
+
+interface Wish {
+  pool: string;
+  rows: boolean;
+}
+
+/** What comes from the kernel of one notebook; goes on over restarts and lost connections. */
+export class Feed implements IDisposable {
+  /** Something of this channel has changed; `null`: whether the kernel has anything for us at all. */
+  readonly changed = new Signal<Feed, Channel | null>(this);
+  readonly session: ISessionContext;
+  private readonly channels = new Map<string, Channel>();
+  private readonly wishes = new Map<object, Wish>();
+  private readonly questions = new Map<string, { resolve(answer: JSONObject): void; reject(reason: Error): void }>();
+  /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
+  readonly sources = new Map<number, string>();
+  private kernel: Kernel.IKernelConnection | null = null;
+  private wire: Wire | null = null;
+  private isHere = false;
+  private gone = false;
+  private readonly timer: number;
+  /** Rows that the newest store may have. */
+  limit = 1_000_000;
+
+  constructor(session: ISessionContext) {
+    this.session = session;
+    session.kernelChanged.connect(this.attach, this);
+    session.statusChanged.connect(this.status, this);
+    session.connectionStatusChanged.connect(this.connection, this);
+    document.addEventListener('visibilitychange', this.seen);
+    this.timer = window.setInterval(() => this.renew(), RENEW);
+    this.attach();
+  }
+
+  /** Whether the extension is loaded in the kernel. */
+  get here(): boolean {
+    return this.isHere;
+  }
+
+  get isDisposed(): boolean {
+    return this.gone;
+  }
+
+  dispose(): void {
+    if (this.gone) return;
+    this.gone = true;
+    clearInterval(this.timer);
+    document.removeEventListener('visibilitychange', this.seen);
+    this.kernel?.iopubMessage.disconnect(this.receive, this);
+    Signal.clearData(this);
+  }
+
+  channel(pool: string): Channel {
+    let found = this.channels.get(pool);
+    if (!found) {
+      const channel = { pool, recording: '', problem: '', ended: true } as Channel;
+      this.renewStore(channel);
+      this.channels.set(pool, (found = channel));
+    }
+    return found;
+  }
+
+  /** From now on `who` wants to know of a pool how its ranks are, or all rows; `null`: nothing any more. */
+  want(who: object, wish: Wish | null): void {
+    const before = this.wishes.get(who);
+    if (wish) this.wishes.set(who, wish);
+    else this.wishes.delete(who);
+    if (wish && (before?.pool !== wish.pool || before.rows !== wish.rows)) this.hello(this.channel(wish.pool));
+  }
+
+  /** All pools that can be shown. */
+  async pools(): Promise<Pool[]> {
+    return (await this.ask({ type: 'pools' })).pools as Pool[];
+  }
+
+  /** Asks the kernel something; an answer with an error is thrown. */
+  ask(question: JSONObject): Promise<JSONObject> {
+    const request = UUID.uuid4();
+    return new Promise<JSONObject>((resolve, reject) => {
+      if (!this.wire) return reject(new Error('no kernel'));
+      const timer = setTimeout(() => {
+        if (this.questions.delete(request)) reject(new Error('the kernel does not answer'));
+      }, ANSWER_WITHIN);
+      const done = <T>(act: (value: T) => void) => (value: T) => {
+        clearTimeout(timer);
+        act(value);
+      };
+      this.questions.set(request, { resolve: done(resolve), reject: done(reject) });
+      void this.wire.say(REQUESTS, { ...question, request });
+    });
+  }
+
+  // -- the kernel -----------------------------------------------------------------------------------------------------
+
+  private attach(): void {
+    const kernel = this.session.session?.kernel ?? null;
+    if (kernel === this.kernel) return;
+    this.kernel?.iopubMessage.disconnect(this.receive, this);
+    this.lose();
+    this.kernel = kernel;
+    this.wire = kernel && new Wire(kernel);
+    if (!kernel) return;
+    kernel.iopubMessage.connect(this.receive, this);
+    void this.seek(kernel);
+  }
+
+  /** Asks whether the extension is loaded. If it is not yet, it will say so when it is. */
+  private async seek(kernel: Kernel.IKernelConnection): Promise<void> {
+    try {
+      if ((await kernel.spec)?.language !== 'python') return;
+      // Whether a kernel is busy is not known at once.
+      if (kernel.status !== 'idle') await settled(kernel);
+      if (this.kernel === kernel && !this.isHere && (await this.wire!.knows(TARGET)) && this.kernel === kernel) this.arrive();
+    } catch {
+      // The kernel has ended or was restarted meanwhile: what follows it is told of in other ways.
+    }
+  }
+
+  private arrive(): void {
+    if (this.isHere) return;
+    this.isHere = true;
+    this.changed.emit(null);
+    for (const channel of this.channels.values()) this.hello(channel);
+  }
+
+  private lose(): void {
+    this.isHere = false;
+    for (const channel of this.channels.values()) channel.ended = true;
+    for (const { reject } of this.questions.values()) reject(new Error('the kernel has ended'));
+    this.questions.clear();
+    this.changed.emit(null);
+  }
+
+  private status(_: ISessionContext, status: Kernel.Status): void {
+    if (status === 'restarting' || status === 'autorestarting' || status === 'dead') {
+      if (this.kernel) this.wire = new Wire(this.kernel);
+      this.lose();
+    }
+  }
+
+  private connection(_: ISessionContext, status: Kernel.ConnectionStatus): void {
+    if (status !== 'connected' || !this.kernel) return;
+    if (this.isHere) for (const channel of this.channels.values()) this.hello(channel);
+    else void this.seek(this.kernel);
+  }
+
+  private readonly seen = () => {
+    // A page that was hidden for long was forgotten by the kernel, and may have missed something.
+    if (!document.hidden) for (const channel of this.channels.values()) this.hello(channel);
+  };
+
+  private renew(): void {
+    if (document.hidden || !this.isHere) return;
+    for (const channel of this.channels.values()) {
+      const rows = this.wanted(channel);
+      if (rows !== null) this.say({ type: 'hello', pool: channel.pool, recording: channel.recording, rows });
+    }
+  }
+
+  /** Whether anybody wants its rows; `null` if nobody wants anything. */
+  private wanted(channel: Channel): boolean | null {
+    const wishes = [...this.wishes.values()].filter(wish => wish.pool === channel.pool);
+    return wishes.length ? wishes.some(wish => wish.rows) : null;
+  }
+
+  private hello(channel: Channel): void {
+    if (this.isHere && this.wanted(channel) !== null) channel.stream.hello();
+  }
+
+  private say(data: JSONObject): void {
+    void this.wire?.say(REQUESTS, data).catch(() => undefined);
+  }
+
+  // -- what comes -----------------------------------------------------------------------------------------------------
+
+  private renewStore(channel: Channel): void {
+    channel.store = new Store(this.limit);
+    const send = (hello: unknown) => this.say({ ...(hello as JSONObject), pool: channel.pool, recording: channel.recording, rows: this.wanted(channel) ?? false });
+    channel.stream = new Stream(channel.store, { get: () => undefined, on: () => undefined, off: () => undefined, send });
+  }
+
+  private receive(_: Kernel.IKernelConnection, message: KernelMessage.IIOPubMessage): void {
+    const content = message.content as { comm_id?: string; data?: unknown; code?: string; execution_count?: number };
+    if (message.header.msg_type === 'execute_input') this.ran(content.execution_count ?? 0, content.code ?? '');
+    if (content.comm_id !== STREAM) return;
+    if (message.header.msg_type === 'comm_close') this.lose();
+    if (message.header.msg_type !== 'comm_msg') return;
+    const data = content.data as FromKernel;
+    if (data.type === 'answer') this.answered(data);
+    else if (data.type === 'nothing') this.nothing(this.channel(data.pool));
+    else if (data.type === 'rows') this.rows(data, message.buffers ?? []);
+    else if (this.isHere) for (const channel of this.channels.values()) this.hello(channel); // loaded again: it knows nothing of us
+    this.arrive();
+  }
+
+  private ran(number: number, source: string): void {
+    this.sources.delete(number);
+    this.sources.set(number, source);
+    for (const oldest of this.sources.keys()) {
+      if (this.sources.size <= CELLS_KEPT) break;
+      this.sources.delete(oldest);
+    }
+  }
+
+  private answered(data: { request: string | null; error?: string } & JSONObject): void {
+    const question = this.questions.get(data.request ?? '');
+    this.questions.delete(data.request ?? '');
+    if (data.error === undefined) question?.resolve(data);
+    else question?.reject(new Error(data.error));
+  }
+
+  private nothing(channel: Channel): void {
+    channel.ended = true;
+    channel.store.heading = '';
+    channel.store.version++;
+    this.changed.emit(channel);
+  }
+
+  private rows(data: { pool: string; recording: string; heading?: string }, buffers: (ArrayBuffer | ArrayBufferView)[]): void {
+    const channel = this.channels.get(data.pool);
+    if (!channel) return;
+    if (channel.recording !== data.recording) {
+      if (channel.recording) this.renewStore(channel);
+      channel.recording = data.recording;
+    }
+    if (data.heading !== undefined) channel.ended = data.heading === 'stopped';
+    const { store, stream } = channel;
+    if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);
+    else {
+      // Another page wants these rows; of them only what is said about the ranks is for us.
+      const { ranks, heading } = data as { ranks?: typeof store.ranks; heading?: string };
+      if (!ranks) return;
+      store.ranks = ranks;
+      store.heading = heading ?? '';
+      store.version++;
+    }
+    this.changed.emit(channel);
+  }
+}
+
+function view(buffer: ArrayBuffer | ArrayBufferView): DataView {
+  return ArrayBuffer.isView(buffer) ? new DataView(buffer.buffer as ArrayBuffer, buffer.byteOffset, buffer.byteLength) : new DataView(buffer);
+}
+
+/** Until the kernel is idle, or for as long as it takes one that is to say so. */
+function settled(kernel: Kernel.IKernelConnection): Promise<void> {
+  return new Promise(resolve => {
+    const look = () => {
+      if (kernel.status === 'idle' || kernel.isDisposed) done();
+    };
+    const done = () => {
+      clearTimeout(timer);
+      kernel.statusChanged.disconnect(look);
+      resolve();
+    };
+    const timer = setTimeout(done, 1000);
+    kernel.statusChanged.connect(look);
+  });
+}
+
+/** The feeds of all notebooks that are open. */
+export class Feeds {
+  private readonly known = new WeakMap<ISessionContext, Feed>();
+  limit = 1_000_000;
+
+  of(session: ISessionContext): Feed {
+    let feed = this.known.get(session);
+    if (!feed || feed.isDisposed) {
+      const made = new Feed(session);
+      made.limit = this.limit;
+      this.known.set(session, (feed = made));
+      session.disposed.connect(() => made.dispose());
+    }
+    return feed;
+  }
+}
+
+export { OWN };

@@ -1,0 +1,55 @@
+import type { JupyterFrontEnd } from '@jupyterlab/application';
+import { Notification } from '@jupyterlab/apputils';
+import { PathExt } from '@jupyterlab/coreutils';
+import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import { bytes } from '../../ui/src/draw/format.ts';
+import type { Feed, Feeds } from './feed.ts';
+import { jumpToCell, parseSite } from './jump.ts';
+import type { Host } from './panel.ts';
+import type { Settings } from './settings.ts';
+
+/** What JupyterLab does for a panel. */
+export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, options: Settings, trans: TranslationBundle): Host {
+  /** A path beside a notebook, as the server's contents have it. */
+  const beside = (notebook: NotebookPanel, path: string) => PathExt.join(PathExt.dirname(notebook.context.path), path);
+
+  async function open(notebook: NotebookPanel, site: string): Promise<void> {
+    const place = parseSite(site);
+    if (place?.cell !== undefined) {
+      app.shell.activateById(notebook.id);
+      const feed = feeds.of(notebook.sessionContext);
+      if (await jumpToCell(notebook, place.cell, place.line, feed.sources.get(place.cell))) return;
+      throw new Error(trans.__('Cell [%1] is not in %2 any more', place.cell, notebook.title.label));
+    }
+    const { commands } = app;
+    if (!place?.file || !commands.hasCommand('docmanager:open')) throw new Error(trans.__('%1 can not be opened here', site));
+    try {
+      await commands.execute('docmanager:open', { path: beside(notebook, place.file), factory: 'Editor' });
+    } catch {
+      throw new Error(trans.__('%1 is not beside the notebook', place.file));
+    }
+    if (commands.hasCommand('fileeditor:go-to-line')) await commands.execute('fileeditor:go-to-line', { line: place.line });
+  }
+
+  async function save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void> {
+    const id = Notification.emit(trans.__('Saving the timeline…'), 'in-progress', { autoClose: false });
+    try {
+      const { path, name, size } = (await feed.ask({ type: 'save', pool, kind })) as { path: string; name: string; size: number };
+      const download = async () => {
+        const url = await app.serviceManager.contents.getDownloadUrl(beside(notebook, name));
+        const link = document.createElement('a');
+        link.href = url;
+        link.download = name;
+        link.click();
+      };
+      const message = trans.__('Saved %1 (%2)', path, bytes(size));
+      Notification.update({ id, message, type: 'success', autoClose: 10_000, actions: [{ label: trans.__('Download'), callback: () => void download() }] });
+    } catch (error) {
+      Notification.dismiss(id);
+      throw error;
+    }
+  }
+
+  return { feeds, notebooks, options, trans, open, save };
+}

@@ -1,0 +1,64 @@
+import { type Kernel, KernelMessage } from '@jupyterlab/services';
+import type { JSONObject } from '@lumino/coreutils';
+
+const PATIENCE = 6000; // ms; the page itself waits 3 s for the word of a kernel that is busy
+
+/** Says things to a kernel so that they arrive also while a cell runs, where the kernel can do that. */
+export class Wire {
+  private subshell: Promise<string | null> | null = null;
+  private readonly kernel: Kernel.IKernelConnection;
+
+  constructor(kernel: Kernel.IKernelConnection) {
+    this.kernel = kernel;
+  }
+
+  /** Whether the kernel knows a comm target, as far as it answers. */
+  async knows(target: string): Promise<boolean> {
+    const request = await this.message('comm_info_request', { target_name: target });
+    const reply = (await this.kernel.sendShellMessage(request as never, true, true).done) as KernelMessage.ICommInfoReplyMsg;
+    return reply.content.status === 'ok' && Object.keys(reply.content.comms).length > 0;
+  }
+
+  async say(comm: string, data: JSONObject): Promise<void> {
+    const message = await this.message('comm_msg', { comm_id: comm, data });
+    if (!this.kernel.isDisposed) this.kernel.sendShellMessage(message as never, false, true);
+  }
+
+  private async message(msgType: string, content: object): Promise<KernelMessage.IShellMessage> {
+    const { kernel } = this;
+    this.subshell ??= this.open();
+    const subshellId = await this.subshell;
+    const options = { msgType, channel: 'shell', username: kernel.username, session: kernel.clientId, content, ...(subshellId ? { subshellId } : {}) };
+    return KernelMessage.createMessage(options as never) as unknown as KernelMessage.IShellMessage;
+  }
+
+  /** A subshell that an earlier page of this tab made, or a new one; `null` if the kernel has none. */
+  private async open(): Promise<string | null> {
+    const { kernel } = this;
+    // A busy kernel does not tell what it can do: then it is tried, over the channel that is never busy.
+    const idle = kernel.status === 'idle';
+    if (idle && !(await kernel.info).supported_features?.includes('kernel subshells')) return null;
+    if (!idle && (await kernel.spec)?.language !== 'python') return null;
+    const key = `hvdlab:subshell:${kernel.id}`;
+    const known = sessionStorage.getItem(key);
+    if (known) {
+      const there = await this.control('list_subshell_request');
+      if ((there?.subshell_id as string[] | undefined)?.includes(known)) return known;
+    }
+    const made = (await this.control('create_subshell_request'))?.subshell_id;
+    if (typeof made !== 'string') return null;
+    sessionStorage.setItem(key, made);
+    return made;
+  }
+
+  private async control(msgType: string): Promise<Record<string, unknown> | null> {
+    const { kernel } = this;
+    const request = KernelMessage.createMessage({ msgType, channel: 'control', username: kernel.username, session: kernel.clientId, content: {} } as never);
+    const future = kernel.sendControlMessage(request as never, true, true);
+    const silent = new Promise<null>(resolve => setTimeout(resolve, PATIENCE, null));
+    // Kernels without subshells do not answer at all.
+    const reply = await Promise.race([future.done, silent]).catch(() => null);
+    if (!reply) future.dispose();
+    return (reply?.content as Record<string, unknown> | undefined) ?? null;
+  }
+}

@@ -1,0 +1,2 @@
+import '../lib/views.css';
+import './base.css';

@@ -1,0 +1,184 @@
+"""The panel of JupyterLab in this kernel: two comms that every page knows by their names, and the pools it can show.
+
+The names are fixed, so that a page that was loaded again finds them also while a cell runs. One comm only sends and the
+other only hears: ipykernel would let what is said to a comm wait for the running cell once that comm has sent from one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.magics.session import Session
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.client import Client
+    from hvdlab.collectives.recording import Recording
+    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.widgets.panel import Panel
+
+TARGET = "hvdlab"
+STREAM, REQUESTS = "hvdlab-stream", "hvdlab-requests"
+KEPT, VARIABLE = "kept:", "variable:"
+PROTOCOL = 1
+CONNECT_WITHIN = 5.0
+
+Content = Mapping[str, Any]
+
+
+class PanelComms:
+    """What a page talks to. Costs next to nothing until one does.
+
+    Args:
+        session: The notebook's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        from comm import create_comm, get_comm_manager
+
+        self._session = session
+        self._desk = NotebookDesk(session)
+        self._starting = threading.Lock()
+        self._panel: Panel | None = None
+        self._closed = False
+        self._stream = create_comm(target_name=TARGET, comm_id=STREAM, primary=False)
+        self._requests = create_comm(target_name=TARGET, comm_id=REQUESTS, primary=False)
+        self._requests.on_msg(self._receive)
+        for comm in (self._stream, self._requests):
+            get_comm_manager().register_comm(comm)
+        session.watchers.append(self._pool_changed)
+        # A page that is open already need not ask again and again whether the extension was loaded.
+        self._send({"type": "here", "protocol": PROTOCOL}, [])
+
+    def close(self) -> None:
+        """Tell the pages that nothing will come any more."""
+        self._closed = True
+        self._session.watchers.remove(self._pool_changed)
+        with self._starting:
+            panel, self._panel = self._panel, None
+        if panel is not None:
+            panel.close()
+        self._desk.close()
+        for comm in (self._requests, self._stream):
+            comm.close()
+
+    def _receive(self, message: Mapping[str, Any]) -> None:
+        from hvdlab.widgets.panel import LONG_LEASE, Panel
+
+        content = message["content"]["data"]
+        with self._starting:
+            if self._panel is None and not self._closed:
+                self._panel = Panel(self._send, self._desk)
+            panel = self._panel
+        if panel is not None and isinstance(content, dict):
+            # On the main thread it was heard only because no cell runs; the page may be silent for as long as one does.
+            waits = threading.current_thread() is threading.main_thread()
+            panel.receive(content, lease=LONG_LEASE if waits else None)
+
+    def _pool_changed(self) -> None:
+        with self._starting:
+            panel = self._panel
+        if panel is not None:
+            panel.pool_changed()
+
+    def _send(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        if not self._closed:
+            self._stream.send(message, buffers=buffers)
+
+
+class NotebookDesk:
+    """The pools that a notebook can show: its own, those in its variables, and those that are kept on this host."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._last: weakref.ref[Recording] | None = None
+        self._watched: dict[str, Client] = {}
+        self._watching = threading.Lock()
+
+    def recording(self, pool: str) -> Recording | None:
+        if not pool:
+            own = self._session.current
+            if own is None or own.state == "stopped":
+                return self._last() if self._last is not None else None
+            recording = own.client.recording
+            self._last = weakref.ref(recording)
+            return recording
+        return self._client(pool).recording
+
+    def pools(self) -> list[dict[str, Any]]:
+        from hvdlab.kernel_ext.registry import Registry
+
+        own = self._session.current
+        found = [{"id": "", "kind": "own", "name": own.name if own else "", "size": own.size if own else 0}]
+        for name, pool in self._in_variables().items():
+            if pool is not own:
+                found.append({"id": VARIABLE + name, "kind": "variable", "name": name, "size": pool.size})
+        for kept in Registry().all():
+            if own is None or kept.name != own.name:
+                found.append({"id": KEPT + kept.name, "kind": "kept", "name": kept.name, "size": kept.size})
+        return found
+
+    def do(self, what: str, content: Content) -> dict[str, Any]:
+        if what == "save":
+            return self._save(
+                str(content.get("pool", "")), str(content.get("kind")), str(content.get("path", ""))
+            )
+        raise InvalidRequestError(f"this version of hvdlab can't do `{what}`")
+
+    def close(self) -> None:
+        """Leave the pools of others."""
+        with self._watching:
+            watched, self._watched = self._watched, {}
+        for client in watched.values():
+            client.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _in_variables(self) -> dict[str, Pool]:
+        from hvdlab.kernel_ext.pool import Pool
+
+        names = dict(self._session.shell.user_ns)  # a cell may bind others meanwhile
+        return {
+            name: value
+            for name, value in names.items()
+            if isinstance(value, Pool) and not name.startswith("_") and value.state != "stopped"
+        }
+
+    def _client(self, pool: str) -> Client:
+        if pool.startswith(VARIABLE):
+            found = self._in_variables().get(pool.removeprefix(VARIABLE))
+            if found is None:
+                raise InvalidRequestError(
+                    f"there is no pool `{pool.removeprefix(VARIABLE)}` in this notebook"
+                )
+            return found.client
+        if pool.startswith(KEPT):
+            return self._watch(pool.removeprefix(KEPT))
+        raise InvalidRequestError(f"there is no pool `{pool}`")
+
+    def _watch(self, name: str) -> Client:
+        """A connection that only looks: who uses the pool keeps it."""
+        from hvdlab.collectives.client import Client
+        from hvdlab.kernel_ext.registry import Registry
+
+        with self._watching:
+            client = self._watched.get(name)
+            if client is not None and not client.closed:
+                return client
+            kept = Registry().get(name)
+            client = Client.connect(kept.address, kept.token, timeout=CONNECT_WITHIN)
+            self._watched[name] = client
+            return client
+
+    def _save(self, pool: str, kind: str, path: str) -> dict[str, Any]:
+        raise InvalidRequestError("nothing can be saved yet")
+
+
+def load_panel(session: Session) -> PanelComms | None:
+    """The comms of this kernel; ``None`` in a shell that is no kernel."""
+    if getattr(session.shell, "kernel", None) is None:
+        return None
+    return PanelComms(session)

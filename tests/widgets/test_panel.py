@@ -1,0 +1,189 @@
+"""The kernel's side of the panel: what pages get, for how long, and what happens when pools come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets import panel as panel_module
+from hvdlab.widgets import publisher, rank_rows
+from hvdlab.widgets.panel import Panel
+from timeline_traces import steps
+
+
+class Desk:
+    """Knows the recordings that a test gives it."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[str, Recording | None] = {"": None}
+
+    def recording(self, pool: str) -> Recording | None:
+        if pool not in self.recordings:
+            raise InvalidRequestError(f"there is no pool `{pool}`")
+        return self.recordings[pool]
+
+    def pools(self) -> list[dict[str, Any]]:
+        return [{"id": name} for name in self.recordings]
+
+    def do(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        raise InvalidRequestError(f"can't {what}")
+
+
+class Page:
+    """All that was sent."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        with self.changed:
+            self.messages.append(message)
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 10), self.messages
+
+    def rows(self, pool: str = "", since: int = 0) -> int:
+        return sum(m["count"] for m in self.messages[since:] if m["type"] == "rows" and m["pool"] == pool)
+
+    def headings(self) -> list[str]:
+        return [message["heading"] for message in self.messages if "heading" in message]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+@pytest.fixture
+def panel(desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
+    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
+    monkeypatch.setattr(publisher, "QUIET", 0.05)
+    monkeypatch.setattr(rank_rows, "INTERVAL", 0.01)
+    one = Panel(page.send, desk)
+    yield one
+    one.close()
+
+
+def feed(recording: Recording, count: int = 5, **more: Any) -> None:
+    for rank, batch in steps(2, count, **more):
+        recording.feed(rank, batch)
+
+
+def hello(pool: str = "", **more: Any) -> dict[str, Any]:
+    return {"type": "hello", "pool": pool, "recording": "", "since": 0, "rows": True} | more
+
+
+def test_a_page_is_told_that_there_are_no_ranks_and_gets_them_once_they_are_there(
+    panel: Panel, desk: Desk, page: Page
+) -> None:
+    panel.receive(hello())
+    assert page.messages == [{"type": "nothing", "pool": ""}]
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    panel.pool_changed()
+    page.wait(lambda: page.rows() == recording.end)
+
+
+def test_who_does_not_want_rows_gets_only_the_ranks(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = recording = Recording()
+    recording.take_membership(Membership(expected=(0, 1)))
+    feed(recording)
+    panel.receive(hello(rows=False))
+    page.wait(lambda: page.headings() == ["0/2 ranks · idle"])
+    assert page.rows() == 0
+    panel.receive(hello())
+    page.wait(lambda: page.rows() == recording.end)
+
+
+def test_a_page_that_comes_back_gets_what_it_has_not(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    panel.receive(hello())
+    page.wait(lambda: page.rows() == recording.end)
+    name, before = page.messages[-1]["recording"], len(page.messages)
+    panel.receive(hello(recording=name, since=recording.end - 7))
+    page.wait(lambda: page.rows(since=before) == 7)
+    # What it knows of another recording is worth nothing.
+    before = len(page.messages)
+    panel.receive(hello(recording="another", since=recording.end - 7))
+    page.wait(lambda: page.rows(since=before) == recording.end)
+
+
+def test_another_pool_has_another_recording(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = first = Recording()
+    feed(first)
+    panel.receive(hello())
+    page.wait(lambda: page.rows() == first.end)
+    name, before = page.messages[-1]["recording"], len(page.messages)
+    desk.recordings[""] = second = Recording()
+    feed(second, count=2)
+    panel.pool_changed()
+    page.wait(lambda: page.rows(since=before) == second.end)
+    assert page.messages[-1]["recording"] != name
+
+
+def test_the_end_of_the_ranks_is_told(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    panel.receive(hello())
+    page.wait(lambda: page.rows() == recording.end)
+    recording.close()
+    page.wait(lambda: page.headings()[-1:] == ["stopped"])
+    before = len(page.messages)
+    panel.receive(hello())  # a page that is loaded then sees it all
+    page.wait(lambda: page.rows(since=before) == recording.end)
+
+
+def test_who_falls_silent_gets_nothing_any_more(desk: Desk, page: Page) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    panel = Panel(page.send, desk, lease=0.0)
+    try:
+        panel.receive(hello())
+        for thread in [t for t in threading.enumerate() if t.name == "hvdlab-timeline"]:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert page.rows() == 0
+        panel.receive(hello(), lease=100.0)
+        page.wait(lambda: page.rows() == recording.end)
+    finally:
+        panel.close()
+
+
+def test_pools_are_shown_side_by_side(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""], desk.recordings["kept:night"] = own, other = Recording(), Recording()
+    feed(own)
+    feed(other, count=3)
+    panel.receive(hello())
+    panel.receive(hello("kept:night"))
+    page.wait(lambda: page.rows() == own.end and page.rows("kept:night") == other.end)
+
+
+def test_questions_are_answered(panel: Panel, page: Page) -> None:
+    panel.receive({"type": "pools", "request": "7"})
+    panel.receive({"type": "save", "request": "8"})
+    panel.receive(hello("nowhere", request="9"))
+    assert page.messages == [
+        {"type": "answer", "request": "7", "pools": [{"id": ""}]},
+        {"type": "answer", "request": "8", "error": "can't save"},
+        {"type": "answer", "request": "9", "error": "there is no pool `nowhere`"},
+    ]
+
+
+def test_a_hidden_page_may_be_silent_for_a_minute() -> None:
+    # Browsers let hidden pages act once a minute.
+    assert panel_module.LEASE > 60

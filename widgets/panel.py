@@ -1,0 +1,178 @@
+"""What the panel in JupyterLab gets: rows and news of a pool, for as long as a page asks for them.
+
+A page says what it wants and says it again every now and then; who falls silent gets nothing any more, since a page that
+is closed does not say goodbye. Everything goes out over one comm and comes in over another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.publisher import Publisher
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+Content = Mapping[str, Any]
+Has = tuple[int, int]  # the rows and the points before these numbers
+
+OWN = ""
+"""The pool of the notebook, whichever that is."""
+LEASE = 75.0
+"""Seconds for which a page's wish holds. It says it again every 20, browsers let hidden pages do so once a minute."""
+LONG_LEASE = 3600.0
+"""The same where a page can't be heard while a cell runs."""
+
+logger = logging.getLogger(__name__)
+
+
+class Desk(Protocol):
+    """What a panel can ask its notebook. Any thread; raises ``HvdlabError`` or ``OSError`` with a sentence for users."""
+
+    def recording(self, pool: str) -> Recording | None:
+        """That of a pool; ``None`` if there are no ranks now."""
+
+    def pools(self) -> list[dict[str, Any]]:
+        """All pools that can be shown."""
+
+    def do(self, what: str, content: Content) -> dict[str, Any]:
+        """Anything else, such as saving; returns the answer."""
+
+
+@dataclass
+class Showing:
+    """A pool that is sent to pages.
+
+    Attributes:
+        rows: Whether any page wants rows, and not only to know how the ranks are.
+        until: When the wish for it ends.
+        rows_until: When the wish for rows ends.
+    """
+
+    recording: Recording
+    name: str
+    until: float = 0.0
+    rows_until: float = 0.0
+    publisher: Publisher = field(init=False)
+    ended: bool = False
+
+
+class Panel:
+    """Serves all pages that show one notebook.
+
+    Args:
+        send: Sends a message to every page; called on any thread.
+        desk: The notebook.
+        lease: Seconds for which a wish holds.
+    """
+
+    def __init__(self, send: Send, desk: Desk, *, lease: float = LEASE) -> None:
+        self._send, self._desk, self._lease = send, desk, lease
+        self._names: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()
+        self._showings: dict[str, Showing] = {}
+        self._wanted: dict[str, tuple[float, float]] = {}  # until when the pool, and until when its rows
+        self._closed = False
+
+    def receive(self, content: Content, *, lease: float | None = None) -> None:
+        """Take in what a page says. Any thread."""
+        kind, request = content.get("type"), content.get("request")
+        try:
+            if kind == "hello":
+                self._hello(content, lease or self._lease)
+            elif kind == "pools":
+                self._answer(request, {"pools": self._desk.pools()})
+            elif isinstance(kind, str):
+                self._answer(request, self._desk.do(kind, content))
+        except (HvdlabError, OSError, ImportError) as error:
+            self._answer(request, {"error": str(error)})
+
+    def pool_changed(self) -> None:
+        """The notebook has another pool now, or none. Any thread."""
+        until, rows_until = self._wanted.get(OWN, (0.0, 0.0))
+        if until > time.monotonic():
+            self._show(OWN, None, None, until, rows_until)
+
+    def close(self) -> None:
+        """End all threads. Idempotent."""
+        with self._changing:
+            self._closed = True
+            showings, self._showings = list(self._showings.values()), {}
+        for showing in showings:
+            showing.publisher.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: Any, answer: dict[str, Any]) -> None:
+        self._send({"type": "answer", "request": request} | answer, [])
+
+    def _hello(self, content: Content, lease: float) -> None:
+        pool = str(content.get("pool", OWN))
+        until = time.monotonic() + lease
+        before = self._wanted.get(pool, (0.0, 0.0))[1]
+        rows_until = until if content.get("rows") else before
+        self._wanted[pool] = until, rows_until
+        since = content.get("since")
+        has = (max(0, since), max(0, int(content.get("points", 0)))) if isinstance(since, int) else None
+        self._show(pool, content.get("recording"), has, until, rows_until)
+
+    def _show(self, pool: str, known: object, has: Has | None, until: float, rows_until: float) -> None:
+        """Send a pool to a page that has these rows and points of the recording that it knows.
+
+        A page that does not say what it has only goes on wanting what it gets.
+        """
+        recording = self._desk.recording(pool)
+        if recording is None:
+            self._send({"type": "nothing", "pool": pool}, [])
+            return
+        old = self._showings.get(pool)
+        if old is not None and not old.ended and old.recording is recording:
+            old.until, old.rows_until = until, rows_until
+            if has is not None or known != old.name:
+                self._greet(old, known, has)
+            return
+        showing = self._make(pool, recording, until, rows_until)
+        if showing is None:
+            return
+        if old is not None:
+            old.publisher.close()
+        self._greet(showing, known, has)
+
+    def _make(self, pool: str, recording: Recording, until: float, rows_until: float) -> Showing | None:
+        with self._changing:
+            if self._closed:
+                return None
+            name = self._names.setdefault(recording, uuid.uuid4().hex)
+            showing = Showing(recording, name, until, rows_until)
+            self._showings[pool] = showing
+            showing.publisher = Publisher(
+                recording,
+                lambda message, buffers: self._pass_on(pool, showing, message, buffers),
+                lambda: None,
+                rows=False,
+                points=False,
+            )
+        return showing
+
+    def _greet(self, showing: Showing, known: object, has: Has | None) -> None:
+        row, point = has if has is not None and known == showing.name else (0, 0)
+        rows = showing.rows_until > time.monotonic()
+        showing.publisher.want(rows=rows, points=rows)
+        showing.publisher.hello(row, rows=rows, points=point)
+
+    def _pass_on(self, pool: str, showing: Showing, message: dict[str, Any], buffers: list[bytes]) -> None:
+        now = time.monotonic()
+        if now > showing.until:
+            showing.ended = True
+            showing.publisher.close()  # the thread that this is ends then
+            return
+        if message["count"] and now > showing.rows_until:
+            showing.publisher.want(rows=False, points=False)
+        self._send(message | {"pool": pool, "recording": showing.name}, buffers)

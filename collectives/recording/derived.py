@@ -14,6 +14,8 @@ from hvdlab.collectives.recording.shares import SECOND, SECONDS_KEPT, Shares, fi
 
 LATE = "hvdlab/lateness"
 SHARES = ("hvdlab/share/compute", "hvdlab/share/wait", "hvdlab/share/transfer")
+DERIVED = (LATE, "hvdlab/share/", "hvdlab/bandwidth/")
+"""With these the names of all such series begin."""
 ALGORITHM, BUS = "hvdlab/bandwidth/algorithm/", "hvdlab/bandwidth/bus/"
 
 Floats = NDArray[np.float64]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.membership import Membership
-from hvdlab.collectives.recording.derived import Derived
+from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
@@ -258,13 +258,15 @@ class Recording:
     def points(self, rank: int, name: str) -> Points:
         """A copy of the points of one series, by time; none if there is no such series."""
         with self._changed:
-            self._derived.advance(self.origin_ns or 0, force=True)
+            if name.startswith(DERIVED):
+                self._derived.advance(self.origin_ns or 0, force=True)
             return self._series.of(rank, name)
 
     def newest(self, name: str, most: int = 16) -> dict[int, Points]:
         """The last points under a name, by rank; those of ranks that have any."""
         with self._changed:
-            self._derived.advance(self.origin_ns or 0)
+            if name.startswith(DERIVED):
+                self._derived.advance(self.origin_ns or 0)
             return self._series.newest(name, most)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from IPython.display import display
 
 Data = dict[str, Any]
+Publish = Callable[[Data, Data, str, bool], None]
 
 
 class Output:
@@ -19,25 +20,30 @@ class Output:
 
     Attributes:
         name: Name of this output, also a CSS class.
+        publish: Shows data with metadata in an area (if it has a name), or updates that; by default under the cell that
+            runs.
     """
 
     def __init__(self, kind: str, still: Callable[[], Data]) -> None:
         self.name = f"hvdlab-{kind}-{uuid.uuid4().hex[:12]}"
+        self.publish: Publish = _under_running_cell
         self._still = still
         self._shown = False
 
     def show(self, bundle: Any) -> None:
         """Show both; ``bundle`` is what the widget's ``_repr_mimebundle_`` returned."""
-        self._display(self._still(), display_id=self.name)
+        self.publish(self._still(), {}, self.name, False)
         self._shown = True
         if bundle is not None:
             data = bundle[0] if isinstance(bundle, tuple) else bundle
-            self._display({**data, "text/plain": ""})
+            self.publish({**data, "text/plain": ""}, {}, "", False)
 
     def refresh(self) -> None:
         """Put the present picture in the place of the last one, if that was ever shown."""
         if self._shown:
-            self._display(self._still(), display_id=self.name, update=True)
+            self.publish(self._still(), {}, self.name, True)
 
-    def _display(self, data: Data, **where: Any) -> None:
-        display(data, raw=True, **where)  # type: ignore[no-untyped-call]  # IPython has none here
+
+def _under_running_cell(data: Data, metadata: Data, area: str, update: bool) -> None:
+    where: dict[str, Any] = {"display_id": area, "update": update} if area else {}
+    display(data, raw=True, metadata=metadata, **where)  # type: ignore[no-untyped-call]  # IPython has none here

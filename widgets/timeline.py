@@ -9,9 +9,10 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.recording import Recording
-from hvdlab.widgets.output import Output
+from hvdlab.widgets.output import Output, Publish
 from hvdlab.widgets.picture import as_html, as_text
 from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets.unparented import unparented
 
 STATIC = Path(__file__).parent / "static"
 
@@ -32,13 +33,13 @@ class TimelineWidget(anywidget.AnyWidget):
     def __init__(self, recording: Recording, *, height: int = 420, limit: int = 1_000_000) -> None:
         self.recording = recording
         self._output = Output("timeline", self._still)
-        super().__init__(height=height, limit=limit, still=self._output.name)
+        unparented(super().__init__, height=height, limit=limit, still=self._output.name)
         self.on_msg(self._receive)
         self._publisher = Publisher(recording, self._send_rows, self._output.refresh)
 
     def _send_rows(self, message: dict[str, Any], buffers: list[bytes]) -> None:
         if self.comm is not None:
-            self.send(message, buffers)
+            unparented(self.send, message, buffers)
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
         if isinstance(content, dict) and content.get("type") == "hello":
@@ -48,6 +49,11 @@ class TimelineWidget(anywidget.AnyWidget):
 
     def _still(self) -> dict[str, Any]:
         return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}
+
+    def show_with(self, publish: Publish) -> None:
+        """Show it in another place than under the cell that runs; ``publish`` as :attr:`Output.publish`."""
+        self._output.publish = publish
+        self._ipython_display_()
 
     def _ipython_display_(self) -> None:
         self._output.show(self._repr_mimebundle_())

@@ -18,10 +18,12 @@ from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, in_notebook
+from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
+from hvdlab.magics.screens.strip import StripSink
 from hvdlab.magics.screens.tabs import PagesSink, SectionsView, notebook_view
 from hvdlab.magics.screens.terminal import TerminalScreen, write_to_terminal
 from hvdlab.magics.session import Session, as_usage_error, cell_number, shell_colours
+from hvdlab.magics.strips import wanted
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -48,7 +50,9 @@ def run_cell(
         "ranks": ranks,
         "label": label,
         "line_offset": offset,
-        "out": make_sink(session, ranks, options.output, background=options.background, source=source),
+        "out": make_sink(
+            session, ranks, options.output, background=options.background, source=source, strip=(pool, label)
+        ),
         "timeout": options.timeout,
     }
     if options.background:
@@ -82,15 +86,32 @@ def _quiet(source: str) -> bool:
 
 
 def make_sink(
-    session: Session, ranks: Sequence[int], output: str, *, background: bool, source: str = ""
+    session: Session,
+    ranks: Sequence[int],
+    output: str,
+    *,
+    background: bool,
+    source: str = "",
+    strip: tuple[Pool, str] | None = None,
 ) -> OutputSink:
-    """The sink for ``--output``, in a notebook or a terminal."""
+    """The sink for ``--output``, in a notebook or a terminal.
+
+    Args:
+        strip: The pool and the label of a cell that is to have a live strip.
+    """
     if output == "none":
         return NullSink()
     publisher = _publisher(session, background=background)
-    sink = _foreground_sink(publisher, ranks, output)
+    watched = (
+        Watched(publisher) if publisher is not None and strip is not None and wanted(os.environ) else None
+    )
+    cell = uuid.uuid4().hex[:12]
+    sink = _foreground_sink(watched or publisher, ranks, output, cell)
     if limit := shown_limit(os.environ):
         sink = LimitedSink(sink, ranks, limit)
+    if watched is not None and strip is not None:
+        shown = session.strips.strip(session.shell, *strip, ranks, watched, f"hvdlab-{cell}-strip")
+        sink = StripSink(sink, ranks, shown)
     if not background:
         return sink
     write = write_to_terminal if publisher is None else publisher.stream
@@ -98,8 +119,7 @@ def make_sink(
     return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
 
 
-def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str) -> TimedSink:
-    cell = uuid.uuid4().hex[:12]
+def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str, cell: str) -> TimedSink:
     if output == "tabs":
         return PagesSink(
             ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)

@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.progress import StartProgress
+from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -30,6 +31,7 @@ class Session:
         ahead: What is started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
+        strips: The live strips under cells.
         watchers: Called whenever there is another pool, or none.
     """
 
@@ -43,6 +45,7 @@ class Session:
         self.ahead: Ahead | None = None
         self.raw_cell = ""
         self.labels: dict[str, str] = {}
+        self.strips = Strips()
         self.watchers: list[Callable[[], None]] = []
         self._pool: Pool | None = None
         self._broken = ""  # why the last pool can't be used any more
@@ -148,6 +151,7 @@ class Session:
 
     def close(self) -> None:
         """Stop the pool, if there is one, and what was started ahead."""
+        self.strips.close()
         pool, self._pool = self._pool, None
         ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":

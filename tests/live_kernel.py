@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,11 +48,17 @@ class Cell:
 
 
 class LiveKernel:
-    """A kernel process and a client. ``messages`` has everything by the cell it belongs to."""
+    """A kernel process and a client. ``messages`` has everything by the cell it belongs to.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Where it runs.
+        strip: Whether cells get a live strip. Whether one comes depends on how quick the machine is, so tests that look
+            at all displays do without.
+    """
+
+    def __init__(self, directory: Path, *, strip: bool = False) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(directory))
+        self.manager.start_kernel(cwd=str(directory), env=os.environ | {"HVDLAB_STRIP": str(int(strip))})
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

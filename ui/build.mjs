@@ -23,7 +23,7 @@ function digest() {
 }
 
 const banner = `sources: sha256:${digest()}`;
-for (const name of ['timeline', 'ranks']) {
+for (const name of ['timeline', 'ranks', 'strip']) {
   await build({
     entryPoints: [join(here, 'src', 'widget', `${name}.ts`)],
     outfile: join(out, `${name}.js`),
@@ -36,5 +36,7 @@ for (const name of ['timeline', 'ranks']) {
     banner: { js: `/* ${banner} */` },
   });
 }
-const style = readFileSync(join(here, 'src', 'style.css'), 'utf8');
-writeFileSync(join(out, 'views.css'), `/* ${banner} */\n${style}`);
+for (const [from, to] of [['style', 'views'], ['strip', 'strip']]) {
+  const style = readFileSync(join(here, 'src', `${from}.css`), 'utf8');
+  writeFileSync(join(out, `${to}.css`), `/* ${banner} */\n${style}`);
+}

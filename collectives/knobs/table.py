@@ -94,6 +94,7 @@ KNOBS: tuple[Knob, ...] = (
     # -- output ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_OUTPUT_SHOWN", BYTES, _P, "4194304", "characters of a cell's [output](../how-to/large-output.md) that are shown, an equal share for each rank; 0 shows all"),
     Knob("HVDLAB_OUTPUT_KEPT", BYTES, _P, "2147483648", "bytes of its cells' output that a pool keeps in files, for [`%hvd_output`](magics.md); 0 makes no files"),
+    Knob("HVDLAB_STRIP", FLAG, _P, "1", "0 shows no [live strip](../how-to/watch.md#the-strip-under-a-running-cell) under cells that run in a notebook; may be set at any time"),
     # -- seeing ---------------------------------------------------------------------------------------------------
     Knob("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
     Knob("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),

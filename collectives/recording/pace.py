@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlab.collectives.metrics.names import STEP_TIME
 from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.rows import NOT_READY, NOT_STARTED, Rows, distance
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0
 ROWS_LOOKED_AT = 16_000
+STEPS_LOOKED_AT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +175,24 @@ def _union(
     lengths = np.maximum(0, end - np.maximum(begin, before))
     found: NDArray[np.int64] = np.bincount(group[order], lengths, groups).astype(np.int64)
     return found
+
+
+def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int | None = None) -> float | None:
+    """How fast steps of training follow each other, by the step times that ranks reported last.
+
+    Args:
+        recording: Their metrics.
+        ranks: Whose.
+        since_ns: Nothing before this time, on the recording's axis.
+
+    Returns:
+        The median of the ranks; ``None`` if none has reported any.
+    """
+    found = []
+    for rank in ranks:
+        points = recording.points(rank, STEP_TIME)[-STEPS_LOOKED_AT:]
+        if since_ns is not None:
+            points = points[points["time"] >= since_ns]
+        if len(points) and (total := float(points["value"].sum())) > 0:
+            found.append(len(points) / total)
+    return statistics.median(found) if found else None

@@ -60,7 +60,8 @@ class ParentPublisher:
     def display(
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
     ) -> None:
-        content = {"data": data, "metadata": metadata, "transient": {"display_id": display_id}}
+        transient = {"display_id": display_id} if display_id else {}
+        content = {"data": data, "metadata": metadata, "transient": transient}
         self._send("update_display_data" if update else "display_data", content, "display_data")
 
     def clear(self, wait: bool) -> None:
@@ -68,6 +69,34 @@ class ParentPublisher:
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
         self._session.send(self._socket, kind, content, parent=self._parent, ident=topic.encode())
+
+
+class Watched:
+    """A publisher that knows what it was told: whether text stops in the middle of a line, and what was cleared.
+
+    Args:
+        inner: Sends the messages.
+
+    Attributes:
+        in_line: Whether the last text did not end its line.
+        clears: How often everything was cleared.
+    """
+
+    def __init__(self, inner: Publisher) -> None:
+        self._inner = inner
+        self.in_line = False
+        self.clears = 0
+        self.display = inner.display
+
+    def stream(self, name: str, text: str) -> None:
+        if text:
+            self.in_line = not text.endswith("\n")
+        self._inner.stream(name, text)
+
+    def clear(self, wait: bool) -> None:
+        self.in_line = False
+        self.clears += 1
+        self._inner.clear(wait)
 
 
 def in_notebook(shell: InteractiveShell) -> bool:

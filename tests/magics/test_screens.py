@@ -16,43 +16,7 @@ from hvdlab.magics.screens.pacing import Pacer, wire_size
 from hvdlab.magics.screens.pages import Page, page_html, page_text
 from hvdlab.magics.screens.tabs import REFRESH, DetailsView, PagesSink
 from hvdlab.magics.screens.terminal import TerminalScreen
-
-
-class Recorder:
-    """A publisher that remembers."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Any, ...]] = []
-
-    def stream(self, name: str, text: str) -> None:
-        self.sent.append((name, text))
-
-    def display(
-        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str, *, update: bool = False
-    ) -> None:
-        self.sent.append(("update" if update else "display", display_id, data))
-
-    def clear(self, wait: bool) -> None:
-        self.sent.append(("clear", wait))
-
-    def areas(self) -> dict[str, Any]:
-        """What each area shows in the end."""
-        shown: dict[str, Any] = {}
-        for message in self.sent:
-            if message[0] == "display":
-                assert message[1] not in shown
-                shown[message[1]] = message[2]
-            elif message[0] == "update":
-                assert message[1] in shown
-                shown[message[1]] = message[2]
-        return shown
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from notebook_recorder import Clock, Recorder
 
 
 def screen(ranks: int = 3) -> tuple[NotebookScreen, Recorder, Clock]:

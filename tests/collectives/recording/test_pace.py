@@ -6,8 +6,8 @@ import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.pace import Pace, pace
-from hvdlab.collectives.timeline.events import Event, Members, Span
+from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
+from hvdlab.collectives.timeline.events import Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from timeline_traces import steps
 
@@ -94,3 +94,14 @@ def test_ranks_that_told_less_do_not_seem_idle() -> None:
         recording.feed(rank, batch)
     computing = [one.compute for one in pace(recording, None, most=1500).ranks]
     assert max(computing) - min(computing) < 0.35
+
+
+def test_steps_per_second_are_those_that_were_reported_last() -> None:
+    times = [3.0] * 20 + [0.1] * 16
+    one = [Metric("hvdlab/step_time", value, step, START + step * MS) for step, value in enumerate(times)]
+    other = [Metric("hvdlab/step_time", 0.2, step, START + step * MS) for step in range(36)]
+    recording = recorded(one, other, [Metric("loss", 1.0, 0, START)])
+    assert steps_per_second(recording, [0]) == pytest.approx(10)
+    assert steps_per_second(recording, [0, 1, 2]) == pytest.approx(7.5)
+    assert steps_per_second(recording, [2]) is None
+    assert steps_per_second(recording, [1], since_ns=START + 36 * MS) is None

@@ -1,0 +1,189 @@
+"""The live strip under a running cell: when it comes, is brought up to date, and goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, status_of
+from hvdlab.kernel_ext.output.limit import KeptSink
+from hvdlab.kernel_ext.output.transcript import Transcript
+from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.magics.screens.publisher import Watched
+
+DELAY = 0.5
+"""Seconds that a cell runs without a strip."""
+INTERVAL = 0.5
+"""Seconds between two states, at least."""
+LOADING = 0.1
+"""Seconds between two looks at what is loaded."""
+COST = 50
+"""A state that takes long to find out is found out so much more seldom: at most 2 % of the time."""
+
+_EMPTY = {"text/plain": "", "text/html": ""}
+
+logger = logging.getLogger(__name__)
+
+
+class View(Protocol):
+    """A strip of one cell."""
+
+    def bundle(self) -> dict[str, Any]:
+        """What the notebook shows of it."""
+        ...
+
+    def refresh(self, now: float, stalled: str) -> None:
+        """Bring it up to date; ``stalled`` is what the cell waits for."""
+        ...
+
+    def summary(self, now: float) -> dict[str, str] | None:
+        """What stays in the notebook."""
+        ...
+
+    def release(self) -> None:
+        """The cell has ended."""
+        ...
+
+
+Loader = Callable[[], Callable[[], View] | None]
+"""Imports what a view needs, on a thread of its own, and returns what makes one (or None if something is missing)."""
+
+
+class Strip:
+    """The strip of one cell. Called by the thread that drives the cell.
+
+    Args:
+        publisher: Where the cell's output goes.
+        load: Loads what a view needs.
+        area: Name of its display area.
+        now: When the cell began.
+    """
+
+    def __init__(self, publisher: Watched, load: Loader, area: str, now: float) -> None:
+        self._publisher, self._load, self._name = publisher, load, area
+        self._at: float | None = now + DELAY
+        self._loading: threading.Thread | None = None
+        self._make: Callable[[], View] | None = None
+        self._view: View | None = None
+        self._area = ""
+        self._number = self._cleared = 0
+        self.stalled = ""
+
+    def tick(self, now: float) -> float | None:
+        """Do what is due; returns when to call again, or None if never."""
+        if self._at is None or now < self._at:
+            return self._at
+        try:
+            self._at = self._step(now)
+        except Exception:
+            # It only shows; that it can't must not be silent, nor concern the cell.
+            logger.exception("the strip under the cell is not shown any more")
+            self._at = None
+        return self._at
+
+    def _step(self, now: float) -> float | None:
+        if self._loading is None:
+            self._loading = threading.Thread(target=self._import, name="hvdlab-strip", daemon=True)
+            self._loading.start()
+        if self._loading.is_alive():
+            return now + LOADING
+        if self._view is None:
+            if self._make is None:
+                return None
+            self._view = self._make()
+        begin = time.monotonic()
+        self._view.refresh(now, self.stalled)
+        self._place(self._view)
+        return now + max(INTERVAL, COST * (time.monotonic() - begin))
+
+    def _import(self) -> None:
+        try:
+            self._make = self._load()
+        except Exception:
+            logger.exception("the strip under the cell can't be shown")
+
+    def _place(self, view: View) -> None:
+        """Show it, if it is not there: it does not come between the parts of a line."""
+        if (self._area and self._cleared == self._publisher.clears) or self._publisher.in_line:
+            return
+        self._cleared = self._publisher.clears
+        self._area = f"{self._name}-{self._number}"
+        self._number += 1
+        self._publisher.display(view.bundle(), {}, self._area)
+
+    def end(self, now: float, *, ok: bool) -> None:
+        """The cell has ended, and all of its output was shown. If it went well, a line takes the strip's place."""
+        view, self._view, self._at = self._view, None, None
+        if view is None:
+            return
+        try:
+            if self._area:
+                if self._cleared == self._publisher.clears:
+                    self._publisher.display(_EMPTY, {}, self._area, update=True)
+                if ok and (data := view.summary(now)):
+                    self._publisher.display(data, {}, f"{self._name}-summary")
+        except Exception:
+            logger.exception("the summary of the cell is not shown")
+        finally:
+            view.release()
+
+
+class StripSink:
+    """Shows a strip beside what another sink shows.
+
+    Args:
+        inner: Shows the output.
+        ranks: The ranks of the cell.
+        strip: The strip.
+        clock: ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        inner: TimedSink,
+        ranks: Sequence[int],
+        strip: Strip,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.output, self.note, self.backlog, self.hurry = (
+            inner.output,
+            inner.note,
+            inner.backlog,
+            inner.hurry,
+        )
+        self._inner, self._strip, self._clock = inner, strip, clock
+        self._show_status = status_of(inner)
+        self._running: set[int] | None = set(ranks)
+        self._ok = True
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        if self._running is not None:
+            self._running.discard(rank)
+        self._ok = self._ok and done is not None and done.error is None
+        self._inner.done(rank, done)
+
+    def status(self, text: str, *, final: bool) -> None:
+        self._strip.stalled = "" if final else text
+        self._show_status(text, final=final)
+
+    def tick(self, now: float) -> float | None:
+        at = self._inner.tick(now)
+        if self._running:
+            limits = [limit for limit in (at, self._strip.tick(now)) if limit is not None]
+            return min(limits, default=None)
+        if at is None and self._running is not None:
+            self._running = None
+            self._strip.end(self._clock(), ok=self._ok)
+        return at
+
+    def kept(self, transcript: Transcript) -> None:
+        if isinstance(self._inner, KeptSink):
+            self._inner.kept(transcript)
+
+    def finished(self, results: CellResults) -> None:
+        if isinstance(self._inner, EndingSink):
+            self._inner.finished(results)

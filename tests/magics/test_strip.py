@@ -1,0 +1,253 @@
+"""When a strip comes, and that it disturbs nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.output.limit import LimitedSink
+from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.payloads import CellDone, CellError, Clear, Stream
+from hvdlab.magics.screens.base import MergingSink
+from hvdlab.magics.screens.notebook import NotebookScreen
+from hvdlab.magics.screens.publisher import Watched
+from hvdlab.magics.screens.strip import COST, DELAY, INTERVAL, Strip, StripSink
+from hvdlab.magics.strips import wanted
+from notebook_recorder import Clock, Recorder
+
+EMPTY = {"text/plain": "", "text/html": ""}
+SUMMARY = {"text/plain": "2 ranks · 9 s"}
+
+
+class View:
+    """A view that only counts."""
+
+    def __init__(self) -> None:
+        self.refreshed: list[tuple[float, str]] = []
+        self.released = False
+        self.kept: dict[str, str] | None = SUMMARY
+
+    def bundle(self) -> dict[str, Any]:
+        return {"text/plain": "strip"}
+
+    def refresh(self, now: float, stalled: str) -> None:
+        self.refreshed.append((now, stalled))
+
+    def summary(self, now: float) -> dict[str, str] | None:
+        return self.kept
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Cell:
+    """A cell on two ranks whose clock the test moves."""
+
+    def __init__(self, view: View | None = None, *, limit: int = 0, ranks: int = 2) -> None:
+        self.recorder, self.clock = Recorder(), Clock()
+        self.view = View() if view is None else view
+        self.made = 0
+        watched = Watched(self.recorder)
+        self.strip = Strip(watched, self.load, "strip", 0.0)
+        screen = NotebookScreen(watched, range(ranks), "c", self.clock)
+        inner: Any = MergingSink(LineMerger(range(ranks)), screen, self.clock)
+        if limit:
+            inner = LimitedSink(inner, range(ranks), limit)
+        self.sink = StripSink(inner, range(ranks), self.strip, self.clock)
+        self.ranks = ranks
+
+    def load(self) -> Any:
+        def make() -> View:
+            self.made += 1
+            return self.view
+
+        return make
+
+    def run(self, until: float) -> None:
+        """As the driver of a cell does: tick when told, and when the time has come."""
+        at = self.sink.tick(self.clock.now)
+        while at is not None and at <= until:
+            self.clock.now = max(at, self.clock.now)
+            self.loaded()
+            at = self.sink.tick(self.clock.now)
+        self.clock.now = until
+        self.loaded()
+        self.sink.tick(until)
+
+    def loaded(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "hvdlab-strip":
+                thread.join(5)
+
+    def end(self) -> None:
+        for rank in range(self.ranks):
+            self.sink.done(rank, CellDone("c", None, 0.1))
+        self.run(self.clock.now + 1)
+
+    def write(self, text: str, rank: int = 0) -> None:
+        self.sink.output(rank, (Stream("stdout", text),))
+        self.sink.tick(self.clock.now)
+
+    def shown(self) -> list[Any]:
+        return [message for message in self.recorder.sent if message[0] in ("display", "update")]
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return Cell()
+
+
+def test_a_quick_cell_has_none(cell: Cell) -> None:
+    cell.run(DELAY - 0.01)
+    cell.write("hello\n")
+    cell.end()
+    assert cell.made == 0
+    assert not cell.shown()
+    assert cell.sink.tick(cell.clock.now) is None
+
+
+def test_it_comes_is_brought_up_to_date_and_leaves_a_line(cell: Cell) -> None:
+    cell.run(10.0)
+    assert cell.shown() == [("display", "strip-0", {"text/plain": "strip"})]
+    times = [at for at, _ in cell.view.refreshed]
+    assert times[0] < DELAY + 0.3
+    assert all(b - a >= INTERVAL for a, b in pairwise(times))
+    assert 15 <= len(times) <= 20
+    cell.end()
+    assert cell.recorder.areas() == {"strip-0": EMPTY, "strip-summary": SUMMARY}
+    assert cell.view.released
+
+
+def test_without_anything_to_tell_it_leaves_nothing(cell: Cell) -> None:
+    cell.view.kept = None
+    cell.run(2.0)
+    cell.end()
+    assert cell.recorder.areas() == {"strip-0": EMPTY}
+
+
+@pytest.mark.parametrize("how", [None, CellDone("c", CellError("ValueError", "bad batch", (), 0), 0.1)])
+def test_of_a_cell_that_failed_the_cause_is_told_and_nothing_else(cell: Cell, how: CellDone | None) -> None:
+    cell.run(2.0)
+    cell.sink.done(0, how)
+    cell.sink.done(1, CellDone("c", None, 0.1))
+    cell.run(3.0)
+    assert cell.recorder.areas() == {"strip-0": EMPTY}
+    assert cell.view.released
+
+
+def test_the_summary_stands_below_all_output() -> None:
+    cell = Cell()
+    cell.run(1.0)
+    cell.write("x" * 3_000_000 + "\n")
+    cell.write("x" * 3_000_000 + "\n", rank=1)
+    cell.run(1.5)
+    assert cell.sink.backlog() > 0
+    for rank in range(2):
+        cell.sink.done(rank, CellDone("c", None, 0.1))
+    cell.sink.tick(cell.clock.now)
+    assert not cell.view.released
+    cell.run(60.0)
+    assert [message[0] for message in cell.recorder.sent][-2:] == ["update", "display"]
+    assert cell.recorder.sent[-1][1] == "strip-summary"
+
+
+def test_it_does_not_come_in_the_middle_of_a_line() -> None:
+    cell = Cell(ranks=1)
+    cell.write("10 %")
+    cell.run(3.0)
+    assert not cell.shown()
+    cell.write(" 20 %\n")
+    cell.run(4.0)
+    assert len(cell.shown()) == 1
+    assert [m[1] for m in cell.recorder.sent if m[0] == "stdout"] == ["10 %", " 20 %\n"]
+
+
+def test_it_comes_again_after_everything_was_cleared(cell: Cell) -> None:
+    cell.run(2.0)
+    for rank in range(2):
+        cell.sink.output(rank, (Clear(True),))
+    cell.run(4.0)
+    assert ("clear", True) in cell.recorder.sent
+    assert [m[1] for m in cell.shown()] == ["strip-0", "strip-1"]
+    for rank in range(2):
+        cell.sink.output(rank, (Clear(False),))
+    cell.end()
+    assert [m[1] for m in cell.shown()] == ["strip-0", "strip-1", "strip-summary"], (
+        "what is gone is not updated"
+    )
+
+
+def test_it_is_told_what_the_cell_waits_for(cell: Cell) -> None:
+    cell.sink.status("rank 1 waits", final=False)
+    cell.run(1.0)
+    cell.sink.status("went on", final=True)
+    cell.run(2.0)
+    assert cell.view.refreshed[0][1] == "rank 1 waits"
+    assert cell.view.refreshed[-1][1] == ""
+    assert cell.recorder.areas()["hvdlab-c-status-0"] == {"text/plain": "went on"}
+
+
+def test_output_is_as_without_it() -> None:
+    with_strip, without = Cell(limit=1 << 20), Cell(limit=1 << 20)
+    without.strip._at = None
+    for one in (with_strip, without):
+        for step in range(40):
+            for rank in range(2):
+                one.write(f"step {step}\nof rank {rank}\n", rank)
+            one.run(one.clock.now + 0.1)
+        one.end()
+    written = [
+        [m for m in one.recorder.sent if m[0] in ("stdout", "stderr")] for one in (with_strip, without)
+    ]
+    assert written[0] == written[1]
+    assert len(with_strip.shown()) == 3
+
+
+class Slow(View):
+    def __init__(self, cell_clock: dict[str, float]) -> None:
+        super().__init__()
+        self.clock = cell_clock
+
+    def refresh(self, now: float, stalled: str) -> None:
+        super().refresh(now, stalled)
+        self.clock["now"] += 0.1
+
+
+def test_what_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0}
+    monkeypatch.setattr("hvdlab.magics.screens.strip.time.monotonic", lambda: clock["now"])
+    cell = Cell(Slow(clock))
+    cell.run(30.0)
+    assert len(cell.view.refreshed) <= 30 / (COST * 0.1) + 1
+
+
+class Broken(View):
+    def refresh(self, now: float, stalled: str) -> None:
+        raise RuntimeError("no such thing")
+
+
+def test_if_it_can_not_be_shown_the_cell_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    cell = Cell(Broken())
+    with caplog.at_level(logging.ERROR):
+        cell.run(5.0)
+    assert caplog.text.count("the strip under the cell is not shown any more") == 1
+    cell.write("goes on\n")
+    cell.write("goes on\n", rank=1)
+    cell.end()
+    assert ("stdout", "[0,1] goes on\n") in cell.recorder.sent
+
+
+def test_a_setting_and_a_missing_package_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("anywidget")
+    assert wanted({})
+    assert wanted({"HVDLAB_STRIP": "1"})
+    assert not wanted({"HVDLAB_STRIP": "0"})
+    with pytest.raises(InvalidRequestError, match="HVDLAB_STRIP"):
+        wanted({"HVDLAB_STRIP": "perhaps"})
+    monkeypatch.setattr("hvdlab.magics.strips.find_spec", lambda name: None)
+    assert not wanted({})

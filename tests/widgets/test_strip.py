@@ -1,0 +1,114 @@
+"""What the strip under a running cell says, without a browser."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("anywidget")
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.events import CellBegin, Metric
+from hvdlab.collectives.timeline.records import encode
+from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
+from timeline_traces import START_NS, steps
+
+shown: list[Any] = []
+
+
+def show(*arguments: Any) -> None:
+    shown.append(arguments)
+
+
+@pytest.fixture
+def strip() -> Iterator[StripWidget]:
+    shown.clear()
+    recording = Recording()
+    recording.feed(0, encode(0, [CellBegin("7", START_NS - 5000)]))
+    widget = StripWidget(recording, range(4), "[7]", time.monotonic(), show)
+    yield widget
+    widget.close()
+
+
+def feed(strip: StripWidget, count: int = 20) -> None:
+    for rank, batch in steps(4, count, seed=1):
+        strip._recording.feed(rank, batch)
+
+
+def test_before_the_first_collective_no_share_is_claimed(strip: StripWidget) -> None:
+    assert [one["known"] for one in strip.pace["ranks"]] == [False] * 4
+    assert strip.pace["silent"] == -1
+    assert strip.text() == "4 ranks · running [7]"
+    assert strip.summary(time.monotonic()) == ""
+
+
+def test_it_follows_the_recording(strip: StripWidget) -> None:
+    feed(strip)
+    strip.refresh(time.monotonic() + 3, "rank 2 is late\nand more")
+    now = strip.pace
+    assert all(one["known"] for one in now["ranks"])
+    assert all(
+        one["compute"] + one["wait"] + one["work"] == pytest.approx(1, abs=0.02) for one in now["ranks"]
+    )
+    assert [one["slowest"] for one in now["ranks"]].count(True) == 1
+    assert now["rate"].endswith("collectives/s")
+    assert now["stalled"] == "rank 2 is late"
+    assert now["elapsed"] == pytest.approx(3, abs=0.5)
+    assert now["silent"] == 0
+
+
+def test_nothing_is_sent_while_nothing_changes(strip: StripWidget) -> None:
+    feed(strip)
+    strip.refresh(time.monotonic(), "")
+    sent: list[Any] = []
+    strip.observe(sent.append, "pace")
+    for later in range(1, 20):
+        strip.refresh(time.monotonic() + later, "")
+    assert sent == []
+
+
+def test_steps_are_told_if_ranks_report_them(strip: StripWidget) -> None:
+    feed(strip)
+    for step in range(5):
+        strip._recording.feed(1, encode(1, [Metric("hvdlab/step_time", 0.08, step, START_NS + step)]))
+    strip.refresh(time.monotonic(), "")
+    assert strip.pace["rate"] == "12.5 steps/s"
+
+
+def test_the_summary_is_one_short_line(strip: StripWidget) -> None:
+    feed(strip)
+    text = strip.summary(time.monotonic() + 2)
+    assert text.startswith("4 ranks · 2")
+    assert "waiting for others" in text
+    assert "\n" not in text
+    assert len(text) < 250
+    assert "<script>" not in summary_html("<script>")
+
+
+def test_only_the_cell_itself_counts() -> None:
+    recording = Recording()
+    for rank, batch in steps(2, 5):
+        recording.feed(rank, batch)
+    assert cell_begin(recording, [0, 1], "7") is None, "that cell has ended"
+    end = int(recording.rows_since(0)[1]["arrival"].max()) + 10**9
+    recording.feed(0, encode(0, [CellBegin("8", end)]))
+    assert cell_begin(recording, [0, 1], "8") == end
+    assert cell_begin(recording, [1], "8") is None
+
+
+def test_a_click_shows_the_timeline_under_the_cell(strip: StripWidget) -> None:
+    feed(strip)
+    strip._handle_custom_msg({"type": "something"}, [])
+    assert not shown
+    strip._handle_custom_msg({"type": "open"}, [])
+    (still, _, name, update), (view, _, nowhere, _) = shown
+    assert "Timeline: 4 ranks" in still["text/plain"]
+    assert name.startswith("hvdlab-timeline-")
+    assert not update
+    assert "application/vnd.jupyter.widget-view+json" in view
+    assert nowhere == ""
+    assert strip.opened == 1
+    strip._timeline.close()

@@ -1,0 +1,138 @@
+import { h } from './dom.ts';
+import { watchTheme } from './theme.ts';
+
+/** Shares of the last seconds, 0 to 1; `known` is false for a rank that has recorded nothing. */
+export interface RankShares {
+  rank: number;
+  known: boolean;
+  compute: number;
+  wait: number;
+  work: number;
+  slowest: boolean;
+}
+
+/** What the kernel tells of a running cell; the texts are ready to be shown. */
+export interface StripState {
+  ranks: RankShares[];
+  /** `4 ranks · [7]`. */
+  heading: string;
+  /** `12.4 steps/s`. */
+  rate: string;
+  /** `others wait for rank 2 (31 %)`. */
+  note: string;
+  /** What the cell waits for; empty while all is well. */
+  stalled: string;
+  /** Seconds that the cell had been running when this was told. */
+  elapsed: number;
+  /** Seconds since the last collective ended when this was told; -1 if there was none. */
+  silent: number;
+}
+
+const SILENT = 2;
+const WIDE = 16;
+
+/** One line under a running cell: how fast it goes, and a bar per rank of computing against waiting. */
+export class StripView {
+  readonly root: HTMLElement;
+  private readonly heading = h('span', { class: 'hvd-strip-heading' });
+  private readonly rate = h('span', { class: 'hvd-strip-rate' });
+  private readonly note = h('span', { class: 'hvd-strip-note' });
+  private readonly time = h('span', { class: 'hvd-strip-time' });
+  private readonly bars = h('span', { class: 'hvd-strip-bars' });
+  private readonly opens = h('span', { class: 'hvd-strip-open', 'aria-hidden': 'true' }, 'timeline ▸');
+  private readonly endTheme: () => void;
+  private readonly timer: number;
+  private readonly rows: { root: HTMLElement; parts: HTMLElement[]; text: string }[] = [];
+  private state: StripState | null = null;
+  private at = 0;
+
+  constructor(parent: HTMLElement, open: () => void) {
+    this.root = h('div', { class: 'hvd-strip', role: 'button', tabindex: '0' }, this.heading, this.rate, this.bars, this.note, this.time, this.opens);
+    const act = () => {
+      if (this.root.dataset.asked) return;
+      this.root.dataset.asked = 'true';
+      this.opens.textContent = 'opens …';
+      open();
+    };
+    this.root.addEventListener('click', act);
+    this.root.addEventListener('keydown', event => {
+      if (event.key !== 'Enter' && event.key !== ' ') return;
+      // Else the notebook would take it.
+      event.preventDefault();
+      event.stopPropagation();
+      act();
+    });
+    parent.append(this.root);
+    this.endTheme = watchTheme(this.root, () => undefined);
+    this.timer = window.setInterval(() => this.tick(), 1000);
+  }
+
+  /** The timeline is there. */
+  opened(): void {
+    this.opens.textContent = 'timeline opened';
+  }
+
+  update(state: StripState): void {
+    this.state = state;
+    this.at = performance.now();
+    this.heading.textContent = state.heading;
+    this.rate.textContent = state.rate;
+    this.note.textContent = state.stalled || state.note;
+    this.note.classList.toggle('hvd-strip-stalled', state.stalled !== '');
+    this.root.dataset.state = state.stalled ? 'stalled' : 'running';
+    this.draw(state.ranks);
+    this.root.setAttribute('aria-label', `${state.heading}, ${state.rate || 'no collectives yet'}; ${state.stalled || state.note}. Opens the timeline.`);
+    this.tick();
+  }
+
+  private draw(ranks: RankShares[]): void {
+    this.bars.classList.toggle('hvd-strip-many', ranks.length > WIDE);
+    while (this.rows.length > ranks.length) this.rows.pop()!.root.remove();
+    while (this.rows.length < ranks.length) {
+      const parts = ['compute', 'work', 'wait'].map(kind => h('span', { class: `hvd-strip-${kind}` }));
+      const root = h('span', { class: 'hvd-strip-rank', role: 'img' }, h('span', { class: 'hvd-strip-number' }), h('span', { class: 'hvd-strip-bar' }, ...parts));
+      this.rows.push({ root, parts, text: '' });
+      this.bars.append(root);
+    }
+    ranks.forEach((one, i) => {
+      const row = this.rows[i];
+      const shares = [one.compute, one.work, one.wait];
+      const text = one.known ? `rank ${one.rank}: computes ${percent(one.compute)}, in collectives ${percent(one.work)}, waits ${percent(one.wait)}` : `rank ${one.rank}: no collective yet`;
+      row.parts.forEach((part, k) => part.style.setProperty('--share', String(one.known ? shares[k] : 0)));
+      row.root.classList.toggle('hvd-strip-slowest', one.slowest);
+      if (row.text === text) return;
+      row.text = text;
+      row.root.firstElementChild!.textContent = String(one.rank);
+      row.root.title = text;
+      row.root.setAttribute('aria-label', text);
+    });
+  }
+
+  private tick(): void {
+    const { state } = this;
+    if (!state) return;
+    const passed = (performance.now() - this.at) / 1000;
+    const silent = state.silent < 0 ? -1 : state.silent + passed;
+    const ago = silent >= SILENT ? `last collective ${Math.floor(silent)} s ago · ` : '';
+    const text = ago + clock(state.elapsed + passed);
+    if (this.time.textContent !== text) this.time.textContent = text;
+  }
+
+  dispose(): void {
+    clearInterval(this.timer);
+    this.endTheme();
+    this.root.remove();
+  }
+}
+
+function percent(share: number): string {
+  return `${Math.round(share * 100)} %`;
+}
+
+/** `0:52`, `1:02:03`. */
+export function clock(seconds: number): string {
+  const whole = Math.max(0, Math.floor(seconds));
+  const two = (n: number) => String(n).padStart(2, '0');
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}

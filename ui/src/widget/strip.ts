@@ -1,0 +1,45 @@
+import { StripView, type StripState } from '../view/strip.ts';
+import type { Model } from './stream.ts';
+
+/**
+ * Shows an output below all others of its cell, wherever it is among them; returns what undoes that.
+ *
+ * Text that is printed after the strip was made would else stand below it. Only the look changes: the notebook keeps the order.
+ */
+function keepLast(element: HTMLElement): () => void {
+  let undo = () => undefined as void;
+  const frame = requestAnimationFrame(() => {
+    const output = element.closest<HTMLElement>('.jp-OutputArea-child');
+    const area = output?.parentElement;
+    if (!output || !area?.classList.contains('jp-OutputArea')) return;
+    const before = [area.style.display, area.style.flexDirection];
+    [area.style.display, area.style.flexDirection] = ['flex', 'column'];
+    output.style.order = '1';
+    undo = () => {
+      output.style.order = '';
+      [area.style.display, area.style.flexDirection] = before;
+    };
+  });
+  return () => {
+    cancelAnimationFrame(frame);
+    undo();
+  };
+}
+
+function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
+  const view = new StripView(el, () => model.send({ type: 'open' }));
+  const update = () => view.update(model.get('pace') as StripState);
+  const opened = () => view.opened();
+  model.on('change:pace', update);
+  model.on('change:opened', opened);
+  update();
+  const letGo = keepLast(el);
+  return () => {
+    letGo();
+    model.off('change:pace', update);
+    model.off('change:opened', opened);
+    view.dispose();
+  };
+}
+
+export default { render };

@@ -1,0 +1,185 @@
+"""The strip under a running cell: how fast it goes, and a bar per rank of computing against waiting."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
+from hvdlab.widgets.picture import seconds
+from hvdlab.widgets.unparented import unparented
+
+STATIC = Path(__file__).parent / "static"
+
+NOTEWORTHY = 0.05
+"""Share of the time that others waited for a rank, from which on it is named."""
+SUMMARY_ROWS = 100_000
+"""Rows that the summary looks at, the newest."""
+
+Show = Callable[[dict[str, Any], dict[str, Any], str, bool], None]
+"""Shows data with metadata in an area (none: a new one), or updates it."""
+
+
+class StripWidget(anywidget.AnyWidget):
+    """One line, live. Made for each cell that runs for more than a moment.
+
+    Args:
+        recording: The ranks' spans.
+        ranks: The ranks of the cell.
+        label: What users call it: ``[7]``.
+        begun: When it began, by ``time.monotonic()``.
+        show: Shows what is opened under the cell. Any thread.
+    """
+
+    _esm = (STATIC / "strip.js").read_text()
+    _css = (STATIC / "strip.css").read_text()
+    pace: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    opened = traitlets.Int(0).tag(sync=True)
+
+    def __init__(
+        self, recording: Recording, ranks: Sequence[int], label: str, begun: float, show: Show
+    ) -> None:
+        self._recording, self._ranks, self._label, self._begun = recording, tuple(ranks), label, begun
+        self._show = show
+        self._since_ns = cell_begin(recording, ranks, label)
+        self._end, self._moved = recording.end, 0.0
+        self._timeline: Any = None
+        self._pace = Pace()
+        unparented(super().__init__, pace=self._state(time.monotonic(), ""))
+        self.on_msg(self._receive)
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def bundle(self) -> dict[str, Any]:
+        """What a cell shows of it."""
+        data: Any = self._repr_mimebundle_()
+        found = data[0] if isinstance(data, tuple) else data
+        return {**found, "text/plain": self.text()}
+
+    def refresh(self, now: float, stalled: str) -> None:
+        """Bring it up to date.
+
+        Args:
+            now: ``time.monotonic()``.
+            stalled: What the cell waits for, or empty.
+        """
+        state = self._state(now, stalled)
+        if any(state[key] != value for key, value in self.pace.items() if key not in ("elapsed", "silent")):
+            unparented(setattr, self, "pace", state)
+
+    def _state(self, now: float, stalled: str) -> dict[str, Any]:
+        end = self._recording.end
+        if end != self._end:
+            self._end, self._moved = end, now
+            self._pace = pace(self._recording, since_ns=self._since_ns)
+        known = {one.rank: one for one in self._pace.ranks}
+        slowest = self._pace.slowest
+        if slowest is not None and slowest.held_up < NOTEWORTHY:
+            slowest = None
+        ranks = []
+        for rank in self._ranks:
+            one = known.get(rank)
+            shares = (0.0, 0.0, 0.0) if one is None else (one.compute, one.wait, one.work)
+            ranks.append(
+                {
+                    "rank": rank,
+                    "known": one is not None,
+                    **{
+                        name: round(share, 2)
+                        for name, share in zip(("compute", "wait", "work"), shares, strict=True)
+                    },
+                    "slowest": slowest is not None and rank == slowest.rank,
+                }
+            )
+        note = f"others wait for rank {slowest.rank} ({slowest.held_up:.0%})" if slowest else ""
+        return {
+            "ranks": ranks,
+            "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
+            "rate": self._rate(self._pace),
+            "note": note,
+            "stalled": stalled.partition("\n")[0],
+            "elapsed": round(now - self._begun, 1),
+            "silent": round(now - self._moved, 1) if self._moved else -1,
+        }
+
+    def _rate(self, found: Pace) -> str:
+        steps = steps_per_second(self._recording, self._ranks, self._since_ns)
+        if steps is not None:
+            return f"{_digits(steps)} steps/s"
+        return f"{_digits(found.per_second)} collectives/s" if found.collectives else ""
+
+    def text(self) -> str:
+        """The strip in words."""
+        return " · ".join(
+            part for part in (self.pace["heading"], self.pace["rate"], self.pace["note"]) if part
+        )
+
+    # -- what stays ---------------------------------------------------------------------------------------------------
+
+    def summary(self, now: float) -> str:
+        """The cell in one line, from all that was recorded of it; empty if that is nothing."""
+        found = pace(self._recording, None, since_ns=self._since_ns, most=SUMMARY_ROWS)
+        if not found.ranks:
+            return ""
+        compute, wait, work = (
+            sum(getattr(one, name) for one in found.ranks) / len(found.ranks)
+            for name in ("compute", "wait", "work")
+        )
+        elapsed = now - self._begun
+        parts = [_count(len(self._ranks), "rank"), seconds(elapsed * 1e9)]
+        parts.append(self._rate(found))
+        where = "" if found.seconds > elapsed / 2 else f" (of the last {seconds(found.seconds * 1e9)})"
+        parts.append(
+            f"computing {compute:.0%}, waiting for others {wait:.0%}, in collectives {work:.0%}{where}"
+        )
+        slowest = found.slowest
+        if slowest is not None and slowest.held_up >= NOTEWORTHY:
+            parts.append(
+                f"others waited {seconds(slowest.held_up * found.seconds * 1e9)} for rank {slowest.rank}"
+            )
+        return " · ".join(parts)
+
+    # -- the browser --------------------------------------------------------------------------------------------------
+
+    def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
+        if isinstance(content, dict) and content.get("type") == "open":
+            self._open()
+            unparented(setattr, self, "opened", self.opened + 1)
+
+    def _open(self) -> None:
+        """Show the timeline under the cell."""
+        from hvdlab.widgets.timeline import TimelineWidget
+
+        if self._timeline is None:
+            self._timeline = TimelineWidget(self._recording)
+        self._timeline.show_with(self._show)
+
+
+def cell_begin(recording: Recording, ranks: Sequence[int], label: str) -> int | None:
+    """When a cell that runs now began on its first rank, on the recording's axis; ``None`` if that is not known."""
+    begins = [
+        mark.begin_ns
+        for mark in recording.marks()
+        if mark.kind == "cell" and mark.end_ns is None and mark.text == label and mark.rank in ranks
+    ]
+    return min(begins, default=None)
+
+
+def summary_html(text: str) -> str:
+    """A summary as it stands under a cell that has ended."""
+    return f'<div style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

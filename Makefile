@@ -43,8 +43,9 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
-views: ## check and build the widgets' scripts; needs node, which installing does not
+views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build
+	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/kernel_ext/pool tests/torch/test_habits.py $(PYTEST_ARGS)

@@ -2,7 +2,7 @@
 import { spawnSync } from 'node:child_process';
 import { createHash } from 'node:crypto';
 import { copyFileSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
-import { dirname, join, relative, sep } from 'node:path';
+import { dirname, join, relative, resolve, sep } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { build } from 'esbuild';
 
@@ -15,22 +15,12 @@ function files(directory) {
   return readdirSync(directory, { withFileTypes: true }).flatMap(entry => (entry.isDirectory() ? files(join(directory, entry.name)) : [join(directory, entry.name)]));
 }
 
-/** Digest of all that goes in; tests compute it as well. */
-function digest() {
-  const hash = createHash('sha256');
-  const own = ['src', 'style', 'schema'].flatMap(name => files(join(here, name)));
-  const single = ['build.mjs', 'package.json', 'package-lock.json', 'tsconfig.json'].map(name => join(here, name));
-  const inputs = [...own, ...single, ...files(join(ui, 'src')), join(ui, 'package-lock.json')];
-  for (const name of inputs.map(path => relative(root, path).split(sep).join('/')).sort()) {
-    hash.update(`${name}\0`).update(readFileSync(join(root, name))).update('\0');
-  }
-  return hash.digest('hex');
-}
-
 rmSync(join(here, 'lib'), { recursive: true, force: true });
 mkdirSync(join(here, 'lib'), { recursive: true });
 copyFileSync(join(ui, 'src', 'style.css'), join(here, 'lib', 'views.css'));
-await build({
+const { metafile } = await build({
+  absWorkingDir: here,
+  metafile: true,
   entryPoints: [join(here, 'src', 'index.ts')],
   outfile: join(here, 'lib', 'index.js'),
   bundle: true,
@@ -44,4 +34,11 @@ await build({
 const path = [dirname(process.execPath), process.env.PATH].join(':');
 const done = spawnSync(process.env.JUPYTER_BUILDER ?? 'jupyter-builder', ['build', '.'], { cwd: here, stdio: 'inherit', env: { ...process.env, PATH: path } });
 if (done.status !== 0) throw new Error(`jupyter-builder: ${done.error?.message ?? `exit status ${done.status}`}`);
-writeFileSync(join(out, 'sources.txt'), `sha256:${digest()}\n`);
+
+// Which sources it was made from; tests look whether these are still the same.
+const scripts = Object.keys(metafile.inputs).map(name => resolve(here, name)).filter(name => !name.includes('node_modules'));
+const others = ['style', 'schema'].flatMap(name => files(join(here, name)));
+const single = ['build.mjs', 'package.json', 'package-lock.json', 'tsconfig.json'].map(name => join(here, name));
+const inputs = new Set([...scripts, ...others, ...single, join(ui, 'src', 'style.css'), join(ui, 'package-lock.json')]);
+const line = path => `${createHash('sha256').update(readFileSync(path)).digest('hex')}  ${relative(root, path).split(sep).join('/')}`;
+writeFileSync(join(out, 'sources.txt'), `${[...inputs].sort().map(line).join('\n')}\n`);

@@ -85,10 +85,20 @@ def test_a_wheel_has_every_module_once_and_nothing_else_at_the_top(
     assert [name for name, count in Counter(names).items() if count > 1] == []
     modules = {name for name in names if name.endswith(".py")}
     assert expected_modules() - modules == set(), "hatchling visits a directory once: reach it by one path"
-    assert {name.split("/")[0] for name in names} == {"hvdlab", names[-1].split("/")[0]}
-    assert names[-1].split("/")[0].endswith(".dist-info")
+    version = names[-1].split("/")[0].removesuffix(".dist-info")
+    assert {name.split("/")[0] for name in names} == {"hvdlab", f"{version}.dist-info", f"{version}.data"}
     assert {"hvdlab/py.typed", "hvdlab/widgets/static/timeline.js"} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
+
+
+def test_a_wheel_brings_the_panel_to_where_jupyterlab_finds_it(builds: tuple[Path, Path]) -> None:
+    prebuilt = ROOT / "labextension" / "prebuilt"
+    files = [path.relative_to(prebuilt).as_posix() for path in prebuilt.rglob("*") if path.is_file()]
+    names = names_in(builds[0])
+    data = next(name.split("/")[0] for name in names if ".data/" in name)
+    place = f"{data}/data/share/jupyter/labextensions/@hvdlab/labextension"
+    assert {f"{place}/{name}" for name in [*files, "install.json"]} <= set(names)
+    assert "package.json" in files
 
 
 def test_the_wheel_of_the_sdist_is_the_wheel(builds: tuple[Path, Path]) -> None:

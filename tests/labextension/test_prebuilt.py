@@ -1,0 +1,56 @@
+"""What JupyterLab loads was made from the sources beside it, and fits the package that brings it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import hvdlab
+from hvdlab.magics import panel
+
+ROOT = Path(__file__).parents[2]
+EXTENSION = ROOT / "labextension"
+PREBUILT = EXTENSION / "prebuilt"
+
+pytestmark = pytest.mark.skipif(not EXTENSION.is_dir(), reason="not a checkout: the sources are not here")
+
+
+def test_the_panel_is_up_to_date() -> None:
+    lines = (PREBUILT / "sources.txt").read_text().splitlines()
+    sources = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    assert {"labextension/src/index.ts", "ui/src/view/timeline.ts", "labextension/schema/plugin.json"} <= set(
+        sources
+    )
+    for name, digest in sources.items():
+        path = ROOT / name
+        now = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "gone"
+        assert now == digest, f"{name} was changed: run `make views`"
+
+
+def test_the_panel_is_whole() -> None:
+    about = json.loads((PREBUILT / "package.json").read_text())
+    assert about["version"] == hvdlab.__version__
+    assert (PREBUILT / about["jupyterlab"]["_build"]["load"]).is_file()
+    schema = json.loads((PREBUILT / "schemas" / about["name"] / "plugin.json").read_text())
+    assert schema == json.loads((EXTENSION / "schema" / "plugin.json").read_text())
+
+
+def test_the_panel_names_no_place_of_the_machine_that_built_it() -> None:
+    for path in PREBUILT.rglob("*"):
+        if path.is_file():
+            found = re.search(rb"(?<![\w.])/(home|root|tmp|work|Users)/", path.read_bytes())
+            assert not found, (path, found)
+
+
+def test_the_lock_names_no_host() -> None:
+    assert '"resolved"' not in (EXTENSION / "package-lock.json").read_text()
+
+
+def test_page_and_kernel_call_things_by_the_same_names() -> None:
+    source = (EXTENSION / "src" / "protocol.ts").read_text()
+    names = dict(re.findall(r"export const (\w+) = '([^']*)'", source))
+    assert names == {"TARGET": panel.TARGET, "STREAM": panel.STREAM, "REQUESTS": panel.REQUESTS, "OWN": ""}

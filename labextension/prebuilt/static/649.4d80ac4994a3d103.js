@@ -1,0 +1,264 @@
+"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[649],{400(e,t,a){var r=a(261),i=a.n(r),d=a(186),o=a.n(d),n=a(378),l=a.n(n),h=a(277),v=a.n(h),p=a(497),s=a.n(p),c=a(62),u=a.n(c),x=a(689),f={};f.styleTagTransform=u(),f.setAttributes=v(),f.insert=l().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),i()(x.A,f),x.A&&x.A.locals&&x.A.locals;var b=a(957),g={};g.styleTagTransform=u(),g.setAttributes=v(),g.insert=l().bind(null,"head"),g.domAPI=o(),g.insertStyleElement=s(),i()(b.A,g),b.A&&b.A.locals&&b.A.locals},689(e,t,a){var r=a(380),i=a.n(r),d=a(381),o=(a.n(d))()(i());o.push([e.id,`.hvd-view {
+  --hvd-background: var(--jp-layout-color0, var(--vscode-editor-background, #fff));
+  --hvd-text: var(--jp-ui-font-color1, var(--vscode-editor-foreground, #20252e));
+  --hvd-faint: #68707d;
+  --hvd-line: rgba(128, 136, 150, 0.25);
+  --hvd-fill: rgba(128, 136, 150, 0.12);
+  --hvd-late: #d55e00;
+  --hvd-late-text: #a84300;
+  --hvd-work: #0072b2;
+  --hvd-wait: #c1c9d6;
+  --hvd-good: #00775a;
+  --hvd-link: #005f96;
+  position: relative;
+  box-sizing: border-box;
+  overflow: hidden;
+  border: 1px solid var(--hvd-line);
+  border-radius: 8px;
+  background: var(--hvd-background);
+  color: var(--hvd-text);
+  font: 12px/1.45 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+.hvd-view[data-theme="dark"] {
+  --hvd-faint: #959daa;
+  --hvd-late: #ff7a29;
+  --hvd-late-text: #ff9c5e;
+  --hvd-work: #409cde;
+  --hvd-wait: #475061;
+  --hvd-good: #35c79a;
+  --hvd-link: #6db8ea;
+}
+.hvd-view *, .hvd-view *::before { box-sizing: border-box; }
+.hvd-bar {
+  display: flex;
+  flex-wrap: wrap;
+  align-items: center;
+  gap: 6px 10px;
+  min-height: 38px;
+  padding: 5px 8px 5px 12px;
+  border-bottom: 1px solid var(--hvd-line);
+}
+.hvd-bar strong { margin: 0; padding: 0; font-size: 13px; line-height: 18px; }
+.hvd-bar > span { line-height: 18px; }
+.hvd-space { flex: 1; }
+.hvd-status, .hvd-faint { color: var(--hvd-faint); }
+.hvd-state {
+  display: inline-flex;
+  align-items: center;
+  gap: 5px;
+  padding: 0 8px;
+  border-radius: 9px;
+  background: var(--hvd-fill);
+  line-height: 18px;
+  white-space: nowrap;
+}
+.hvd-state::before { content: ""; width: 7px; height: 7px; border-radius: 50%; background: var(--hvd-faint); }
+.hvd-state[data-live="true"]::before, .hvd-state[data-state="running"]::before { background: var(--hvd-good); }
+.hvd-state[data-state="lost"]::before { border-radius: 0; background: var(--hvd-late); }
+.hvd-bar input {
+  width: 150px;
+  height: 26px;
+  padding: 0 8px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 5px;
+  background: transparent;
+  color: inherit;
+  font: inherit;
+}
+.hvd-bar input::placeholder { color: var(--hvd-faint); opacity: 1; }
+.hvd-buttons { display: inline-flex; border: 1px solid var(--hvd-line); border-radius: 5px; }
+.hvd-buttons button {
+  min-width: 28px;
+  height: 24px;
+  padding: 0 7px;
+  border: 0;
+  border-left: 1px solid var(--hvd-line);
+  background: transparent;
+  color: inherit;
+  font: inherit;
+  font-size: 13px;
+  line-height: 1;
+  cursor: pointer;
+}
+.hvd-buttons > button:first-child { border-left: 0; font-size: 10px; }
+.hvd-drop { position: relative; display: inline-flex; }
+.hvd-menu {
+  position: absolute;
+  z-index: 7;
+  top: 27px;
+  right: -1px;
+  padding: 4px 0;
+  border: 1px solid var(--hvd-line);
+  border-radius: 6px;
+  background: var(--hvd-background);
+  box-shadow: 0 4px 18px rgba(0, 0, 0, 0.22);
+}
+.hvd-buttons .hvd-menu button { display: block; width: 100%; height: 28px; padding: 0 14px; border: 0; font-size: 12px; text-align: left; white-space: nowrap; }
+.hvd-link {
+  margin: 0;
+  padding: 0 6px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 4px;
+  background: transparent;
+  color: inherit;
+  font: inherit;
+  font-weight: 400;
+  line-height: 17px;
+  cursor: pointer;
+}
+.hvd-link:hover { background: var(--hvd-fill); }
+.hvd-view h4 .hvd-link { margin-left: 8px; font-size: 11px; }
+.hvd-view .hvd-site { color: var(--hvd-faint); font-size: 11.5px; white-space: nowrap; }
+.hvd-view .hvd-site.hvd-link { border: 0; padding: 0; color: var(--hvd-link); text-decoration: underline; text-underline-offset: 2px; text-decoration-thickness: 1px; }
+.hvd-hint { margin-left: 8px; font-weight: 400; color: var(--hvd-faint); }
+.hvd-buttons button:hover { background: var(--hvd-fill); }
+.hvd-view :focus-visible { outline: 2px solid var(--hvd-work); outline-offset: -2px; }
+.hvd-plot { position: relative; }
+.hvd-plot canvas { display: block; touch-action: pan-y; }
+.hvd-minimap { padding-top: 4px; }
+.hvd-minimap canvas { display: block; touch-action: none; }
+.hvd-charts { border-top: 1px solid var(--hvd-line); }
+.hvd-fill-parent { display: flex; flex-direction: column; height: 100%; min-height: 0; border: 0; border-radius: 0; }
+.hvd-fill-parent > * { flex: none; }
+.hvd-fill-parent > .hvd-plot { overflow: hidden auto; }
+.hvd-fill-parent > .hvd-charts { overflow: hidden auto; max-height: 40%; }
+.hvd-fill-parent > .hvd-details { flex: 1 1 0; overflow: auto; align-content: flex-start; }
+.hvd-legend { display: flex; flex-wrap: wrap; gap: 2px 16px; padding: 4px 12px 7px; color: var(--hvd-faint); }
+.hvd-swatch { display: inline-block; width: 12px; height: 12px; border-radius: 2px; vertical-align: -2px; }
+.hvd-tip {
+  position: absolute;
+  z-index: 5;
+  top: 0;
+  left: 0;
+  max-width: 340px;
+  padding: 8px 10px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 6px;
+  background: var(--hvd-background);
+  box-shadow: 0 4px 18px rgba(0, 0, 0, 0.22);
+  pointer-events: none;
+}
+.hvd-tip-name { font-weight: 600; overflow-wrap: anywhere; }
+.hvd-view [hidden] { display: none; }
+.hvd-view dl { display: grid; grid-template-columns: auto 1fr; gap: 1px 12px; margin: 4px 0 0; padding: 0; }
+.hvd-view dt, .hvd-view dd { float: none; width: auto; margin: 0; padding: 0; font-weight: 400; line-height: inherit; }
+.hvd-view dt { color: var(--hvd-faint); white-space: nowrap; }
+.hvd-view .hvd-help {
+  position: absolute;
+  z-index: 6;
+  top: 44px;
+  right: 8px;
+  max-height: calc(100% - 52px);
+  overflow: auto;
+  padding: 10px 14px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 6px;
+  background: var(--hvd-background);
+  box-shadow: 0 4px 18px rgba(0, 0, 0, 0.22);
+}
+.hvd-view .hvd-help[hidden] { display: none; }
+.hvd-details { display: flex; flex-wrap: wrap; gap: 12px 32px; padding: 9px 12px 11px; border-top: 1px solid var(--hvd-line); }
+.hvd-details:empty { display: none; }
+.hvd-details section { flex: 1 1 260px; min-width: 0; }
+.hvd-details .hvd-names { flex: 2 1 460px; overflow-x: auto; }
+.hvd-view h4 { margin: 0 0 5px; padding: 0; font-size: 12px; font-weight: 600; }
+.hvd-view h4 code { font-size: 12px; background: none; color: inherit; }
+.hvd-view table { border-collapse: collapse; margin: 0; width: 100%; font-size: 12px; color: inherit; border: 0; }
+.hvd-view tr, .hvd-view tbody tr:nth-child(odd), .hvd-view tbody tr:nth-child(even) { background: transparent; }
+.hvd-view th, .hvd-view td { padding: 2px 8px 2px 0; border: 0; text-align: right; font-weight: 400; vertical-align: middle; white-space: nowrap; }
+.hvd-view thead th { color: var(--hvd-faint); padding-bottom: 3px; }
+.hvd-view tbody th { text-align: left; }
+.hvd-view .hvd-names th { text-align: left; max-width: 240px; overflow: hidden; text-overflow: ellipsis; }
+.hvd-view .hvd-names thead th:nth-child(n + 3) { text-align: right; }
+.hvd-view .hvd-names td:first-child { width: 18px; text-align: left; }
+.hvd-view .hvd-bars { max-width: 460px; }
+.hvd-view .hvd-bars td { text-align: left; width: 1%; }
+.hvd-view .hvd-bars .hvd-track { width: 99%; }
+.hvd-view .hvd-bars th { width: 1%; }
+.hvd-bars .hvd-track span { display: block; height: 9px; min-width: 1px; border-radius: 2px; background: var(--hvd-faint); opacity: 0.55; }
+.hvd-view .hvd-strong th, .hvd-view .hvd-bars .hvd-strong td { color: var(--hvd-late-text); font-weight: 600; }
+.hvd-strong .hvd-track span { background: var(--hvd-late); opacity: 1; }
+.hvd-view .hvd-names .hvd-at { text-align: left; }
+.hvd-view .hvd-names thead .hvd-at { text-align: left; }
+.hvd-view .hvd-compare tbody + tbody tr:first-child > * { padding-top: 6px; }
+.hvd-view .hvd-compare tbody th, .hvd-view .hvd-compare tbody td[rowspan] { vertical-align: top; }
+.hvd-view .hvd-compare thead th:nth-child(n + 4) { text-align: right; }
+.hvd-change { margin-left: 6px; font-size: 11px; color: var(--hvd-faint); }
+.hvd-change[data-tone="worse"] { color: var(--hvd-late-text); font-weight: 600; }
+.hvd-change[data-tone="better"] { color: var(--hvd-good); font-weight: 600; }
+.hvd-scroll { overflow-x: auto; padding: 4px 12px 10px; }
+.hvd-view.hvd-ranks th, .hvd-view.hvd-ranks td { text-align: left; padding: 3px 14px 3px 0; }
+.hvd-view.hvd-ranks .hvd-number, .hvd-view.hvd-ranks thead th:nth-child(n + 6) { text-align: right; }
+.hvd-shares { display: inline-flex; width: 110px; height: 10px; border-radius: 3px; overflow: hidden; background: var(--hvd-fill); vertical-align: -1px; }
+.hvd-work { background: var(--hvd-work); }
+.hvd-wait { background: var(--hvd-wait); }
+.hvd-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+`,""]),a.d(t,{},{A:o})},957(e,t,a){var r=a(380),i=a.n(r),d=a(381),o=(a.n(d))()(i());o.push([e.id,`.jp-HvdlabPanel {
+  display: flex;
+  flex-direction: column;
+  min-width: 260px;
+  min-height: 140px;
+  overflow: hidden;
+  background: var(--jp-layout-color0);
+  color: var(--jp-ui-font-color1);
+}
+.jp-HvdlabPanel > [hidden] { display: none !important; }
+.jp-HvdlabPanel-timeline { flex: 1 1 auto; min-height: 0; overflow: auto; }
+.jp-HvdlabPanel-ranks { flex: 0 1 auto; max-height: 45%; overflow: auto; border-top: var(--jp-border-width) solid var(--jp-border-color2); }
+.jp-HvdlabPanel .hvd-view {
+  border: 0;
+  border-radius: 0;
+  font-family: var(--jp-ui-font-family);
+}
+.jp-HvdlabPanel-spoken { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+.jp-HvdlabPanel-empty {
+  margin: auto;
+  padding: 20px;
+  max-width: 460px;
+  text-align: center;
+  color: var(--jp-ui-font-color2);
+  font-size: var(--jp-ui-font-size1);
+  line-height: 1.6;
+  outline: none;
+}
+.jp-HvdlabPanel-emptyTitle { color: var(--jp-ui-font-color1); font-size: var(--jp-ui-font-size2); font-weight: 600; }
+.jp-HvdlabPanel-empty pre {
+  display: inline-block;
+  margin: 12px 0 0;
+  padding: 8px 14px;
+  border: var(--jp-border-width) solid var(--jp-cell-editor-border-color);
+  border-radius: var(--jp-border-radius);
+  background: var(--jp-cell-editor-background);
+  color: var(--jp-content-font-color1);
+  font-family: var(--jp-code-font-family);
+  font-size: var(--jp-code-font-size);
+  line-height: var(--jp-code-line-height);
+  text-align: left;
+}
+.jp-HvdlabTimeline > .jp-Toolbar { align-items: center; }
+.jp-HvdlabPanel-source { display: flex; align-items: center; padding: 0 4px; }
+.jp-HvdlabPanel-source select {
+  height: 24px;
+  max-width: 320px;
+  padding: 0 4px;
+  border: var(--jp-border-width) solid var(--jp-border-color1);
+  border-radius: var(--jp-border-radius);
+  background: var(--jp-layout-color1);
+  color: var(--jp-ui-font-color1);
+  font-family: var(--jp-ui-font-family);
+  font-size: var(--jp-ui-font-size1);
+}
+.jp-HvdlabPanel-source select:focus-visible { outline: 2px solid var(--jp-brand-color1); outline-offset: -1px; }
+.jp-HvdlabPanel-heading {
+  padding: 0 8px;
+  color: var(--jp-ui-font-color2);
+  font-size: var(--jp-ui-font-size1);
+  font-variant-numeric: tabular-nums;
+  line-height: 24px;
+  white-space: nowrap;
+}
+.jp-HvdlabStatus { cursor: pointer; }
+.jp-HvdlabStatus .jp-StatusBar-TextItem { font-variant-numeric: tabular-nums; }
+.jp-HvdlabStatus .jp-HvdlabStatus-lost { color: var(--jp-warn-color0, #a84300); font-weight: 600; }
+`,""]),a.d(t,{},{A:o})},381(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var a="",r=void 0!==t[5];return t[4]&&(a+="@supports (".concat(t[4],") {")),t[2]&&(a+="@media ".concat(t[2]," {")),r&&(a+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),a+=e(t),r&&(a+="}"),t[2]&&(a+="}"),t[4]&&(a+="}"),a}).join("")},t.i=function(e,a,r,i,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(r)for(var n=0;n<this.length;n++){var l=this[n][0];null!=l&&(o[l]=!0)}for(var h=0;h<e.length;h++){var v=[].concat(e[h]);r&&o[v[0]]||(void 0!==d&&(void 0===v[5]||(v[1]="@layer".concat(v[5].length>0?" ".concat(v[5]):""," {").concat(v[1],"}")),v[5]=d),a&&(v[2]&&(v[1]="@media ".concat(v[2]," {").concat(v[1],"}")),v[2]=a),i&&(v[4]?(v[1]="@supports (".concat(v[4],") {").concat(v[1],"}"),v[4]=i):v[4]="".concat(i)),t.push(v))}},t}},380(e){e.exports=function(e){return e[1]}},261(e){var t=[];function a(e){for(var a=-1,r=0;r<t.length;r++)if(t[r].identifier===e){a=r;break}return a}function r(e,r){for(var i={},d=[],o=0;o<e.length;o++){var n=e[o],l=r.base?n[0]+r.base:n[0],h=i[l]||0,v="".concat(l," ").concat(h);i[l]=h+1;var p=a(v),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==p)t[p].references++,t[p].updater(s);else{var c=function(e,t){var a=t.domAPI(t);return a.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&a.update(e=t):a.remove()}}(s,r);r.byIndex=o,t.splice(o,0,{identifier:v,updater:c,references:1})}d.push(v)}return d}e.exports=function(e,i){var d=r(e=e||[],i=i||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=a(d[o]);t[n].references--}for(var l=r(e,i),h=0;h<d.length;h++){var v=a(d[h]);0===t[v].references&&(t[v].updater(),t.splice(v,1))}d=l}}},378(e){var t={};e.exports=function(e,a){var r=function(e){if(void 0===t[e]){var a=document.querySelector(e);if(window.HTMLIFrameElement&&a instanceof window.HTMLIFrameElement)try{a=a.contentDocument.head}catch(e){a=null}t[e]=a}return t[e]}(e);if(!r)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");r.appendChild(a)}},497(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},277(e,t,a){e.exports=function(e){var t=a.nc;t&&e.setAttribute("nonce",t)}},186(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(a){var r,i,d;r="",a.supports&&(r+="@supports (".concat(a.supports,") {")),a.media&&(r+="@media ".concat(a.media," {")),(i=void 0!==a.layer)&&(r+="@layer".concat(a.layer.length>0?" ".concat(a.layer):""," {")),r+=a.css,i&&(r+="}"),a.media&&(r+="}"),a.supports&&(r+="}"),(d=a.sourceMap)&&"u">typeof btoa&&(r+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(r,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},62(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}}}]);

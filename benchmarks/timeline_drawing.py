@@ -64,7 +64,12 @@ SETUP = """async ([spans, lanes]) => {
         return [count, new DataView(buffer)];
     };
     window.feed = ([count, view]) => {
-        receive({ type: 'rows', after: sent, from: sent, count, namesFrom: 0, names: sent ? [] : names, marks: [], lost: 0, clockErrors: [] }, [view]);
+        const first = !sent;
+        receive({
+            type: 'rows', after: sent, from: sent, count, namesFrom: 0, names: first ? names : [], sites: [], marks: [], lost: 0, clockErrors: [],
+            seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0, heading: `${lanes}/${lanes} ranks`,
+            ranks: first ? Array.from({ length: lanes }, (_, rank) => ({ rank, host: `node-${Math.floor(rank / 8)}`, state: 'running' })) : undefined,
+        }, [view, new DataView(new ArrayBuffer(0))]);
         sent += count;
     };
     widget.initialize({ model });

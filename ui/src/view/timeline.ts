@@ -88,7 +88,9 @@ export class Timeline {
 
   /** The store has changed. */
   data(): void {
-    this.view.data(Math.min(this.store.begin, this.store.end), this.view.following ? Math.max(this.shownEnd, this.view.to) : this.store.end);
+    const { store, view } = this;
+    const glides = view.following && Number.isFinite(this.shownEnd);
+    view.data(Math.min(store.begin, store.end), glides ? Math.max(this.shownEnd, view.to) : store.end);
     this.schedule();
   }
 

@@ -45,3 +45,5 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
 }
 
 export default { initialize, render };
+/** For pages that have rows from elsewhere. */
+export { Store, Timeline, Viewport };

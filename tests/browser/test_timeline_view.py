@@ -1,0 +1,247 @@
+"""The timeline by itself in a real browser: what pointer and keys do with hosts, the minimap, and stretches of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import Page, Route, sync_playwright
+
+from lab_page import ARGUMENTS, CHROMIUM
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+STATIC = Path(__file__).parents[2] / "widgets" / "static"
+ORIGIN = "http://views.invalid"
+PAGE = f"""<!doctype html><html><head><style>{(STATIC / "views.css").read_text()}</style></head>
+<body style="margin:0;background:#fff"><div id="at" style="height:700px"></div></body></html>"""
+
+# Four ranks on two hosts, 100 rounds of 10 ms: rank 1 comes 2 ms after the others in the first half, 6 ms in the second.
+SETUP = """async () => {
+    const { Timeline, Store, Viewport } = await import('/timeline.js');
+    const store = new Store(), rounds = 100, ranks = 4, count = rounds * ranks;
+    store.names.push('grad.weight', 'loss');
+    store.sites.push('', 'cell [7] line 4', 'cell [7] line 6');
+    const rows = { count };
+    for (const name of ['arrival', 'nbytes']) rows[name] = new Float64Array(count);
+    for (const name of ['ready', 'started', 'finished', 'waited']) rows[name] = new Float32Array(count);
+    for (const name of ['name', 'op']) rows[name] = new Uint32Array(count);
+    for (const name of ['rank', 'size']) rows[name] = new Uint16Array(count);
+    for (const name of ['kind', 'flags']) rows[name] = new Uint8Array(count);
+    for (let i = 0; i < count; i++) {
+        const round = Math.floor(i / ranks), rank = i % ranks, late = round < rounds / 2 ? 2e6 : 6e6;
+        rows.rank[i] = rank; rows.op[i] = round + 1; rows.size[i] = ranks; rows.nbytes[i] = 4096;
+        rows.name[i] = round % 10 ? 1 : 2;
+        rows.arrival[i] = round * 1e7 + (rank === 1 ? late : 0);
+        rows.ready[i] = rows.started[i] = rank === 1 ? 0 : late;
+        rows.finished[i] = rows.started[i] + 1e6;
+    }
+    store.append(rows);
+    store.ranks = [0, 1, 2, 3].map(rank => ({ rank, host: rank < 2 ? 'near' : 'far' }));
+    const mark = (kind, rank, begin, end, text, ok) => store.marks.set(store.marks.size, { kind, rank, begin, end, text, ok });
+    mark('cell', 0, 0, 499e6, '[7]', true); mark('cell', 1, 0, 499e6, '[7]', true); mark('cell', 0, 501e6, null, '[8]', true);
+    mark('left', 3, 700e6, 700e6, 'rank 3 died: SIGKILL', false);
+    store.lostBefore = 77;
+    store.clockError.set(2, 3e4);
+    store.version++;
+    window.asked = [];
+    const actions = Object.fromEntries(['open', 'save', 'perfetto'].map(name => [name, value => asked.push([name, value])]));
+    window.view = new Timeline(document.getElementById('at'), store, { view: new Viewport(), fill: true, actions });
+    view.view.fit();
+    view.schedule();
+}"""
+
+
+def answer(route: Route) -> None:
+    script = route.request.url.endswith("/timeline.js")
+    body = (STATIC / "timeline.js").read_text() if script else PAGE
+    route.fulfill(body=body, content_type="text/javascript" if script else "text/html")
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    errors: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1100, "height": 700})
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.route(f"{ORIGIN}/**", answer)
+        page.goto(f"{ORIGIN}/")
+        page.evaluate(SETUP)
+        page.wait_for_selector(".hvd-details h4")
+        yield page
+        browser.close()
+    assert errors == []
+
+
+def frames(page: Page) -> None:
+    """Wait until what was asked for is drawn."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def canvas_point(page: Page, x: float, y: float) -> tuple[float, float]:
+    box = page.locator(".hvd-plot canvas").bounding_box()
+    assert box is not None
+    return box["x"] + x, box["y"] + y
+
+
+def hosts(page: Page) -> list[tuple[str, list[int], bool]]:
+    found = page.evaluate("view.api.hosts()")
+    return [(one["host"], one["ranks"], one["collapsed"]) for one in found]
+
+
+def details(page: Page) -> str:
+    return page.locator(".hvd-details").inner_text()
+
+
+def test_hosts_collapse_by_pointer_and_keys(page: Page) -> None:
+    assert hosts(page) == [("near", [0, 1], False), ("far", [2, 3], False)]
+    before = [page.evaluate(f"view.api.where({rank}, 0).y") for rank in range(4)]
+    assert before == sorted(before)
+    # The heading is just above the first lane of its host.
+    page.mouse.click(*canvas_point(page, 40, (before[1] + before[2]) / 2))
+    frames(page)
+    assert hosts(page) == [("near", [0, 1], False), ("far", [2, 3], True)]
+    after = [page.evaluate(f"view.api.where({rank}, 0).y") for rank in range(4)]
+    assert after[3] - after[2] < 6 < after[1] - after[0], "a collapsed host's lanes are thin"
+    page.keyboard.press("x")
+    assert hosts(page)[1] == ("far", [2, 3], False)
+    for key in ("ArrowUp", "ArrowUp", "ArrowUp", "x"):
+        page.keyboard.press(key)
+    assert hosts(page)[0] == ("near", [0, 1], True)
+    assert page.locator("[aria-live=polite].hvd-unseen").inner_text() == "host near, ranks 0, 1, collapsed"
+    page.keyboard.press("Shift+X")
+    assert [collapsed for *_, collapsed in hosts(page)] == [True, True]
+
+
+def test_the_minimap_moves_and_sizes_what_is_in_view(page: Page) -> None:
+    page.evaluate("view.view.show(100e6, 300e6); view.schedule()")
+    frames(page)
+    box = page.locator(".hvd-minimap canvas").bounding_box()
+    assert box is not None
+    gutter, wide = 132, box["width"] - 133
+    at = lambda time: (box["x"] + gutter + wide * time / 0.997e9, box["y"] + 15)
+    page.mouse.move(*at(200e6))
+    page.mouse.down()
+    page.mouse.move(*at(400e6), steps=4)
+    page.mouse.up()
+    assert page.evaluate("[view.view.from, view.view.to]") == pytest.approx([300e6, 500e6], abs=4e6)
+    page.mouse.move(*at(500e6))
+    page.mouse.down()
+    page.mouse.move(*at(700e6), steps=4)
+    page.mouse.up()
+    assert page.evaluate("[view.view.from, view.view.to]") == pytest.approx([300e6, 700e6], abs=4e6)
+    page.mouse.click(*at(250e6))
+    assert page.evaluate("[view.view.from, view.view.to]") == pytest.approx([50e6, 450e6], abs=4e6)
+    # Rank 1 is late all the time, so there is orange over all of it; at the bottom the ranks are in collectives.
+    page.evaluate("view.view.fit(); view.schedule()")
+    page.wait_for_function(
+        """() => {
+            const canvas = document.querySelector('.hvd-minimap canvas');
+            const { data } = canvas.getContext('2d').getImageData(900, 5, 20, 1);
+            const orange = at => data[at] > 200 && data[at + 1] < 200 && data[at + 2] < data[at + 1];
+            return Array.from({ length: 20 }, (_, x) => 4 * x).filter(orange).length > 5;
+        }"""
+    )
+    page.locator(".hvd-plot canvas").focus()
+    page.keyboard.press("w")
+    page.keyboard.press("End")
+    assert page.evaluate("view.view.to") == page.evaluate("view.store.end")
+    page.keyboard.press("Home")
+    assert page.evaluate("view.view.from") == 0
+
+
+def test_two_cells_are_compared(page: Page) -> None:
+    y = page.evaluate("view.scene.top") - 12  # the track of cells is above the first host's heading
+    x = page.evaluate("view.api.where(0, 250e6).x")
+    page.mouse.move(*canvas_point(page, x, y))
+    assert page.locator(".hvd-tip").inner_text() == "cell [7]\nranks 0, 1 · 499 ms"
+    page.mouse.click(*canvas_point(page, x, y))
+    assert details(page).startswith("Selection: 50 collectives in 499 ms")
+    page.get_by_role("button", name="Compare with the stretch that is chosen next").click()
+    assert "Choose another stretch" in details(page)
+    page.mouse.click(*canvas_point(page, page.evaluate("view.api.where(0, 750e6).x"), y))
+    text = details(page)
+    assert text.startswith("A 50 collectives in 499 ms · B 50 collectives in")
+    rows = page.locator(".hvd-compare tbody").first.locator("tr")
+    assert rows.nth(0).inner_text().split("\t")[2:4] == ["A", "180"]
+    assert "6.00 ms" not in rows.nth(0).inner_text()
+    ranks = page.locator(".hvd-bars tbody").nth(1).inner_text()
+    assert "100 ms · last 50×" in ranks
+    assert "299 ms · last 50×+199 %" in ranks  # the cell began 1 ms after the first arrival
+    page.get_by_role("button", name="Compare no more").click()
+    assert details(page).startswith("In view: 100 collectives")
+
+
+def test_stretches_are_chosen_with_keys_alone(page: Page) -> None:
+    page.locator(".hvd-plot canvas").focus()
+    page.evaluate("view.view.show(0, 100e6); view.schedule()")
+    page.keyboard.press("m")
+    assert details(page).startswith("Selection: 10 collectives in 100 ms")
+    page.keyboard.press("c")
+    page.keyboard.press("Shift+D")
+    page.keyboard.press("m")
+    assert details(page).startswith("A 10 collectives in 100 ms · B 10 collectives in 100 ms")
+    page.keyboard.press("f")
+    page.keyboard.press("z")
+    assert page.evaluate("view.view.length") == pytest.approx(116e6, rel=0.01)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".hvd-details :text('In view')")
+
+
+def test_a_collective_says_where_it_was_called_and_goes_there(page: Page) -> None:
+    point = page.evaluate("view.api.where(1, 62.5e6)")
+    page.mouse.move(*canvas_point(page, point["x"], point["y"]))
+    assert "rank 1 · allreduce · cell [7] line 4" in page.locator(".hvd-tip").inner_text()
+    page.mouse.click(*canvas_point(page, point["x"], point["y"]))
+    text = details(page)
+    assert "called at\ncell [7] line 4" in text
+    assert "rank 1, by 2.00 ms ± 30.0 µs" in text
+    assert "rank 2 first ± 30.0 µs" in " ".join(text.split())
+    page.keyboard.press("o")
+    page.locator(".hvd-details .hvd-link").first.click()
+    assert page.evaluate("asked") == [["open", "cell [7] line 4"]] * 2
+
+
+def test_what_a_place_can_do_is_in_a_menu(page: Page) -> None:
+    page.get_by_role("button", name="Save or open elsewhere").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    assert page.evaluate("asked") == [["save", "perfetto"], ["perfetto", None]]
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    assert page.locator(".hvd-menu").is_hidden()
+
+
+def test_what_is_not_known_is_said(page: Page) -> None:
+    """Dropped rows, the clocks, and a rank that died while somebody looks on."""
+    status = page.locator(".hvd-bar .hvd-status").inner_text()
+    assert status == "ranks 0–3 · 400 spans · 77 oldest dropped · clocks ± 30.0 µs"
+    page.wait_for_timeout(350)  # the texts are brought up to date every 300 ms
+    page.evaluate(
+        """() => {
+            view.store.marks.set(99, { kind: 'joined', rank: 3, begin: 900e6, end: 900e6, text: 'rank 3 joined', ok: true });
+            view.store.version++;
+            view.data();
+        }"""
+    )
+    page.wait_for_function("document.querySelector('.hvd-unseen').textContent === 'rank 3 joined'")
+    page.keyboard.press("Tab")
+    page.locator(".hvd-plot canvas").focus()
+    page.keyboard.press("?")
+    help_box = page.get_by_role("note", name="Keys")
+    assert "compare the chosen stretch with the next" in help_box.inner_text()
+    page.keyboard.press("Escape")
+    assert help_box.is_hidden()

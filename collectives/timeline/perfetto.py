@@ -47,14 +47,17 @@ _MORE = [bytes([n & 127 | 128, n >> 7 | 128]) for n in range(1 << 14)]
 _pack_double = struct.Struct("<d").pack
 
 
-def field(number: int, value: float | bytes | str) -> bytes:
-    """One field of a message: an integer as varint, a float as 8 bytes, bytes and text with their length."""
-    if isinstance(value, float):
-        return varint(number << 3 | FIXED64) + _pack_double(value)
+def field(number: int, value: int | bytes | str) -> bytes:
+    """One field of a message: an integer as varint, bytes and text with their length."""
     if isinstance(value, int):
         return varint(number << 3 | VARINT) + varint(value)
     data = value.encode("utf-8", "backslashreplace") if isinstance(value, str) else value
     return varint(number << 3 | BYTES) + varint(len(data)) + data
+
+
+def double(number: int, value: float) -> bytes:
+    """A field of eight bytes."""
+    return varint(number << 3 | FIXED64) + _pack_double(value)
 
 
 def compressed(packets: bytes) -> bytes:
@@ -205,7 +208,7 @@ class _Process:
         uuid = self._tracks.get(("counter", name))
         if uuid is None:
             uuid = self._tracks["counter", name] = self._new_track(name, COUNTER_ORDER, field(8, b""), out)
-        track_event = field(9, COUNTER) + field(11, uuid) + field(44, float(event["args"]["value"]))
+        track_event = field(9, COUNTER) + field(11, uuid) + double(44, event["args"]["value"])
         out.append(self._packet(field(8, at) + field(11, track_event)))
 
     def _event(self, kind: int, uuid: int, at: int, event: TraceEvent) -> bytes:
@@ -273,7 +276,7 @@ class _Process:
         if isinstance(value, int):
             return field(4, value)
         if isinstance(value, float):
-            return field(5, value)
+            return double(5, value)
         if isinstance(value, list):
             return b"".join([field(12, self._value(one)) for one in value])
         if isinstance(value, dict):

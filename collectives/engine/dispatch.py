@@ -199,6 +199,7 @@ class Dispatcher:
         self.ask_clock()
         for batch in self._spans.take():
             self._guarded.post(m.Events(batch))
+            self.mailbox.own_events(self._spans.recorder.rank, batch)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

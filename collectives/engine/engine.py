@@ -16,6 +16,7 @@ from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.exports import Exports
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
@@ -25,6 +26,7 @@ from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, NotInitializedError
@@ -51,6 +53,7 @@ class Engine:
             drop what one left half done.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
+        exports: Who gets this rank's metrics, or those of all.
         farewell: Why this rank leaves, as others are told when it does.
     """
 
@@ -74,7 +77,9 @@ class Engine:
         self._leader = Leader(self._guarded, endpoint, self._control, self._executor)
         self._waiter = Waiter(rank, self._guarded, self._leader, self._executor)
         self.wait_for = self._waiter.wait_for
-        self._timeline = TimelineTap(self._dispatcher)
+        subscription = Subscription(self._dispatcher)
+        self._timeline = TimelineTap(subscription)
+        self.exports = Exports(self._dispatcher, subscription)
         self.elastic = Regrouping(rank, self._guarded, self._dispatcher.world)
         _engines.add(self)
         self._control.start()
@@ -389,6 +394,7 @@ class Engine:
         on_control = threading.current_thread() is self._control.thread
         settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
+        self.exports.close(timeout)
         self._closed.set()
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)

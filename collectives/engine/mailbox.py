@@ -13,6 +13,10 @@ class Mailbox:
     """Who wants to know what. Callbacks run on the control thread and must not block.
 
     A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
+
+    Attributes:
+        event_sinks: Get the events of all ranks, if they were subscribed to.
+        own_event_sinks: Get what this rank sends of its own.
     """
 
     def __init__(self) -> None:
@@ -21,6 +25,7 @@ class Mailbox:
         self.reconnections: list[Callable[[], None]] = []
         self.leaves: list[Callable[[str], None]] = []
         self.event_sinks: list[Callable[[int, bytes], None]] = []
+        self.own_event_sinks: list[Callable[[int, bytes], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
 
     def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
@@ -48,6 +53,10 @@ class Mailbox:
         assert isinstance(message, m.RankEvents)
         for sink in tuple(self.event_sinks):
             _call(sink, message.rank, message.batch)
+
+    def own_events(self, rank: int, batch: bytes) -> None:
+        for sink in tuple(self.own_event_sinks):
+            _call(sink, rank, batch)
 
     def stalled(self, message: m.Message) -> None:
         assert isinstance(message, m.Stalled)

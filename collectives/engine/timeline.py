@@ -6,21 +6,18 @@ import atexit
 import os
 import threading
 
-from hvdlab.collectives.engine.dispatch import Dispatcher
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.subscribing import LAST_EVENTS, Subscription
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.file import TimelineFile
 
-LAST_EVENTS = 2.5 * SpanLog.INTERVAL
-"""Seconds until what every rank has recorded by now has arrived here."""
+__all__ = ["LAST_EVENTS", "TimelineTap"]
 
 
 class TimelineTap:
     """The timeline file of a rank, if one is open. Any thread."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
         self._lock = threading.Lock()
         self._file: TimelineFile | None = None
 
@@ -34,12 +31,7 @@ class TimelineTap:
             self._file = TimelineFile.start(path, mark_cycles=mark_cycles)
             # At exit this comes before the file closes by itself, without what has not arrived yet.
             atexit.register(self.stop)
-            self._dispatcher.mailbox.event_sinks.append(self._file.feed)
-            self._dispatcher.mailbox.reconnections.append(self._subscribe)
-        self._subscribe()
-
-    def _subscribe(self) -> None:
-        self._dispatcher.send(m.Subscribe(True, history=False))
+            self._subscription.add(self._file.feed)
 
     def stop(self, *, settle: bool = True) -> None:
         """Complete the file. Raises ``OSError`` if it could not be written.
@@ -52,12 +44,7 @@ class TimelineTap:
         if file is None:
             return
         atexit.unregister(self.stop)
-        control = self._dispatcher.control
-        if settle and control is not None and control.thread.is_alive():
-            arrived = threading.Event()
-            control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
-            arrived.wait(4 * LAST_EVENTS)
-        self._dispatcher.mailbox.event_sinks.remove(file.feed)
-        self._dispatcher.mailbox.reconnections.remove(self._subscribe)
-        self._dispatcher.send(m.Subscribe(False))
+        if settle:
+            self._subscription.settle()
+        self._subscription.remove(file.feed)
         file.close()

@@ -7,6 +7,7 @@ in :mod:`hvdlab.torch.allreducing` and its neighbours.
 from __future__ import annotations
 
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
 from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch import elastic, mpi_ops
@@ -104,6 +105,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "export",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -1,0 +1,50 @@
+"""``export()``: handing this rank's metrics, or those of all, to others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlab.collectives import context
+from hvdlab.collectives.engine.exports import RankExport
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.metrics.exporting import Exporter
+
+
+def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: bool = False) -> RankExport:
+    """Hand metrics to a tracker from now on: those of ``hvd.metric()``, and hvdlab's own.
+
+    They reach it a moment after they were recorded, on a thread of its own: a tracker that is slow or away holds nothing
+    up. What waits longest is dropped once 100,000 points wait, and counted.
+
+    Args:
+        exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``, see
+            :class:`hvdlab.collectives.metrics.exporting.Exporter`.
+        names: Patterns of the metrics that are wanted, such as ``["loss*", "hvdlab/step_time"]``.
+        all_ranks: Also hand over what the other ranks record. Then call it on one rank.
+
+    Returns:
+        The export, with ``exported``, ``dropped`` and ``failed`` counts. ``close()`` ends it, and so does ``hvd.shutdown()``
+        or the end of the program.
+
+    Raises:
+        NotInitializedError: ``hvd.init()`` was not called.
+        InvalidRequestError: ``exporter`` lacks one of the methods.
+    """
+    engine = context.engine("hvd.export()")
+    checked(exporter)
+    return engine.exports.add(exporter, patterns(names), all_ranks)
+
+
+def checked(exporter: Exporter) -> None:
+    """Raise ``InvalidRequestError`` for what is no exporter."""
+    for method in ("write", "close"):
+        if not callable(getattr(exporter, method, None)) or isinstance(exporter, type):
+            what = exporter.__name__ + " itself" if isinstance(exporter, type) else type(exporter).__name__
+            raise InvalidRequestError(
+                f"an exporter has the methods write(points) and close(), such as those of hvdlab.exporters; this is {what}."
+            )
+
+
+def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several patterns as several."""
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -74,17 +74,24 @@ class Numbering:
         if not operations.any():
             return
         keys = _digest(rows[operations], names[operations])
-        rows["op"][operations] = [self._number(key, 1 << (rank + 32)) for key in keys]
+        rows["op"][operations] = self._numbers(keys, 1 << (rank + 32))
         if len(self._new) > _KEPT:
             self._new, self._old = {}, self._new
 
-    def _number(self, key: int, bit: int) -> int:
-        known = self._new.get(key) or self._old.get(key)
-        if known is None or known & bit:
-            known = self._next
-            self._next = self._next % 0xFFFFFFFF + 1
-        self._new[key] = known | bit
-        return known & 0xFFFFFFFF
+    def _numbers(self, keys: list[int], bit: int) -> list[int]:
+        # Called for every tensor of every collective on every rank: names that are local are found quicker.
+        new, following = self._new, self._next
+        find, find_old = new.get, self._old.get
+        found = []
+        for key in keys:
+            known = find(key) or find_old(key)
+            if known is None or known & bit:
+                known = following
+                following = following % 0xFFFFFFFF + 1
+            new[key] = known | bit
+            found.append(known & 0xFFFFFFFF)
+        self._next = following
+        return found
 
 
 def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:

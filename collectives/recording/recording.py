@@ -15,6 +15,7 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
+from hvdlab.collectives.recording.names import Names
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
 from hvdlab.collectives.recording.series import Points, Series, SeriesStore
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
 ROWS_KEPT = 1_000_000
-NAMES_KEPT = 65_536
-OTHER_NAMES = "(another name)"
 UNALIGNED_KEPT = 256
 
 __all__ = ["Mark", "Recording"]
@@ -51,12 +50,11 @@ class Recording:
 
     def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
         self.origin_ns: int | None = None
-        self.names: list[str] = [""]
-        self.sites: list[str] = [""]
+        self._names = Names()
+        self.names = self._names.names
+        self.sites = self._names.sites
         self.refused = 0
         self._label = label
-        self._numbers: dict[tuple[str, str], int] = {("", ""): 0}
-        self._matched: dict[str, int] = {"": 0}  # the first number of each name, wherever it is used
         self._rows = RowStore(limit)
         self._marks = Marks()
         self._series = SeriesStore()
@@ -79,7 +77,7 @@ class Recording:
         """Take a batch in. One that can't be read is counted, not raised: the others go on."""
         with self._changed:
             try:
-                self._feed(batch, read_head(batch))
+                self._feed(batch, read_head(batch, self._names.definitions))
             except ProtocolError:
                 self.refused += 1
             self._wake()
@@ -117,15 +115,11 @@ class Recording:
         self, records: NDArray[Any], head: Head, offset_ns: int, members: list[tuple[int, Members]]
     ) -> None:
         places = np.flatnonzero(records["type"] == RecordType.SPAN)
-        _check(head.rank, records[places])
-        rows = rows_of(records[places], head.rank, offset_ns)
+        spans = records[places]
+        _check(head.rank, spans)
+        rows = rows_of(spans, head.rank, offset_ns)
         if len(rows):
-            used, which = np.unique(rows["name"], return_inverse=True)
-            if missing := set(used.tolist()) - set(head.names):
-                raise ProtocolError(f"event batch: name {min(missing)} is not defined")
-            numbers = [self._number(head.names[name], head.sites[name]) for name in used.tolist()]
-            rows["name"] = np.array(numbers, "<u4")[which]
-            matched = np.array([self._matched[self.names[number]] for number in numbers], "<u4")[which]
+            matched = self._names.assign(rows, head)
             self._see(int(rows["arrival"].min()))
         self._epochs.assign(rows, head.rank, places, members)
         if len(rows):
@@ -148,19 +142,6 @@ class Recording:
     def _see(self, time_ns: int) -> None:
         if self.origin_ns is None:
             self.origin_ns = time_ns
-
-    def _number(self, name: str, site: str) -> int:
-        number = self._numbers.get((name, site))
-        if number is not None:
-            return number
-        if len(self._numbers) >= NAMES_KEPT:
-            name, site = OTHER_NAMES, ""
-        if (name, site) not in self._numbers:
-            number = self._numbers[name, site] = len(self.names)
-            self._matched.setdefault(name, number)
-            self.sites.append(site)  # first, so that who has seen a name finds its site
-            self.names.append(name)
-        return self._numbers[name, site]
 
     def take_membership(self, membership: Membership) -> None:
         """Take in who is there now."""

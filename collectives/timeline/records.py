@@ -213,8 +213,34 @@ class Head(NamedTuple):
     start: int
 
 
-def read_head(data: bytes) -> Head:
-    """Read all of a batch but its records. Raises :class:`ProtocolError` if their number does not fit either."""
+class Definitions:
+    """The newest tables of definitions that were read, by their bytes: each is read once, however often it comes.
+
+    Args:
+        limit: How many to remember.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: dict[bytes, tuple[dict[int, str], dict[int, str]]] = {}
+
+    def find(self, table: bytes) -> tuple[dict[int, str], dict[int, str]] | None:
+        """Names and sites of a table that was read before; the same objects each time."""
+        return self._known.get(table)
+
+    def remember(self, table: bytes, names: dict[int, str], sites: dict[int, str]) -> None:
+        self._known[table] = (names, sites)
+        if len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+
+
+def read_head(data: bytes, known: Definitions | None = None) -> Head:
+    """Read all of a batch but its records. Raises :class:`ProtocolError` if their number does not fit either.
+
+    Args:
+        data: The batch.
+        known: Spares reading definitions that were read before.
+    """
     try:
         magic, version, _, rank, definitions, count, clock, dropped, refused = HEADER.unpack_from(data)
     except struct.error:
@@ -225,9 +251,18 @@ def read_head(data: bytes) -> Head:
         raise ProtocolError(
             f"event batch: version {version}, this hvdlab reads {VERSION}; use one version everywhere"
         )
+    table = (
+        b""
+        if known is None
+        else bytes(data[HEADER.size : max(HEADER.size, len(data) - count * RECORD_BYTES)])
+    )
+    if known is not None and (found := known.find(table)) is not None and len(found[0]) == definitions + 1:
+        return Head(rank, clock, dropped, refused, *found, HEADER.size + len(table))
     names, sites, start = _read_names(data, definitions)
     if len(data) != start + count * RECORD_BYTES:
         raise ProtocolError(f"event batch: {len(data)} bytes do not fit {count} records")
+    if known is not None:
+        known.remember(table, names, sites)
     return Head(rank, clock, dropped, refused, names, sites, start)
 
 

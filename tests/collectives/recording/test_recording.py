@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.recording import Recording, summarize
-from hvdlab.collectives.recording import recording as recording_module
+from hvdlab.collectives.recording import Recording, names, summarize
 from hvdlab.collectives.recording.rows import ROW, RowStore
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import (
@@ -195,10 +194,35 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted() -> None:
 
 
 def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording_module, "NAMES_KEPT", 4)
+    monkeypatch.setattr(names, "NAMES_KEPT", 4)
     events: list[Event] = [span(f"t{k}", k + 1, START + k, START + k, START + k + 1) for k in range(6)]
     recording = fed((0, events), (0, events[-1:]))
     assert recording.table()["name"].tolist() == ["t0", "t1", "t2", *["(another name)"] * 4]
+
+
+def test_names_are_those_that_each_batch_defines() -> None:
+    """Ranks number names as they like, and again after they were started again; equal tables are read once."""
+    recording = Recording()
+    told: list[str] = []
+    for step in range(60):
+        rank, shift = step % 3, (step * 7) % 11
+        used = [f"t{(k * k + shift) % 13}" for k in range(5)]
+        told += used
+        recording.feed(rank, encode(rank, [span(name, step + 1, START, START, START + 1) for name in used]))
+    _, rows = recording.rows_since(0)
+    assert [recording.names[number] for number in rows["name"].tolist()] == told
+    assert len(recording.names) == len(set(recording.names)) == 14
+
+
+def test_a_name_that_its_batch_does_not_define_is_refused() -> None:
+    recording = Recording()
+    good = encode(0, [span("a", 1, START, START, START + 1), span("b", 2, START, START, START + 1)])
+    recording.feed(0, good)
+    wrong = bytearray(good)
+    wrong[-64 + 4 : -64 + 8] = (77).to_bytes(4, "little")
+    recording.feed(0, bytes(wrong))
+    recording.feed(0, good)
+    assert (recording.refused, recording.count) == (1, 4)
 
 
 def test_every_tensor_of_a_training_has_a_last_rank() -> None:

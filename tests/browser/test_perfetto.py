@@ -165,7 +165,7 @@ def test_both_formats_open_with_the_same_slices_to_the_nanosecond(tmp_path: Path
                 (
                     perfetto.query(counts),
                     sorted(perfetto.query(arguments.format(prefix))),
-                    sorted(perfetto.query("select ts, value from counter")),
+                    sorted(perfetto.query("select ts, round(value, 12) from counter")),
                     perfetto.query("select pid, name from process where pid > 0 order by pid"),
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -30,7 +31,7 @@ class GpuUsage:
     def find(cls) -> GpuUsage | None:
         """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
         try:
-            import pynvml  # type: ignore[import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
+            pynvml: Any = importlib.import_module("pynvml")
         except ImportError:
             return None
         try:

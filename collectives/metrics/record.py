@@ -32,10 +32,11 @@ def metric(name: str, value: SupportsFloat, step: SupportsIndex | None = None) -
     engine = context.engine("hvd.metric()")
     if type(value) is not float:
         value = _number(name, value)
-    number = None if step is None else _whole(name, step)
+    if step is not None and (type(step) is not int or not _LEAST <= step <= _MOST):
+        step = _whole(name, step)
     if not isinstance(name, str) or not name:
         raise InvalidRequestError(f"hvd.metric() needs a name, such as 'loss', not {name!r}.")
-    engine.metric(name, value, number)
+    engine.metric(name, value, step)
 
 
 def _number(name: object, value: Any) -> float:

@@ -35,6 +35,8 @@ MAX_NAMES = 8192
 BATCH_RECORDS = 4096
 
 _SPAN_TYPE = int(RecordType.SPAN)
+_METRIC_TYPE = int(RecordType.METRIC)
+_pack_metric = SMALL_FLOAT.pack_into
 _U32 = 0xFFFFFFFF
 _UNKNOWN = (b"(unknown name id)", b"")
 
@@ -295,14 +297,16 @@ class Recorder:
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP
-        values = (ident, 0, 0, time.monotonic_ns() if time_ns is None else time_ns, value, step or 0)
-        try:
-            record = SMALL_FLOAT.pack(RecordType.METRIC, 0, 0, flags, *values)
-        except struct.error:
-            with self._lock:
+        now = time.monotonic_ns() if time_ns is None else time_ns
+        with self._lock:
+            head = self._head
+            place = (head & self._mask) * RECORD_BYTES
+            try:
+                _pack_metric(self._ring, place, _METRIC_TYPE, 0, 0, flags, ident, 0, 0, now, value, step or 0)
+            except struct.error:
                 self.refused += 1
-            return
-        self._put(record)
+                return
+            self._head = head + 1
 
     def _small(
         self,

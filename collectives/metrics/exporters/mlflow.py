@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +30,8 @@ class MLflow:
     """
 
     def __init__(self, run_id: str | None = None, *, key: str = BY_RANK, client: Any = None) -> None:
-        import mlflow  # type: ignore[import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
-        from mlflow.entities import Metric  # type: ignore[import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
-
-        self._metric = Metric
+        mlflow: Any = importlib.import_module("mlflow")
+        self._metric: Any = importlib.import_module("mlflow.entities").Metric
         self._key = key_of(key)
         if run_id is None:
             run = mlflow.active_run() or mlflow.start_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,8 +57,7 @@ class WandB:
 
 
 def _active() -> Any:
-    import wandb  # type: ignore[import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
-
+    wandb: Any = importlib.import_module("wandb")
     if wandb.run is None:
         raise InvalidRequestError(
             "no run of Weights & Biases is active: call wandb.init() first, or give the run."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -33,6 +33,7 @@ class Session:
         labels: What users call the cells in the background, by their ids.
         strips: The live strips under cells.
         watchers: Called whenever there is another pool, or none.
+        leaving: What is to be closed when the extension is unloaded.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Session:
         self.labels: dict[str, str] = {}
         self.strips = Strips()
         self.watchers: list[Callable[[], None]] = []
+        self.leaving = ExitStack()
         self._pool: Pool | None = None
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
@@ -152,6 +154,7 @@ class Session:
     def close(self) -> None:
         """Stop the pool, if there is one, and what was started ahead."""
         self.strips.close()
+        self.leaving.close()
         pool, self._pool = self._pool, None
         ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":

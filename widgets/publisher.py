@@ -172,7 +172,11 @@ class Publisher:
         stamp, marks = recording.marks_since(self._stamp)
         series, points = self._series.take(POINTS_PER_MESSAGE if self._with_points else 0)
         origin = recording.origin_ns or 0
-        self._skipped = max(self._skipped, first) if self._row == 0 else self._skipped + first - self._row
+        self._skipped = (
+            max(self._skipped, first - recording.cleared)
+            if self._row == 0
+            else self._skipped + first - self._row
+        )
         message = {
             "type": "rows",
             "after": self._row,  # what is between this and the next line made room before it could be sent

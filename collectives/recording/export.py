@@ -32,7 +32,8 @@ def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
     """
     trace = ChromeTrace()
     _, rows = recording.rows_since(0)
-    marks, errors = recording.marks(), recording.clock_errors()
+    errors, since = recording.clock_errors(), recording.cleared_ns
+    marks = [one for one in recording.marks() if since is None or one.end_ns is None or one.end_ns > since]
     yield _happenings(recording, trace, marks)
     for operations in _operations(recording, rows, errors):
         yield trace.operations(operations)
@@ -63,6 +64,8 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> 
         out += trace.introduce(series.rank)
         for point in recording.points(series.rank, series.name).tolist():
             time_ns, value, step, *_ = point
+            if recording.cleared_ns is not None and time_ns <= recording.cleared_ns:
+                continue
             metric = Metric(series.name, value, None if math.isnan(step) else int(step), time_ns)
             out += trace.happening(series.rank, metric)
     return out

@@ -17,7 +17,7 @@ from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.names import Names
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
-from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, rows_of
+from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, distance, rows_of
 from hvdlab.collectives.recording.series import Points, Series, SeriesStore
 from hvdlab.collectives.timeline.alignment import Alignment
 from hvdlab.collectives.timeline.clock import clock_domain
@@ -46,6 +46,7 @@ class Recording:
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
         refused: Batches that could not be read.
+        cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
     """
 
     def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
@@ -54,6 +55,8 @@ class Recording:
         self.names = self._names.names
         self.sites = self._names.sites
         self.refused = 0
+        self.cleared = 0
+        self.cleared_ns: int | None = None
         self._label = label
         self._rows = RowStore(limit)
         self._marks = Marks()
@@ -191,7 +194,7 @@ class Recording:
     @property
     def dropped(self) -> int:
         """Spans that are not here: those that never came, and those that have made room."""
-        return self._rows.begin + self.lost
+        return self._rows.begin - self.cleared + self.lost
 
     def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
         """Wait until something came after ``version``, the recording is closed, or ``wanted()`` (see :meth:`poke`).
@@ -212,6 +215,20 @@ class Recording:
         """Rows from ``number`` on (those before may have been dropped): the number of the first, and a copy."""
         with self._changed:
             return self._rows.since(number, most)
+
+    def clear(self) -> int:
+        """Forget the rows, and in what is saved all that happened before now. Returns how many rows there were.
+
+        Views that show them go on to, and points of series stay.
+        """
+        with self._changed:
+            last = self._rows.since(self._rows.end - 1)[1]
+            if len(last):
+                self.cleared_ns = int((last["arrival"] + distance(last, "finished"))[0])
+            count = self._rows.clear()
+            self.cleared += count
+            self._wake()
+            return count
 
     def marks_since(self, stamp: int) -> tuple[int, list[tuple[int, Mark]]]:
         """Marks that are new or have changed, with their numbers, and the stamp to ask with next time."""

@@ -129,6 +129,14 @@ class RowStore:
             self._chunks.popleft()
             self.begin += self.CHUNK
 
+    def clear(self) -> int:
+        """Drop all rows; the numbers go on. Returns how many there were."""
+        count = len(self)
+        self._chunks.clear()
+        self._filled = 0
+        self.begin = self.end
+        return count
+
     def since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
         """Rows from ``number`` on, or from the oldest that is kept: the number of the first one, and a copy."""
         first = min(max(number, self.begin), self.end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -286,3 +287,36 @@ def test_a_timeline_is_written(kernel: LiveKernel) -> None:
     found = kernel.run("print(sorted({e['pid'] for e in events if e.get('name') == 'ALLREDUCE'}))")
     assert len(json.loads(found.text())) == 4
     assert "no timeline is being written" in kernel.run("%hvd_timeline").text()
+
+
+def test_what_was_recorded_is_shown_saved_and_forgotten(kernel: LiveKernel) -> None:
+    kernel.run(
+        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
+        "for _ in range(5): api.allreduce(np.ones(3), name='loss')"
+    )
+    (said,) = kernel.run("%hvd_timeline save later.json").lines()
+    assert re.fullmatch(r"wrote .*later\.json \(\d+ kB\); https://ui\.perfetto\.dev opens it", said)
+    kernel.run("import json\nevents = json.load(open('later.json'))")
+    found = kernel.run("print(sum(e['name'] == 'NEGOTIATE_ALLREDUCE' and e['ph'] == 'b' for e in events))")
+    assert int(found.text()) >= 4 * 5
+    site = kernel.run("print({e['args'].get('site') for e in events if e['name'] == 'ALLREDUCE'})").text()
+    assert re.search(r"cell \[\d+\] line 5", site)
+
+    shown = [one["data"] for one in kernel.run("%hvd_timeline show").of("display_data")]
+    assert "4 ranks" in shown[0]["text/plain"]
+    assert any("application/vnd.jupyter.widget-view+json" in one for one in shown)
+    (link,) = kernel.run("%hvd_timeline show --perfetto").of("display_data")
+    url = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]+", link["data"]["text/html"])
+    assert url is not None
+    assert url.group() in link["data"]["text/plain"]
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    assert b"Perfetto" in opener.open(url.group(), timeout=10).read()
+    trace = opener.open(url.group().partition("?")[0] + "localtrace", timeout=10).read()
+    assert len(trace) > 500
+
+    assert re.fullmatch(r"forgot \d+ spans; .*", kernel.run("%hvd_timeline clear").lines()[0])
+    assert int(kernel.run("import hvdlab; print(len(hvdlab.trace()))").text()) == 0
+    assert "say which file to write" in kernel.run("%hvd_timeline save").text("stderr")
+    assert "says no format of a trace" in kernel.run("%hvd_timeline save x.txt").text("stderr")
+    assert "takes no file" in kernel.run("%hvd_timeline clear x.json").text("stderr")
+    assert "--perfetto is for `show`" in kernel.run("%hvd_timeline stop --perfetto").text("stderr")

@@ -286,3 +286,22 @@ def test_field_knows_the_kinds_of_values() -> None:
     assert field(1, 150) == bytes([0x08, 0x96, 0x01])
     assert field(2, "testing") == b"\x12\x07testing"
     assert double(1, 1.0) == b"\x09" + bytes(6) + b"\xf0\x3f"
+
+
+def test_what_was_cleared_is_in_no_trace() -> None:
+    before: list[Event] = [CellBegin("7", START), one("x", 1, START + 10), CellEnd("7", START + 50, True)]
+    before += [Metric("loss", 1.0, 1, START + 20), one("x", 2, START + 200)]
+    recording = recorded([(0, encode(0, before))])
+    assert recording.clear() == 2
+    assert (recording.count, recording.dropped) == (0, 0)
+    after: list[Event] = [
+        CellBegin("8", START + 1000),
+        one("y", 3, START + 1010),
+        Metric("loss", 2.0, 2, START + 1020),
+    ]
+    recording.feed(0, encode(0, after))
+    assert [name for name in recording.table()["name"]] == ["y"]
+    events = saved(recording)
+    assert [e["args"]["cell"] for e in events if e["ph"] == "B"] == ["8"]
+    assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [2.0]
+    assert [e["args"]["tensor"] for e in events if e["name"] == "ALLREDUCE"] == ["y"]

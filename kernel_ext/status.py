@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 from hvdlab.kernel_ext.payloads import PendingNow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RankStatus:
-    """One rank now.
+    """One rank now. What is not known, or not there, is left out of its text.
 
     Attributes:
         rank: Its number.
         host: Host that it runs on.
-        pid: Its process there.
+        pid: Its process there; 0 if it has none.
         device: Device that it computes on.
         state: ``idle``, ``running``, ``starting``, ``no answer``, or ``lost: `` and why.
         cell: Id of the cell that it runs.
@@ -36,4 +36,9 @@ class RankStatus:
     cpu: float | None = None
     threads: int = 0
     plane: str = ""
-    pending: tuple[PendingNow, ...] = field(default=())
+    pending: tuple[PendingNow, ...] = ()
+
+    def __repr__(self) -> str:
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"{type(self).__name__}({shown})"

@@ -27,7 +27,8 @@ def describe(event: Exited) -> str:
 
 def detail(event: Exited) -> str:
     """What else is known of a process's end: the most memory it had, and who did not kill it."""
-    known = [f"peak memory {_memory(event.max_rss)}"] if event.max_rss else []
+    least = "at least " if event.seen else ""
+    known = [f"peak memory {least}{_memory(event.max_rss)}"] if event.max_rss else []
     if event.signal == signal.SIGKILL and not event.out_of_memory:
         known.append("not killed by the kernel for lack of memory")
     return ", ".join(known)

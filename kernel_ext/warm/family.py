@@ -7,11 +7,15 @@ import functools
 import os
 import selectors
 import signal
+import time
 
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Forked
 from hvdlab.kernel_ext.warm.pipes import READ_SIZE, ChildPipes
 from hvdlab.kernel_ext.warm.supervisor import ChildEnded, ChildWrote, ControllerListens, Event
+
+LOOK_EVERY = 1.0
+"""Seconds after which it is looked again what adopted processes use."""
 
 
 class Family:
@@ -25,6 +29,7 @@ class Family:
         self._selector = selector
         self._memory = OutOfMemoryCounter()
         self._pipes: dict[int, ChildPipes] = {}
+        self._looked = time.monotonic()
 
     def add(self, pipes: ChildPipes) -> None:
         """One more."""
@@ -43,6 +48,19 @@ class Family:
             return [self._ended(child.pid, None, 0)]
         self.add(pipes)
         return []
+
+    def next_look(self) -> float | None:
+        """Seconds until :meth:`look` is due; ``None`` for never."""
+        if all(pipes.pidfd < 0 for pipes in self._pipes.values()):
+            return None
+        return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
+
+    def look(self) -> None:
+        """See what can't be asked when an adopted process has ended."""
+        self._looked = time.monotonic()
+        for pipes in self._pipes.values():
+            if pipes.pidfd >= 0:
+                pipes.look()
 
     def kill(self, pid: int, number: int, group: bool) -> None:
         """Send a signal to one of them, or to its process group."""
@@ -123,14 +141,14 @@ class Family:
 
     def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
         status = pipes.bury()
-        return [*self._drain(pipes), self._ended(pipes.pid, status, 0)]
+        return [*self._drain(pipes), self._ended(pipes.pid, status, pipes.peak, seen=True)]
 
-    def _ended(self, pid: int, status: int | None, max_rss: int) -> ChildEnded:
+    def _ended(self, pid: int, status: int | None, max_rss: int, seen: bool = False) -> ChildEnded:
         if status is None:
-            return ChildEnded(pid, max_rss=max_rss, out_of_memory=self._memory.increased())
+            return ChildEnded(pid, max_rss=max_rss, out_of_memory=self._memory.increased(), seen=seen)
         code = os.waitstatus_to_exitcode(status)
         killed = code == -signal.SIGKILL and self._memory.increased()
-        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed)
+        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen)
 
     def _drain(self, pipes: ChildPipes) -> list[Event]:
         """Read a child's last words, and close its pipes."""

@@ -157,6 +157,7 @@ class Exited(WarmMessage, frozen=True):
         max_rss: Most memory it had resident, in bytes.
         out_of_memory: The kernel killed it for lack of memory.
         tail: The last lines of its standard error.
+        seen: ``max_rss`` is what was seen up to a second before the end: it was not a child of who tells it.
     """
 
     number: int
@@ -166,6 +167,7 @@ class Exited(WarmMessage, frozen=True):
     max_rss: int
     out_of_memory: bool = False
     tail: str = ""
+    seen: bool = False
 
 
 class ControllerUp(WarmMessage, frozen=True):

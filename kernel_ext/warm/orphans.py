@@ -7,16 +7,19 @@ import os
 import signal
 from collections.abc import Iterable
 
+import msgspec
+
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.warm.messages import Exited, Forked
-from hvdlab.kernel_ext.warm.processes import exit_status, open_process, readable
+from hvdlab.kernel_ext.warm.processes import exit_status, open_process, peak_memory, readable
 
 
 class Orphans:
-    """Holds a descriptor of each, by which its end can still be told when it is long gone."""
+    """Holds a descriptor of each, by which its end can still be told when it is long gone, and what memory it had."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
+        self._peaks: dict[int, int] = {}
 
     def watch(self, children: Iterable[Forked]) -> None:
         """Hold these, as far as they live."""
@@ -27,9 +30,12 @@ class Orphans:
                 descriptor = open_process(child.pid, child.started)
                 if descriptor >= 0:
                     self._held[child.pid] = descriptor
+                    self._peaks[child.pid] = peak_memory(child.pid)
 
     def complete(self, end: Exited) -> Exited:
-        """The same, with how it ended if that was unknown and is known here."""
+        """The same, with how it ended and what memory it had, if that was unknown and is known here."""
+        if not end.max_rss and (peak := self._peaks.get(end.pid)):
+            end = msgspec.structs.replace(end, max_rss=peak, seen=True)
         descriptor = self._held.get(end.pid)
         if descriptor is None or end.code != -1 or end.signal:
             return end
@@ -37,9 +43,7 @@ class Orphans:
         if status is None:
             return end
         code = os.waitstatus_to_exitcode(status)
-        return Exited(
-            end.number, end.pid, max(code, -1), max(-code, 0), end.max_rss, end.out_of_memory, end.tail
-        )
+        return msgspec.structs.replace(end, code=max(code, -1), signal=max(-code, 0))
 
     def terminate(self, grace: float) -> None:
         """Ask them to end, and give them this many seconds."""
@@ -54,6 +58,7 @@ class Orphans:
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
+        self._peaks.clear()
 
     def _wait(self, deadline: Deadline) -> None:
         for descriptor in self._held.values():

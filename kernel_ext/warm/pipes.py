@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdlab.kernel_ext.warm.messages import Forked
-from hvdlab.kernel_ext.warm.processes import exit_status, kill_session, open_process, readable
+from hvdlab.kernel_ext.warm.processes import (
+    exit_status,
+    kill_session,
+    open_process,
+    peak_memory,
+    readable,
+)
 
 READ_SIZE = 64 * 1024
 
@@ -25,6 +31,7 @@ class ChildPipes:
         err: Reading end of its captured standard error, or -1. Read only when it has ended: while it lives it does so.
         channel: The controller's connection.
         pidfd: Becomes readable when it ends; only for an adopted process, else -1.
+        peak: The most memory that an adopted process was seen to have had, in bytes.
     """
 
     number: int
@@ -33,6 +40,7 @@ class ChildPipes:
     err: int
     channel: socket.socket | None = None
     pidfd: int = -1
+    peak: int = 0
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
@@ -41,7 +49,7 @@ class ChildPipes:
         if pidfd < 0:
             return None
         log, err = (_reopen(child.pid, descriptor) for descriptor in (child.log, child.err))
-        return cls(child.number, child.pid, log, err, pidfd=pidfd)
+        return cls(child.number, child.pid, log, err, pidfd=pidfd, peak=peak_memory(child.pid))
 
     def last_words(self) -> Iterator[bytes]:
         """What is left in the pipes."""
@@ -58,6 +66,10 @@ class ChildPipes:
             os.killpg(self.pid, number)
         else:
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def look(self) -> None:
+        """See how much memory it has had: when it has ended, nobody but its parent can tell."""
+        self.peak = max(self.peak, peak_memory(self.pid))
 
     def bury(self) -> int | None:
         """After its end: end what it has left in its session. Returns how it ended, as ``waitpid`` does, if known."""

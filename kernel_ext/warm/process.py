@@ -138,6 +138,8 @@ class WarmShell:
         events: list[Event] = []
         for key, _ in ready:
             events += key.data()
+        if self._family.next_look() == 0.0:
+            self._family.look()
         tick = self._supervisor.next_tick()
         if tick is not None and time.monotonic() >= tick:
             events.append(Tick())
@@ -147,7 +149,8 @@ class WarmShell:
         if self._later and not self._importing:
             return 0
         tick = self._supervisor.next_tick()
-        return None if tick is None else max(0.0, tick - time.monotonic())
+        waits = [self._family.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch_backlog(self) -> None:
         """Watch for writability while something waits."""

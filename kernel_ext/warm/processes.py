@@ -58,6 +58,18 @@ def exit_status(pidfd: int, pid: int) -> int | None:
     return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
 
 
+def peak_memory(pid: int) -> int:
+    """The most memory that a process has had resident so far, in bytes; 0 once it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
 def kill_session(leader: int) -> None:
     """End what an ended process has left in the session that it led."""
     for entry in _all():

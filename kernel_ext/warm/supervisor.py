@@ -83,7 +83,7 @@ class ForkReturned:
 class ChildEnded:
     """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
 
-    ``code`` -1 without a signal: nobody knows how.
+    ``code`` -1 without a signal: nobody knows how. ``seen`` as of :class:`Exited`.
     """
 
     pid: int
@@ -91,6 +91,7 @@ class ChildEnded:
     signal: int = 0
     max_rss: int = 0
     out_of_memory: bool = False
+    seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +349,7 @@ class Supervisor:
             event.max_rss,
             event.out_of_memory,
             child.tail.text(),
+            event.seen,
         )
         effects: list[Effect] = [Send(end)]
         if child.number >= 0:

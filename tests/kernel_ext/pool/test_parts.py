@@ -23,6 +23,7 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import check_loaded
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter, describe
 from hvdlab.kernel_ext.warm.messages import (
     Exited,
@@ -349,3 +350,8 @@ def test_ipyparallel_s_launchers_start_our_ranks(name: str, tmp_path: Path) -> N
     if name == "mpi":
         launcher.n = 4
         assert launcher.find_args()[-5:] == ["-n", "4", sys.executable, "-m", "hvdlab.kernel_ext.rank"]
+
+
+def test_the_text_of_a_status_leaves_out_what_is_not_there() -> None:
+    assert repr(RankStatus(3, state="starting")) == "RankStatus(rank=3, state='starting')"
+    assert repr(RankStatus(0, "h", 7, state="idle")) == "RankStatus(rank=0, host='h', pid=7, state='idle')"

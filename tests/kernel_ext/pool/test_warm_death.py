@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.warm import client
-from hvdlab.kernel_ext.warm.exits import describe
-from hvdlab.kernel_ext.warm.messages import Fork, Signal
+from hvdlab.kernel_ext.warm.exits import describe, detail
+from hvdlab.kernel_ext.warm.messages import Fork, Forked, Signal
+from hvdlab.kernel_ext.warm.pipes import ChildPipes
+from hvdlab.kernel_ext.warm.processes import readable, start_time
 
 
 @pytest.fixture
@@ -62,6 +65,40 @@ def test_the_end_of_an_adopted_rank_is_told_with_its_last_words(ranks: ForkedRan
     ranks.start(2, "import os; os._exit(3)")
     assert describe(ranks.end_of(2)) in ("exit code 3", "exit status unknown")
     assert ranks.warm.children() == {}
+
+
+def test_how_much_memory_an_adopted_rank_had_is_told(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.run(0, "x = b'x' * (80 << 20); del x")
+    kill_warm(ranks)
+    for rank in (0, 1):
+        os.kill(ranks.pid(rank), signal.SIGKILL)
+    ends = [ranks.end_of(rank) for rank in (0, 1)]
+    assert ends[0].max_rss - ends[1].max_rss > 70 << 20
+    assert detail(ends[0]).startswith("peak memory at least ")
+    assert ends[1].max_rss > 0
+
+
+def test_a_look_sees_what_memory_a_process_has_had_since() -> None:
+    grow = "input(); x = b'x' * (80 << 20); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", grow], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pipes = ChildPipes.adopt(Forked(0, process.pid, start_time(process.pid)))
+        assert pipes is not None
+        before = pipes.peak
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        pipes.look()
+        assert pipes.peak - before > 70 << 20
+        process.kill()
+        readable(pipes.pidfd, 60)
+        pipes.look()
+        assert pipes.peak - before > 70 << 20
+        pipes.close()
 
 
 def test_a_rank_that_dies_together_with_the_warm_process_is_told(ranks: ForkedRanks) -> None:

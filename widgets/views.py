@@ -1,7 +1,8 @@
-"""``hvdlab.timeline()``, ``hvdlab.ranks()`` and ``hvdlab.trace()``."""
+"""``hvdlab.timeline()``, ``hvdlab.ranks()``, ``hvdlab.trace()`` and ``hvdlab.export()``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.widgets.source import recording_of
@@ -9,6 +10,8 @@ from hvdlab.widgets.source import recording_of
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
+    from hvdlab.collectives.metrics.export_from_recording import RecordingExport
+    from hvdlab.collectives.metrics.exporting import Exporter
     from hvdlab.widgets.ranks import RanksWidget
     from hvdlab.widgets.timeline import TimelineWidget
 
@@ -64,6 +67,32 @@ def trace(pool: Any = None) -> DataFrame:
         ModuleNotFoundError: pandas is not installed.
     """
     return recording_of(pool).table()
+
+
+def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] = "*") -> RecordingExport:
+    """Hand the metrics of all ranks to a tracker: what was recorded so far, and what comes, until the pool ends.
+
+    On the ranks there is ``hvd.export()``, which goes on when the notebook is closed. This one also knows what follows from
+    the spans of all ranks (``hvdlab/share/wait``, ``hvdlab/bandwidth/…``, ``hvdlab/lateness``).
+
+    Args:
+        exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``.
+        pool: Whose ranks; by default the notebook's pool.
+        names: Patterns of the metrics that are wanted, such as ``["loss*", "hvdlab/share/*"]``.
+
+    Returns:
+        The export, with ``exported``, ``dropped`` and ``failed`` counts. ``close()`` ends it.
+
+    Raises:
+        InvalidRequestError: No ranks are running, or ``exporter`` lacks one of the methods.
+    """
+    from hvdlab.collectives.metrics.export_from_recording import RecordingExport
+    from hvdlab.collectives.metrics.exporting import checked, patterns
+    from hvdlab.collectives.recording.derived import DERIVED
+
+    recording = recording_of(pool)
+    checked(exporter)
+    return RecordingExport(recording, exporter, patterns(names), lambda name: name.startswith(DERIVED))
 
 
 def _missing(error: ModuleNotFoundError) -> ModuleNotFoundError:

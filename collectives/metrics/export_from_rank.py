@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.exports import RankExport
-from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.exporting import Exporter
+from hvdlab.collectives.metrics.exporting import Exporter, checked, patterns
 
 
 def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: bool = False) -> RankExport:
@@ -33,18 +32,3 @@ def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: b
     engine = context.engine("hvd.export()")
     checked(exporter)
     return engine.exports.add(exporter, patterns(names), all_ranks)
-
-
-def checked(exporter: Exporter) -> None:
-    """Raise ``InvalidRequestError`` for what is no exporter."""
-    for method in ("write", "close"):
-        if not callable(getattr(exporter, method, None)) or isinstance(exporter, type):
-            what = exporter.__name__ + " itself" if isinstance(exporter, type) else type(exporter).__name__
-            raise InvalidRequestError(
-                f"an exporter has the methods write(points) and close(), such as those of hvdlab.exporters; this is {what}."
-            )
-
-
-def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
-    """One or several patterns as several."""
-    return (names,) if isinstance(names, str) else tuple(names)

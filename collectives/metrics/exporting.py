@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.points import Point
 
 MOST_WAITING = 100_000
@@ -27,6 +28,21 @@ class Exporter(Protocol):
     def close(self) -> None:
         """No more come. Called once."""
         ...
+
+
+def checked(exporter: Exporter) -> None:
+    """Raise ``InvalidRequestError`` for what is no exporter."""
+    for method in ("write", "close"):
+        if not callable(getattr(exporter, method, None)) or isinstance(exporter, type):
+            what = exporter.__name__ + " itself" if isinstance(exporter, type) else type(exporter).__name__
+            raise InvalidRequestError(
+                f"an exporter has the methods write(points) and close(), such as those of hvdlab.exporters; this is {what}."
+            )
+
+
+def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several patterns as several."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class Export:

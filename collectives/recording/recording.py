@@ -150,9 +150,8 @@ class Recording:
         """Take in who is there now."""
         with self._changed:
             self._membership = membership
-            offset = self._alignment.offset(clock_domain())
-            at = None if offset is None else time.monotonic_ns() + offset[0]
-            self._marks.membership(membership, at)
+            offset = self.clock_offset_ns()
+            self._marks.membership(membership, None if offset is None else time.monotonic_ns() + offset)
             self._wake()
 
     def close(self) -> None:
@@ -276,6 +275,12 @@ class Recording:
     def points_lost(self) -> int:
         """Points that are not here: those that have made room, and those of more series than are kept."""
         return self._series.dropped + self._series.refused
+
+    def clock_offset_ns(self) -> int | None:
+        """What to add to this process's ``CLOCK_MONOTONIC`` for times on the axis; ``None`` if they can't be compared."""
+        with self._changed:
+            offset = self._alignment.offset(clock_domain())
+        return None if offset is None else offset[0]
 
     def running(self, rank: int) -> str:
         """The cell that runs on a rank; empty if none does."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.results import CellResults as CellResults
     from hvdlab.kernel_ext.pool import Pool as Pool
     from hvdlab.runner import run as run
+    from hvdlab.widgets.views import export as export
     from hvdlab.widgets.views import ranks as ranks
     from hvdlab.widgets.views import timeline as timeline
     from hvdlab.widgets.views import trace as trace
@@ -30,6 +31,7 @@ _LAZY = {
     "CellFailed": "hvdlab.kernel_ext.cells.failure",
     "install_as_horovod": "hvdlab.horovod.installing",
     "run": "hvdlab.runner",
+    "export": "hvdlab.widgets.views",
     "timeline": "hvdlab.widgets.views",
     "ranks": "hvdlab.widgets.views",
     "trace": "hvdlab.widgets.views",
@@ -40,6 +42,7 @@ __all__ = [
     "CellResults",
     "Pool",
     "__version__",
+    "export",
     "install_as_horovod",
     "load_ipython_extension",
     "ranks",

@@ -1,6 +1,6 @@
 // Bundles the widgets' scripts and says in their first line which sources they were made from.
 import { createHash } from 'node:crypto';
-import { readFileSync, readdirSync, writeFileSync } from 'node:fs';
+import { appendFileSync, readFileSync, readdirSync, writeFileSync } from 'node:fs';
 import { join, relative, sep } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { build } from 'esbuild';
@@ -23,8 +23,8 @@ function digest() {
 }
 
 const banner = `sources: sha256:${digest()}`;
-for (const name of ['timeline', 'ranks', 'strip']) {
-  await build({
+for (const name of ['timeline', 'ranks', 'strip', 'metrics']) {
+  const { metafile } = await build({
     entryPoints: [join(here, 'src', 'widget', `${name}.ts`)],
     outfile: join(out, `${name}.js`),
     bundle: true,
@@ -34,9 +34,15 @@ for (const name of ['timeline', 'ranks', 'strip']) {
     charset: 'utf8',
     legalComments: 'none',
     banner: { js: `/* ${banner} */` },
+    metafile: true,
   });
+  // Its licence wants to be with each copy.
+  if (Object.keys(metafile.inputs).some(input => input.includes('node_modules/uplot/'))) {
+    const licence = readFileSync(join(here, 'node_modules', 'uplot', 'LICENSE'), 'utf8').trim();
+    appendFileSync(join(out, `${name}.js`), `/* Contains uPlot.\n\n${licence}\n*/\n`);
+  }
 }
-for (const [from, to] of [['style', 'views'], ['strip', 'strip']]) {
-  const style = readFileSync(join(here, 'src', `${from}.css`), 'utf8');
-  writeFileSync(join(out, `${to}.css`), `/* ${banner} */\n${style}`);
+for (const [name, sources] of [['views', ['style', 'charts']], ['strip', ['strip']]]) {
+  const style = sources.map(source => readFileSync(join(here, 'src', `${source}.css`), 'utf8')).join('');
+  writeFileSync(join(out, `${name}.css`), `/* ${banner} */\n${style}`);
 }

@@ -1,0 +1,46 @@
+import { bytes, count, digits, duration, rate } from './format.ts';
+
+/** A measured value with its unit, three digits: `24.1 ms`, `1.20 GB/s`, `37 %`. */
+export function quantity(value: number, unit: string): string {
+  if (Number.isNaN(value)) return 'NaN';
+  if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
+  switch (unit) {
+    case 's':
+      return duration(value * 1e9);
+    case 'B':
+      return bytes(value);
+    case 'B/s':
+      return rate(value);
+    case '%':
+      return `${digits(value)} %`;
+    case '1':
+      return `${Math.round(value * 100)} %`;
+    case '1/s':
+      return `${number(value)}/s`;
+    default:
+      return number(value);
+  }
+}
+
+/** A number with four digits, in powers of ten where it is very large or very small. */
+export function number(value: number): string {
+  const size = Math.abs(value);
+  if (size && (size >= 1e7 || size < 1e-3)) return value.toExponential(2).replace('e', '·10^').replace('^+', '^');
+  if (Number.isInteger(value)) return count(value);
+  if (size >= 1000) return count(Math.round(value));
+  return String(Number(value.toPrecision(4)));
+}
+
+const SIXTIES = [1, 2, 5, 10, 20, 50];
+
+/** About `most` round values between two, for the lines behind a chart. */
+export function levels(low: number, high: number, unit: string, most: number): number[] {
+  const wanted = (high - low) / most;
+  if (!(wanted > 0) || !Number.isFinite(wanted)) return [];
+  const base = unit === 'B' ? 1024 ** Math.floor(Math.log(Math.max(1, high)) / Math.log(1024)) : 1;
+  const power = 10 ** Math.floor(Math.log10(wanted / base)) * base;
+  const step = SIXTIES.map(f => f * power).find(s => s >= wanted * 0.999) ?? wanted;
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-12) && found.length < 20; k++) found.push(Number((k * step).toPrecision(12)));
+  return found;
+}

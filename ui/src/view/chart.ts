@@ -1,0 +1,270 @@
+import uPlot from 'uplot';
+import { ticks } from '../draw/format.ts';
+import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
+import { rankColour, rankDash } from '../draw/ranks.ts';
+import { levels, quantity } from '../draw/units.ts';
+import { bandOf, gapOf, gridOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
+import type { Series, SeriesStore } from '../model/series.ts';
+import type { Viewport } from '../model/viewport.ts';
+import { h } from './dom.ts';
+import { titleOf } from './chart_texts.ts';
+import { t } from './texts.ts';
+
+/** With more ranks than this, a chart shows what all do, and single ranks only when they are chosen. */
+export const LINES = 8;
+const FONT = '10.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
+const SPARSE = 24; // pixels for each point from which on it is marked
+
+/** What all charts show alike. */
+export interface Look {
+  palette: Palette;
+  /** Pixels left of the time axis, and those of it. */
+  gutter: number;
+  width: number;
+  height: number;
+  /** All ranks that report anything: their places give them their colours. */
+  ranks: number[];
+  /** Ranks that are pointed at or chosen; nobody if it is empty. */
+  chosen: ReadonlySet<number>;
+}
+
+/** One chart: its name and newest value at the left, and the lines. */
+export class ChartView {
+  readonly root: HTMLElement;
+  readonly place: HTMLElement;
+  chart: Chart;
+  /** Whether what is shown is not what there is. */
+  stale = true;
+  visible = true;
+  private readonly store: SeriesStore;
+  private readonly view: Viewport;
+  private readonly choose: (rank: number) => void;
+  private readonly title = h('div', { class: 'hvd-chart-title' });
+  private readonly value = h('div', { class: 'hvd-chart-value' });
+  private plot: uPlot | null = null;
+  private made = '';
+  private look!: Look;
+  private grid: Grid = { x: [], lines: [], low: 0, high: 1, broken: [], points: 0 };
+  private bounds: [number, number] = [0, 1];
+
+  constructor(chart: Chart, store: SeriesStore, view: Viewport, choose: (rank: number) => void) {
+    this.choose = choose;
+    this.chart = chart;
+    this.store = store;
+    this.view = view;
+    this.place = h('div', { class: 'hvd-chart-plot' });
+    this.root = h('div', { class: 'hvd-chart', 'data-chart': chart.id, role: 'img' }, h('div', { class: 'hvd-chart-label' }, this.title, this.value), this.place);
+    const name = titleOf(chart.id);
+    this.title.textContent = name;
+    this.title.title = chart.id;
+  }
+
+  dispose(): void {
+    this.plot?.destroy();
+    this.root.remove();
+  }
+
+  /** The series of one of its names, by rank. */
+  series(name = this.chart.names[0]): Series[] {
+    return this.store.named.get(name) ?? [];
+  }
+
+  get stacked(): string[] {
+    return ['compute', 'transfer', 'wait'].map(part => SHARES + part);
+  }
+
+  draw(look: Look): void {
+    this.stale = false;
+    this.look = look;
+    (this.root.firstChild as HTMLElement).style.width = `${look.gutter}px`;
+    this.root.style.height = `${look.height}px`;
+    const band = this.chart.kind === 'ranks' && this.series().length > LINES;
+    const shown = this.chart.kind === 'shares' ? [] : this.series().filter(one => !band || look.chosen.has(one.rank));
+    this.collect(band, shown);
+    const key = [look.palette.background, look.palette.dark, band, shown.map(one => one.rank), look.ranks.length, [...look.chosen]].join('|');
+    if (key !== this.made) {
+      this.made = key;
+      this.plot?.destroy();
+      this.plot = new uPlot(this.options(band, shown), [[], ...this.grid.lines.map(() => [])] as uPlot.AlignedData, this.place);
+    }
+    const plot = this.plot!;
+    if (plot.width !== look.width || plot.height !== look.height) plot.setSize({ width: look.width, height: look.height });
+    plot.setData([this.grid.x, ...this.grid.lines] as uPlot.AlignedData, true);
+    this.texts();
+  }
+
+  private collect(band: boolean, shown: Series[]): void {
+    const { view, chart } = this;
+    const width = Math.max(1, Math.round(this.look.width));
+    const gap = gapOf(chart, this.series());
+    if (chart.kind === 'shares') {
+      const only = (series: Series[]) => (this.look.chosen.size ? series.filter(one => this.look.chosen.has(one.rank)) : series);
+      this.grid = stackOf(this.stacked.map(name => only(this.series(name))), view.from, view.to, width);
+    } else if (band) {
+      const all = bandOf(this.series(), view.from, view.to, width, gap);
+      const few = gridOf(shown, view.from, view.to, width, gap);
+      this.grid = merged(all, few);
+    } else this.grid = gridOf(shown, view.from, view.to, width, gap);
+    this.bounds = this.range();
+  }
+
+  private range(): [number, number] {
+    const { zero, most, kind } = this.chart;
+    if (kind === 'shares') return [0, 1];
+    let { low, high } = this.grid;
+    if (low > high) {
+      // Nothing in view: what is left and right of it goes through.
+      const values = this.grid.lines.flat().filter(value => value != null);
+      [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
+    }
+    if (zero && low > 0) low = 0;
+    high = Math.max(high, most || -Infinity);
+    const room = (high - low || Math.abs(high) || 1) * 0.08;
+    return [zero && low === 0 ? -room * 0.4 : low - room, high + room];
+  }
+
+  private options(band: boolean, shown: Series[]): uPlot.Options {
+    const { palette, width, height, ranks, chosen } = this.look;
+    const base = { spanGaps: false, points: { show: () => !band && this.grid.points < width / SPARSE, size: 4.5 } };
+    const line = (one: Series): uPlot.Series => {
+      const place = ranks.indexOf(one.rank);
+      const faint = chosen.size > 0 && !chosen.has(one.rank);
+      const stroke = css(rankColour(place, palette), faint ? 0.18 : 1);
+      return { ...base, label: String(one.rank), stroke, width: faint ? 1 : chosen.size ? 2.2 : 1.5, dash: rankDash(place), points: { ...base.points, fill: stroke, stroke } };
+    };
+    const series: uPlot.Series[] = [{}];
+    const bands: uPlot.Band[] = [];
+    if (this.chart.kind === 'shares') {
+      const fills = shareColours(palette).map(colour => css(colour, palette.dark ? 0.85 : 0.8));
+      fills.forEach((fill, i) => series.push({ width: 0, points: { show: false }, fill: i ? undefined : fill }));
+      bands.push({ series: [2, 1], fill: fills[1] }, { series: [3, 2], fill: fills[2] });
+    } else if (band) {
+      const colour = palette.kinds[0];
+      const edge: uPlot.Series = { ...base, stroke: css(colour, 0.35), width: 1 };
+      series.push(edge, { ...base, stroke: css(colour), width: 1.8 }, edge);
+      bands.push({ series: [3, 1], fill: css(colour, palette.dark ? 0.28 : 0.18) });
+    }
+    series.push(...shown.map(line));
+    return {
+      width,
+      height,
+      padding: [0, 0, 0, 0],
+      legend: { show: false },
+      cursor: { show: false },
+      axes: [{ show: false }, { show: false }],
+      scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: () => this.bounds } },
+      series,
+      bands,
+      hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.marks(plot)] },
+    };
+  }
+
+  /** The lines behind the chart. */
+  private lines(plot: uPlot): void {
+    const { palette, width, height } = this.look;
+    const g = plot.ctx;
+    const ratio = uPlot.pxRatio;
+    g.save();
+    g.fillStyle = css(palette.text, 0.09);
+    for (const tick of ticks(this.view.from, this.view.to, width)) g.fillRect(Math.round(plot.valToPos(tick.at, 'x', true)), 0, ratio, height * ratio);
+    for (const level of this.levels()) g.fillRect(0, Math.round(plot.valToPos(level, 'y', true)), width * ratio, ratio);
+    g.restore();
+  }
+
+  private levels(): number[] {
+    if (this.chart.kind === 'shares') return [0.5];
+    return levels(...this.bounds, this.chart.unit, this.look.height > 110 ? 4 : 2.5);
+  }
+
+  /** What lies over the lines: what the levels are, and where a value is no number. */
+  private marks(plot: uPlot): void {
+    const { palette, height } = this.look;
+    const g = plot.ctx;
+    const ratio = uPlot.pxRatio;
+    g.save();
+    g.scale(ratio, ratio);
+    g.font = FONT;
+    g.textBaseline = 'middle';
+    g.lineJoin = 'round';
+    g.lineWidth = 3;
+    g.strokeStyle = css(palette.background, 0.85);
+    const text = (label: string, x: number, y: number, colour: Rgb) => {
+      g.strokeText(label, x, y);
+      g.fillStyle = css(colour);
+      g.fillText(label, x, y);
+    };
+    for (const level of this.chart.kind === 'shares' ? [] : this.levels()) {
+      const y = plot.valToPos(level, 'y', false);
+      if (y > 8 && y < height - 7) text(quantity(level, this.chart.unit), 5, y - 7 > 6 ? y - 7 : y + 7, palette.faint);
+    }
+    let last = -Infinity;
+    for (const time of this.grid.broken) {
+      const x = plot.valToPos(time, 'x', false);
+      if (x - last < 8) continue;
+      text('✕', x - 4, 8, palette.late);
+      last = x;
+    }
+    g.restore();
+  }
+
+  /** The newest value in view at the left: of one rank, or what is usual and who is furthest from it. */
+  private texts(): void {
+    const { chart, look, view } = this;
+    const short = look.gutter < 90;
+    const rows: HTMLElement[] = [];
+    const add = (text: string, style = '', title = '') => rows.push(h('div', { ...(style && { class: style }), ...(title && { title }) }, text));
+    if (chart.kind === 'shares') {
+      const colours = shareColours(look.palette);
+      const last = this.grid.x.length - 1;
+      this.stacked.forEach((name, i) => {
+        const value = last < 0 ? NaN : (this.grid.lines[i][last] ?? NaN) - (i ? (this.grid.lines[i - 1][last] ?? NaN) : 0);
+        const share = h('div', {}, h('i', { class: 'hvd-swatch', style: `background:${css(colours[i])}` }), ` ${short ? '' : shareName(name)} ${Number.isNaN(value) ? '' : `${Math.round(value * 100)} %`}`);
+        rows.push(share);
+      });
+    } else {
+      const now = this.at(view.following ? Infinity : view.to);
+      const values = now.map(one => one.value).sort((a, b) => a - b);
+      if (values.length) {
+        const middle = (values[(values.length - 1) >> 1] + values[values.length >> 1]) / 2;
+        add(quantity(middle, chart.unit), 'hvd-chart-now', now.length > 1 ? t('median of %1 ranks', now.length) : '');
+        const far = now.reduce((a, b) => (Math.abs(b.value - middle) > Math.abs(a.value - middle) ? b : a));
+        if (now.length > 1 && !short && Math.abs(far.value - middle) > Math.max(Math.abs(middle), 1e-12) * 0.02) rows.push(this.furthest(far.rank, far.value));
+      }
+    }
+    this.value.replaceChildren(...rows);
+    this.root.setAttribute('aria-label', `${titleOf(chart.id)}: ${this.value.textContent}`);
+  }
+
+  private furthest(rank: number, value: number): HTMLElement {
+    const title = t('Furthest from the median. Click to show this rank before the others');
+    const one = h('button', { type: 'button', class: 'hvd-chart-far hvd-faint', title }, t('rank %1: %2', rank, quantity(value, this.chart.unit)));
+    one.addEventListener('click', () => this.choose(rank));
+    return one;
+  }
+
+  /** Each rank's last value up to a time. */
+  at(time: number): { rank: number; value: number }[] {
+    const found = [];
+    for (const one of this.series()) {
+      const i = one.before(time);
+      if (i >= 0 && !Number.isNaN(one.value[i])) found.push({ rank: one.rank, value: one.value[i] });
+    }
+    return found;
+  }
+}
+
+export function shareColours(palette: Palette): Rgb[] {
+  return [mixed(palette.kinds[1], palette.background, palette.dark ? 0.55 : 0.5), palette.kinds[0], palette.wait];
+}
+
+export function shareName(name: string): string {
+  const names: Record<string, () => string> = { compute: () => t('compute'), transfer: () => t('transfer'), wait: () => t('wait') };
+  return names[name.slice(SHARES.length)]?.() ?? name;
+}
+
+/** Two grids as one, each line at its own times. */
+function merged(a: Grid, b: Grid): Grid {
+  if (!b.lines.length) return a;
+  const [x, ...lines] = uPlot.join([[a.x, ...a.lines] as uPlot.AlignedData, [b.x, ...b.lines] as uPlot.AlignedData]) as unknown as [number[], ...Grid['lines']];
+  return { ...a, x, lines };
+}

@@ -1,0 +1,131 @@
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { levels, number, quantity } from '../src/draw/units.ts';
+import { bandOf, chartsOf, gapOf, gridOf, select, stackOf, type Grid } from '../src/model/charts.ts';
+import { Series, SeriesStore } from '../src/model/series.ts';
+
+const SECOND = 1e9;
+
+function series(rank: number, ...points: [time: number, value: number][]): Series {
+  const one = new Series({ rank, name: 'x', unit: '' });
+  for (const [time, value] of points) one.put(time, value, NaN);
+  return one;
+}
+
+/** What a line of a grid shows: times and values, `null` where it is broken. */
+function line(grid: Grid, k: number): (number | null)[][] {
+  return grid.x.map((x, i) => [x, grid.lines[k][i]]).filter(([, value]) => value !== undefined) as (number | null)[][];
+}
+
+/** Numbers that look random and are the same each time. */
+function random(seed: number): () => number {
+  return () => (seed = (Math.imul(seed, 1103515245) + 12345) >>> 0) / 2 ** 32;
+}
+
+test('few points are shown as they are, at most half a pixel off, with those beside the view', () => {
+  const one = series(0, [-50, 1], [-10, 2], [12, 3], [55, 4], [140, 5], [160, 6]);
+  const grid = gridOf([one], 0, 100, 50, Infinity);
+  const found = line(grid, 0);
+  assert.deepEqual(found.map(([, value]) => value), [2, 3, 4, 5]);
+  assert.deepEqual([found[0][0], found[3][0]], [-10, 140]);
+  for (const [x, time] of [[found[1][0]!, 12], [found[2][0]!, 55]]) assert.ok(Math.abs(x - time) <= 1, `${x} for ${time}`);
+  assert.deepEqual([grid.low, grid.high, grid.points], [3, 4, 2]);
+});
+
+test('of many points in a pixel the least and the greatest are shown, and no value that was not measured', () => {
+  const next = random(3);
+  const values = Array.from({ length: 20_000 }, (_, i) => [i, next()] as [number, number]);
+  const grid = gridOf([series(0, ...values)], 0, 20_000, 100, Infinity);
+  const measured = new Set(values.map(([, value]) => value));
+  const found = line(grid, 0);
+  assert.ok(found.length <= 204);
+  for (const [, value] of found) assert.ok(measured.has(value!));
+  for (let pixel = 0; pixel < 100; pixel++) {
+    const inside = values.slice(pixel * 200, (pixel + 1) * 200).map(([, value]) => value);
+    const shown = found.filter(([x]) => x! >= pixel * 200 && x! < (pixel + 1) * 200).map(([, value]) => value!);
+    assert.deepEqual([Math.min(...shown), Math.max(...shown)], [Math.min(...inside), Math.max(...inside)]);
+  }
+});
+
+test('a view that moves by a pixel shows the same pixels', () => {
+  const next = random(9);
+  const one = series(0, ...Array.from({ length: 5000 }, (_, i) => [i * 7, next()] as [number, number]));
+  const [a, b] = [gridOf([one], 7000, 17_000, 100, Infinity), gridOf([one], 7100, 17_100, 100, Infinity)];
+  const known = new Map(line(a, 0).map(([x, value]) => [x, value]));
+  const both = line(b, 0).filter(([x]) => x! >= 7200 && x! <= 16_900);
+  assert.ok(both.length > 150);
+  for (const [x, value] of both) assert.equal(known.get(x!), value);
+});
+
+test('nothing is drawn between points that are far apart, nor where a value is no number', () => {
+  const grid = gridOf([series(0, [0, 1], [10, 2], [50, 3], [60, NaN], [70, 4], [80, Infinity], [90, 5])], 0, 100, 100, 20);
+  assert.deepEqual(line(grid, 0).map(([, value]) => value), [1, 2, null, 3, null, 4, null, 5]);
+  assert.deepEqual(grid.broken, [60, 80]);
+  assert.deepEqual([grid.low, grid.high], [1, 5]);
+});
+
+test('lines of several ranks have their own times', () => {
+  const grid = gridOf([series(0, [10, 1], [30, 2]), series(1, [20, 3], [30, 4])], 0, 40, 40, Infinity);
+  assert.deepEqual(line(grid, 0).map(([, value]) => value), [1, 2]);
+  assert.deepEqual(line(grid, 1).map(([, value]) => value), [3, 4]);
+  assert.equal(grid.x.length, 3);
+});
+
+test('a band is the least, the middle and the greatest of what the ranks last said', () => {
+  const ranks = [0, 1, 2, 3, 4].map(rank => series(rank, [10 + rank, rank], [50 + rank, 10 * rank]));
+  const grid = bandOf(ranks, 0, 100, 100, Infinity);
+  const at = (time: number) => {
+    const i = grid.x.findLastIndex(x => x <= time + 0.5);
+    return grid.lines.map(values => values[i]);
+  };
+  assert.deepEqual(at(14), [0, 2, 4]);
+  assert.deepEqual(at(11), [0, 0.5, 1]);
+  assert.deepEqual(at(50), [0, 2, 4]);
+  assert.deepEqual(at(52), [0, 4, 20]);
+  assert.deepEqual(at(54), [0, 20, 40]);
+  const held = bandOf(ranks, 0, 100, 100, 20);
+  assert.ok(held.lines[1].includes(null), 'what was said long ago counts no more');
+});
+
+test('the value at a place is that of the sorted ones', () => {
+  const next = random(5);
+  for (let round = 0; round < 200; round++) {
+    const n = 1 + Math.floor(next() * 40);
+    const values = Float64Array.from({ length: n }, () => Math.floor(next() * 12));
+    const sorted = values.slice().sort();
+    const k = Math.floor(next() * n);
+    assert.equal(select(values, n, k), sorted[k]);
+  }
+});
+
+test('shares are steps of a second each, stacked, and empty where there was nothing', () => {
+  const second = (k: number) => (k + 0.5) * SECOND;
+  const groups = [[0.5, 0.25], [0.3, 0.25], [0.2, 0.5]].map(values => [0, 1].map(rank => series(rank, [second(0), values[0]], [second(5), values[1] + (rank ? 0.1 : -0.1) * 0])));
+  const grid = stackOf(groups, 0, 10 * SECOND, 500);
+  assert.deepEqual(grid.x.map(x => Math.round(x / 1e8) / 10), [0, 1, 1, 5, 6]);
+  assert.deepEqual(grid.lines.map(values => values[2]), [null, null, null]);
+  assert.ok(grid.lines[2].filter(value => value != null).every(value => Math.abs(value! - 1) < 1e-12));
+  assert.deepEqual([grid.lines[0][0], grid.lines[1][1]], [0.5, 0.8]);
+});
+
+test('what users report comes first, shares are one chart, and some are only shown when asked for', () => {
+  const store = new SeriesStore();
+  const names = ['hvdlab/threads', 'hvdlab/cpu', 'hvdlab/share/wait', 'hvdlab/share/compute', 'val_loss', 'hvdlab/step_time', 'accuracy'];
+  store.define(0, names.map(name => ({ rank: 0, name, unit: '' })));
+  const charts = chartsOf(store);
+  assert.deepEqual(charts.map(chart => chart.id), ['val_loss', 'accuracy', 'hvdlab/step_time', 'hvdlab/share/', 'hvdlab/cpu', 'hvdlab/threads']);
+  assert.deepEqual(charts.filter(chart => !chart.shown).map(chart => chart.id), ['hvdlab/threads']);
+  assert.deepEqual(charts[3].names, ['hvdlab/share/wait', 'hvdlab/share/compute']);
+  const cpu = series(0, ...Array.from({ length: 20 }, (_, k) => [k * SECOND, 1] as [number, number]));
+  assert.equal(gapOf(charts[4], [cpu]), 12 * SECOND);
+  assert.equal(gapOf(charts[0], [cpu]), Infinity);
+});
+
+test('values have units, and levels are round', () => {
+  assert.deepEqual([quantity(0.0241, 's'), quantity(3 * 2 ** 30, 'B'), quantity(1.2e9, 'B/s'), quantity(0.374, '1'), quantity(37, '%'), quantity(12.5, '1/s')], ['24.1 ms', '3.00 GiB', '1.20 GB/s', '37 %', '37.0 %', '12.5/s']);
+  assert.deepEqual([quantity(NaN, 's'), quantity(-Infinity, '')], ['NaN', '−∞']);
+  assert.deepEqual([number(0.123456), number(42), number(1e-5), number(0)], ['0.1235', '42', '1.00·10^-5', '0']);
+  assert.deepEqual(levels(0, 1, '', 2.5), [0, 0.5, 1]);
+  assert.deepEqual(levels(0, 2.2 * 2 ** 30, 'B', 2.5), [0, 2 ** 30, 2 * 2 ** 30]);
+  assert.deepEqual(levels(3, 3, '', 3), []);
+});

@@ -18,6 +18,7 @@ from hvdlab.runner.wishes import Wishes
 HELP = f"""usage: hvdlab COMMAND
 
   run            {USAGE.removeprefix("hvdlab run ")}: run a program on several ranks (`hvdlab run --help`)
+  trace          save | summary | top | open: what ranks did (`hvdlab trace --help`)
   trace check    [--killed] FILE...: check timelines for mistakes
   pools          [stop NAME...]: list the pools that notebooks have left running, or end some
   --version      print the version
@@ -55,6 +56,10 @@ def _dispatch(given: list[str]) -> int:
             from hvdlab.collectives.timeline.check import main as check
 
             return check(rest)
+        case ["trace", *rest]:
+            from hvdlab.kernel_ext.trace_command import main as trace
+
+            return trace(rest)
         case ["pools", *rest]:
             from hvdlab.kernel_ext.pools_command import main as pools
 

@@ -1,0 +1,177 @@
+"""A trace file, read back into a recording: what can be asked of running ranks can be asked of a file."""
+
+from __future__ import annotations
+
+import gzip
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.recording.recording import Recording
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
+from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, TraceEvent
+
+ROWS_KEPT = 20_000_000
+AT_ONCE = 2048
+
+_KINDS = {f"NEGOTIATE_{kind.name}": kind for kind in OpKind}
+_DTYPES = {dtype.label: dtype for dtype in DType}
+
+
+def load(path: Path) -> Recording:
+    """Read a trace that this library has written as ``.json`` or ``.json.gz``, complete or not.
+
+    Spans come back as they were, cells and metrics too. A file does not tell the errors of the clocks.
+
+    Raises:
+        InvalidRequestError: It is no such trace.
+        OSError: It can't be read.
+    """
+    if path.name.endswith(".pftrace"):
+        raise InvalidRequestError(f"{path}: Perfetto's format is not read here; save it as .json.gz as well")
+    reader = _Reader()
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            for event in events(gzip.GzipFile(fileobj=raw) if packed else raw):
+                reader.take(event)
+    except (msgspec.DecodeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {error}") from None
+    if not reader.seen:
+        raise InvalidRequestError(f"{path} is no trace of hvdlab: it has no rank's events")
+    return reader.finish()
+
+
+def events(file: Iterable[bytes]) -> Iterator[TraceEvent]:
+    """Events of a file with one per line, whose end may be missing."""
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    for line in file:
+        text = line.strip().removeprefix(b"[").removesuffix(b",").strip()
+        if text in (b"", b"]", b"[]"):
+            continue
+        try:
+            yield decoder.decode(text)
+        except msgspec.DecodeError:
+            if line.endswith(b"\n"):
+                raise
+            return  # the last line of a process that was killed
+
+
+class _Reader:
+    """Puts the slices of each tensor together again."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._recording = Recording(ROWS_KEPT)
+        self._waiting: dict[int, list[Event]] = defaultdict(list)
+        self._begun: TraceEvent | None = None
+        # Tensors that were ordered, by rank and when; and the time of the order of what begins next.
+        self._ordered: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        self._queued: dict[tuple[int, int], int] = {}
+        self._sizes: dict[int, int] = {}
+        self._ranks: dict[tuple[int, int, int], set[int]] = {}
+        self._count = 0
+
+    def take(self, event: TraceEvent) -> None:
+        kind, rank = event["ph"], event["pid"]
+        if rank >= ARRIVALS_PID:
+            return
+        if kind == "b":
+            self._begun = event
+        elif kind == "e" and self._begun is not None:
+            self._slice(rank, self._begun, _ns(event["ts"]))
+        elif kind == "X" and event["cat"] == "collectives":
+            self._operation(rank, event)
+        elif kind == "B":
+            self._put(rank, CellBegin(event["args"]["cell"], _ns(event["ts"])))
+        elif kind == "E":
+            cell = event["name"].removeprefix("CELL ")
+            self._put(rank, CellEnd(cell, _ns(event["ts"]), event["args"]["status"] != "failed"))
+        elif kind == "C":
+            self._put(rank, Metric(event["name"], float(event["args"]["value"]), None, _ns(event["ts"])))
+
+    def _slice(self, rank: int, begun: TraceEvent, end: int) -> None:
+        begin, args = _ns(begun["ts"]), begun["args"]
+        if begun["name"] == "QUEUE":
+            self._queued[rank, end] = begin
+            if args.get("status") == "failed":  # it never began
+                self._complete(rank, begin, args, None, end)
+            return
+        tensor = {**args, "kind": _KINDS[begun["name"]], "arrival": begin}
+        if args.get("status") == "failed":
+            self._put(rank, _span(tensor, {}, None, None, end))
+        else:
+            self._ordered[rank, end].append(tensor)
+
+    def _operation(self, rank: int, event: TraceEvent) -> None:
+        started = _ns(event["ts"])
+        ready = self._queued.pop((rank, started), started)
+        self._complete(rank, ready, event["args"], started, started + _ns(event["dur"]))
+
+    def _complete(
+        self, rank: int, ready: int, args: dict[str, Any], started: int | None, finished: int
+    ) -> None:
+        members = self._ranks.setdefault((args["process_set"], args["sequence"], args["batch"]), set())
+        members.add(rank)
+        process_set = args["process_set"]
+        if len(members) > self._sizes.get(process_set, 0):
+            self._sizes[process_set] = len(members)
+        if len(self._ranks) > AT_ONCE:
+            del self._ranks[next(iter(self._ranks))]
+        for tensor in self._ordered.pop((rank, ready), []):
+            self._put(rank, _span(tensor, args, ready, started, finished))
+
+    def _put(self, rank: int, event: Event) -> None:
+        self.seen = True
+        self._waiting[rank].append(event)
+        self._count += 1
+        if self._count >= AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        # All ranks together: what comes much later than others is matched with nobody.
+        for rank, waiting in self._waiting.items():
+            sizes: list[Event] = [Members(number, 0, size, 0) for number, size in self._sizes.items()]
+            self._recording.feed(rank, encode(rank, sizes + waiting))
+        self._waiting.clear()
+        self._count = 0
+
+    def finish(self) -> Recording:
+        self._flush()
+        self._recording.close()
+        return self._recording
+
+
+def _ns(micros: float) -> int:
+    return round(micros * 1000)
+
+
+def _span(
+    tensor: dict[str, Any], operation: dict[str, Any], ready: int | None, started: int | None, finished: int
+) -> Span:
+    return Span(
+        tensor["tensor"],
+        tensor["kind"],
+        _DTYPES[tensor["dtype"]],
+        tensor["process_set"],
+        operation.get("sequence", 0),
+        operation.get("batch", 0),
+        tensor["bytes"],
+        tensor["arrival"],
+        ready,
+        started,
+        finished,
+        _ns(operation.get("pack_us", 0.0)),
+        _ns(operation.get("transfer_us", 0.0)),
+        _ns(operation.get("wait_us", 0.0)),
+        _ns(operation.get("unpack_us", 0.0)),
+        ok=operation.get("status", "failed") == "ok",
+        site=tensor.get("site", ""),
+    )

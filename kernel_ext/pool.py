@@ -21,6 +21,7 @@ from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.inspect.looking import Looking
+from hvdlab.kernel_ext.inspect.views import Ranks
 from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
@@ -138,9 +139,9 @@ class Pool(Looking):
         return self._base.keeping.name if self._base.keeping is not None else ""
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that live and take cells."""
-        return () if self._stopped else self._base.group.ready()
+    def ranks(self) -> Ranks:
+        """Ranks that live and take cells, as numbers; ``ranks[3]`` is a view of rank 3's variables."""
+        return Ranks(() if self._stopped else self._base.group.ready(), self)
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.session import Session
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
+from hvdlab.magics.whos import WhosMagics
 from hvdlab.widgets.source import add_finder, remove_finder
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ MAGICS = {
         "hvd_pull",
         "hvd_push",
         "hvd_where",
+        "hvd_timeline",
+        "hvd_whos",
         "hvd_timeline",
         "hvd_diff",
         "autohvd",
@@ -60,6 +63,8 @@ class Extension:
             PoolMagics(self.session),
             ExchangeMagics(self.session),
             OutputMagics(self.session),
+            DiffMagics(self.session),
+            WhosMagics(self.session),
             WhereMagics(self.session),
             TimelineMagics(self.session),
             AutoMagics(self.session, self._auto),

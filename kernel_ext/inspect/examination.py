@@ -12,6 +12,7 @@ from hvdlab.collectives.fingerprint import fingerprint, of_blocks
 from hvdlab.kernel_ext.inspect.arrays import ArraySource, Bytes, family
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
+from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
 from hvdlab.kernel_ext.inspect.messages import Blocks, Difference, Examined, Leaf, Leaves, Range
 from hvdlab.kernel_ext.inspect.scalars import type_name
 from hvdlab.kernel_ext.rank.failures import one_line
@@ -26,10 +27,11 @@ class Examination:
     Args:
         value: What is looked at.
         threads: Among how many threads fingerprints are made.
+        walked: Its leaves, if they are known.
     """
 
-    def __init__(self, value: Any, threads: int = 1) -> None:
-        walked = leaves_of(value)
+    def __init__(self, value: Any, threads: int = 1, walked: Walked | None = None) -> None:
+        walked = leaves_of(value) if walked is None else walked
         self._type, self._left_out = type_name(type(value)), walked.left_out
         self._arrays: list[ArraySource | None] = []
         self._blocks: list[bytes] = []

@@ -52,6 +52,7 @@ class Found:
         content: What a value's fingerprint is made of.
         text: The value, shortened.
         array: The elements, if it is an array.
+        value: What has them.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Found:
     content: bytes = b""
     text: str = ""
     array: ArraySource | None = None
+    value: Any = None
 
 
 @dataclass(slots=True)
@@ -70,9 +72,9 @@ class Leaves:
     left_out: int = 0
 
 
-def leaves_of(value: Any) -> Leaves:
-    """Take a value apart. Never raises an ``Exception``: what can't be looked at becomes a leaf that says so."""
-    walk = _Walk()
+def leaves_of(value: Any, most: int = MOST_LEAVES) -> Leaves:
+    """Take a value apart, into ``most`` leaves. Never raises an ``Exception``: what can't be looked at is a leaf, too."""
+    walk = _Walk(most)
     walk.visit("", value, 0)
     return walk.leaves
 
@@ -82,13 +84,14 @@ def _count(parts: Sequence[Any]) -> str:
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self.leaves = Leaves()
+        self._most = most
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []  # or another object could get the same identity
 
     def visit(self, path: str, value: Any, depth: int) -> None:
-        if len(self.leaves.found) >= MOST_LEAVES or depth > DEEPEST:
+        if len(self.leaves.found) >= self._most or depth > DEEPEST:
             self.leaves.left_out += 1
             return
         try:
@@ -109,14 +112,14 @@ class _Walk:
         self._seen[id(value)] = path
         self._kept.append(value)
         if (source := array_source(value)) is not None:
-            self._add(Found(path, "array", type_name(kind), array=source))
-        elif (parts := _parts(value)) is not None:
+            self._add(Found(path, "array", type_name(kind), array=source, value=value))
+        elif (parts := parts_of(value)) is not None:
             self._inside(path, value, parts, depth)
         else:
             self._add(Found(path, "opaque", type_name(kind)))
 
-    def _inside(self, path: str, value: Any, parts: Iterable[tuple[str, Any]] | _Long, depth: int) -> None:
-        if isinstance(parts, _Long):
+    def _inside(self, path: str, value: Any, parts: Iterable[tuple[str, Any]] | Long, depth: int) -> None:
+        if isinstance(parts, Long):
             self._add(Found(path, "array", type_name(type(value)), array=_long(parts.items)))
             return
         # Also of something empty there is a leaf, and a list is not a tuple. How many parts there are is told by them.
@@ -129,16 +132,16 @@ class _Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Long:
+class Long:
     """A list that is too long for a leaf for each item."""
 
     items: list[Any]
 
 
-Parts = Iterable[tuple[str, Any]] | _Long | None
+Parts = Iterable[tuple[str, Any]] | Long | None
 
 
-def _parts(value: Any) -> Parts:
+def parts_of(value: Any) -> Parts:
     """The parts of a value with their steps; None if it has none that can be had."""
     kind = type(value)
     for applies, take in _KINDS:
@@ -191,7 +194,7 @@ def _key(key: Any) -> str:
 def _sequence(value: Any) -> Parts:
     items = list(_iterate(value))
     if len(items) > LONG and all(map(is_scalar, items)):
-        return _Long(items)
+        return Long(items)
     return [(f"[{number}]", item) for number, item in enumerate(items)]
 
 
@@ -205,7 +208,7 @@ def _iterate(value: Any) -> Iterable[Any]:
 
 def _set(value: Any) -> Parts:
     items = list(set.__iter__(value) if issubclass(type(value), set) else frozenset.__iter__(value))
-    return _Long(sorted(fingerprint(_whole(item)) for item in items))
+    return Long(sorted(fingerprint(_whole(item)) for item in items))
 
 
 def _whole(value: Any) -> bytes:

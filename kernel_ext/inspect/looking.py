@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.inspect.diff import diff
+from hvdlab.kernel_ext.inspect.messages import AskTensors, AskVariables, AskView, Tensors, Variables, View
+from hvdlab.kernel_ext.inspect.overview import BUDGET, Overview, TensorTable
 from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.inspect.special import SPECIAL
+from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.payloads import Completions, Names
+from hvdlab.kernel_ext.questions import Answer
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.base import PoolBase
+
+LOOK_WITHIN = 7.0
+"""Seconds that ranks have to look at something; they give up themselves before."""
 
 
 class Looking:
@@ -39,6 +48,44 @@ class Looking:
             )
         questions = self._base.runs.questions
         return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
+
+    def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, View]:
+        """What the value of an expression is like on these ranks (by default all), also while they run a cell.
+
+        Ranks that do not answer are missing.
+        """
+        answers = self._look(lambda ticket: AskView(ticket, expression), ranks)
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, View)}
+
+    def variables(self, ranks: Sequence[int] | None = None) -> Overview:
+        """The user's variables on these ranks (by default all), and where they differ; also while cells run."""
+        chosen = self._chosen(ranks)
+        answers = self._look(lambda ticket: AskVariables(ticket, BUDGET), chosen)
+        found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Variables)}
+        return Overview(found, tuple(rank for rank in chosen if rank not in found))
+
+    def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
+        """The ``most`` largest arrays and tensors on each of these ranks (by default all)."""
+        answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
+        return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
+
+    def _look(self, make: Callable[[int], Payload], ranks: Sequence[int] | None) -> dict[int, Answer]:
+        return dict(
+            sorted(self._base.runs.questions.ask(make, self._chosen(ranks), Deadline(LOOK_WITHIN)).items())
+        )
+
+    # -- what the rest of a pool has --------------------------------------------------------------------------------
+
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+        raise NotImplementedError
+
+    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        raise NotImplementedError
+
+    def complete(
+        self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
+    ) -> Completions | None:
+        raise NotImplementedError
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         raise NotImplementedError

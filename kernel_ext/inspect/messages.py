@@ -168,5 +168,86 @@ class Compared(Payload, frozen=True):
     error: str = ""
 
 
+# -- looking, also while a cell runs ----------------------------------------------------------------------------------
+
+
+class AskView(Payload, frozen=True):
+    """Ask what the value of an expression is like."""
+
+    ticket: int
+    expression: str
+
+
+class View(Payload, frozen=True):
+    """Answer to AskView: some lines about it, or why there are none.
+
+    Attributes:
+        lines: What kind of value it is, then more about it.
+        nbytes: Size of its arrays, or of itself.
+        cell: Id of the cell that was running: the value may have been changing.
+    """
+
+    ticket: int
+    lines: tuple[str, ...] = ()
+    nbytes: int = 0
+    error: str = ""
+    cell: str = ""
+
+
+class AskVariables(Payload, frozen=True):
+    """Ask for the user's variables; fingerprints for as long as they take no more than ``budget`` bytes of arrays."""
+
+    ticket: int
+    budget: int
+
+
+class Variable(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A variable: its type, its value in a few words, its size, and its fingerprint unless it is too large for that."""
+
+    name: str
+    type: str
+    text: str
+    nbytes: int
+    digest: bytes = b""
+
+
+class Variables(Payload, frozen=True):
+    """Answer to AskVariables, in the order in which they were made; ``cell`` as in View."""
+
+    ticket: int
+    variables: tuple[Variable, ...]
+    cell: str = ""
+    error: str = ""
+
+
+class AskTensors(Payload, frozen=True):
+    """Ask for the largest arrays and tensors."""
+
+    ticket: int
+    most: int
+
+
+class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Memory of an array or tensor; ``count`` of them without a name are told together."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    nbytes: int
+    count: int = 1
+
+
+class Tensors(Payload, frozen=True):
+    """Answer to AskTensors: the largest first; ``count`` and ``nbytes`` are those of all."""
+
+    ticket: int
+    tensors: tuple[Tensor, ...]
+    count: int = 0
+    nbytes: int = 0
+    cell: str = ""
+    error: str = ""
+
+
 InspectQuestion = Examine | AskLeaves | AskBlocks | Gather | Compare
-InspectAnswer = Examined | Leaves | Blocks | Compared
+InspectAnswer = Examined | Leaves | Blocks | Compared | View | Variables | Tensors

@@ -46,6 +46,7 @@ from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.last_words import LastWords
 from hvdlab.kernel_ext.rank.lending import Lending, Parcels
+from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
 
@@ -88,6 +89,7 @@ class RankAgent:
         self._examining = Examining(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
+        self._looker = Looker(shell, lambda: self._cell, lambda answer: self._reply(answer))
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -161,6 +163,8 @@ class RankAgent:
             self._examining.release(mail.lot)
         elif isinstance(mail, QUESTIONS):
             self._examining.ask(mail)
+        elif isinstance(mail, LOOKS):
+            self._looker.ask(mail)
         elif isinstance(mail, RunCell):
             self._expect(mail)
         else:

@@ -13,12 +13,23 @@ MOST = 500
 
 def user_names(shell: Any, ticket: int) -> Names:
     """In the order in which they were made. Any thread, also while a cell runs."""
-    hidden = shell.user_ns_hidden
     variables: list[str] = []
     modules: list[str] = []
-    # A copy, made in one go: the main thread may be at work on it.
-    for name, value in list(shell.user_ns.items()):
-        if not isinstance(name, str) or name.startswith("_") or hidden.get(name, hidden) is value:
-            continue
-        (modules if isinstance(value, ModuleType) else variables).append(name)
+    for name, value in _made(shell):
+        (modules if issubclass(type(value), ModuleType) else variables).append(name)
     return Names(ticket, tuple(variables[:MOST]), tuple(modules[:MOST]))
+
+
+def user_variables(shell: Any) -> list[tuple[str, Any]]:
+    """The same with their values; no modules."""
+    return [(name, value) for name, value in _made(shell) if not issubclass(type(value), ModuleType)][:MOST]
+
+
+def _made(shell: Any) -> list[tuple[str, Any]]:
+    hidden = shell.user_ns_hidden
+    # A copy, made in one go: the main thread may be at work on it.
+    return [
+        (name, value)
+        for name, value in list(shell.user_ns.items())
+        if isinstance(name, str) and not name.startswith("_") and hidden.get(name, hidden) is not value
+    ]

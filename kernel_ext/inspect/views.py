@@ -1,0 +1,124 @@
+"""Ranks and their values as objects: ``pool.ranks[3].model.fc.weight`` tells what it is like, and moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
+
+from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.kernel_ext.inspect.messages import View
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.inspect.looking import Looking
+
+
+class Ranks(tuple[int, ...]):
+    """The ranks of a pool, as numbers; an index is not a place but a rank, and gives a view of its variables."""
+
+    _pool: Looking
+
+    def __new__(cls, ranks: Iterable[int], pool: Looking) -> Self:
+        made = super().__new__(cls, ranks)
+        made._pool = pool
+        return made
+
+    @overload  # type: ignore[override]  # said above
+    def __getitem__(self, index: SupportsIndex, /) -> RankView: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> RankView | tuple[int, ...]:
+        if isinstance(index, slice):
+            return super().__getitem__(index)
+        rank = index.__index__()
+        if rank not in self:
+            raise IndexError(f"there is no rank {rank}; the pool has {format_ranks(self)}")
+        return RankView(self._pool, rank)
+
+
+class RankView:
+    """A rank: its variables are attributes, or items; called with an expression it gives the view of its value.
+
+    As a number it is that of the rank.
+    """
+
+    def __init__(self, pool: Looking, rank: int) -> None:
+        self._pool, self._rank = pool, rank
+
+    def __getattr__(self, name: str) -> ValueView:
+        if name.startswith("_"):
+            raise AttributeError(name)  # what notebooks ask any object for
+        return ValueView(self._pool, self._rank, name)
+
+    def __getitem__(self, name: str) -> ValueView:
+        return self(name)
+
+    def __call__(self, expression: str) -> ValueView:
+        return ValueView(self._pool, self._rank, expression)
+
+    def __index__(self) -> int:
+        return self._rank
+
+    def __eq__(self, other: object) -> bool:
+        return int(other) == self._rank if isinstance(other, (int, RankView)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._rank)
+
+    def __dir__(self) -> Iterable[str]:
+        found = self._pool.names([self._rank]).get(self._rank)
+        return list(found.variables) if found is not None else []
+
+    def __repr__(self) -> str:
+        names = list(self.__dir__())
+        more = f", … {len(names) - 10} more" if len(names) > 10 else ""
+        return f"<rank {self._rank}: {', '.join(names[:10]) + more if names else 'no variables'}>"
+
+
+class ValueView:
+    """A value of a rank. Attributes and items are views in turn; :meth:`pull` brings the value itself here."""
+
+    def __init__(self, pool: Looking, rank: int, expression: str) -> None:
+        self._pool, self._rank, self._expression = pool, rank, expression
+
+    def pull(self) -> Any:
+        """The value. Raises ``LookupError`` if it can't be had, as :meth:`Pool.pull` does."""
+        return self._pool.pull(self._expression, [self._rank])[self._rank]
+
+    def __getattr__(self, name: str) -> ValueView:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return ValueView(self._pool, self._rank, f"{self._expression}.{name}")
+
+    def __getitem__(self, key: object) -> ValueView:
+        if not _plain(key):
+            raise InvalidRequestError(
+                f"an item of a value on a rank is chosen by a number, a text or a slice, not {type(key).__name__}"
+            )
+        return ValueView(self._pool, self._rank, f"({self._expression})[{key!r}]")
+
+    def __dir__(self) -> Iterable[str]:
+        code = f"{self._expression}."
+        found = self._pool.complete(code, len(code), rank=self._rank)
+        names = [match.rpartition(".")[2] for match in found.matches] if found is not None else []
+        return ["pull", *names]
+
+    def __repr__(self) -> str:
+        found = self._pool.view(self._expression, [self._rank]).get(self._rank)
+        return "\n".join([f"rank {self._rank}: {self._expression}", *(f"  {line}" for line in told(found))])
+
+
+def told(view: View | None) -> Sequence[str]:
+    """What a rank said about a value, as lines."""
+    if view is None:
+        return ["the rank does not answer"]
+    if view.error:
+        return [view.error]
+    return [*view.lines, *(["(a cell is running, so it may be changing)"] if view.cell else [])]
+
+
+def _plain(key: object) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_plain, key))
+    if isinstance(key, slice):
+        return all(map(_plain, (key.start, key.stop, key.step)))
+    return key is None or key is Ellipsis or type(key) in (int, str, float, bool, bytes)

@@ -103,6 +103,7 @@ class Publisher:
         recording = self._recording
         again = [time.monotonic() + seconds for seconds in AGAIN]
         version, told = -1, recording.version
+        drawn, drawn_at, picture_due = (-1, -1), time.monotonic(), False
         while not self._closing.is_set():
             if recording.closed and version == recording.version and self._since is None:
                 break
@@ -121,10 +122,17 @@ class Publisher:
                 if self._heard or again:
                     self._say_ranks()
                 self._quiet()
+                picture_due = False
                 continue
             version = recording.version
             if self._heard or again:
                 self._flush()
+            # Ranks that do nothing still say every second how much memory they use.
+            if drawn != (drawn := (recording.end, self._stamp)):
+                drawn_at, picture_due = time.monotonic(), True
+            elif picture_due and time.monotonic() - drawn_at >= QUIET:
+                picture_due = False
+                self._quiet()
             self._closing.wait(INTERVAL)
         if self._heard and not self._closing.is_set():
             self._say_ranks(last=True)

@@ -9,6 +9,7 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.download import Downloads
 from hvdlab.widgets.output import Output, Publish
 from hvdlab.widgets.picture import as_html, as_text
 from hvdlab.widgets.publisher import Publisher
@@ -34,6 +35,7 @@ class TimelineWidget(anywidget.AnyWidget):
         self.recording = recording
         self._output = Output("timeline", self._still)
         unparented(super().__init__, height=height, limit=limit, still=self._output.name)
+        self._downloads = Downloads(recording, self._send_rows)
         self.on_msg(self._receive)
         self._publisher = Publisher(recording, self._send_rows, self._output.refresh)
 
@@ -42,7 +44,11 @@ class TimelineWidget(anywidget.AnyWidget):
             unparented(self.send, message, buffers)
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        if isinstance(content, dict) and content.get("type") == "hello":
+        if not isinstance(content, dict):
+            return
+        if content.get("type") == "save":
+            self._downloads.start(content.get("kind"))
+        elif content.get("type") == "hello":
             self._publisher.hello(
                 max(0, int(content.get("since", 0))), points=max(0, int(content.get("points", 0)))
             )
@@ -61,6 +67,7 @@ class TimelineWidget(anywidget.AnyWidget):
     def close(self) -> None:
         """End it; the still picture remains."""
         self._publisher.close()
+        self._downloads.close()
         super().close()
 
     def __repr__(self) -> str:

@@ -42,6 +42,8 @@ for step in range({ROUNDS}):
     hvd.allreduce(torch.ones(50_000), name='grad.weight')
 """
 
+LOSS_LINE = 1 + next(i for i, line in enumerate(TRAINING.splitlines()) if "name='loss'" in line)
+
 REPORT = """\
 import json
 table = hvdlab.trace().query("name == 'loss'").sort_values("arrival")
@@ -67,13 +69,10 @@ CELLS = [
 # Reads the bar at the top of a rank's lane: for how many ns it has the colour of what is late, around a moment.
 BAR = """([rank, time]) => {
     const { where, view, timeline } = document.querySelector('.hvd-timeline').hvdlab;
-    const canvas = document.querySelector('.hvd-timeline canvas');
+    const canvas = document.querySelector('.hvd-plot canvas');
     const ratio = canvas.width / canvas.clientWidth;
-    const { x, y } = where(rank, time);
-    const lane = timeline.api.where(rank, time).y;
-    const other = timeline.api.where(0, time).y;
-    const pitch = (lane - other) / 2;
-    const row = Math.round((lane - pitch / 2) * ratio) + 1;
+    const { x } = where(rank, time);
+    const row = Math.round(timeline.api.lane(rank).y * ratio) + 1;
     const pixels = canvas.getContext('2d').getImageData(0, row, canvas.width, 1).data;
     const late = at => pixels[4 * at] > 180 && pixels[4 * at + 1] < 150 && pixels[4 * at + 2] < 80;
     let from = Math.round(x * ratio), to = from;
@@ -149,12 +148,13 @@ def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_pat
     check_pixels(lab)
     check_ranks(lab)
     check_keys(lab)
+    check_places(lab)
     check_saved(lab, tmp_path / "work" / "notebook.ipynb")
 
 
 def check_pixels(lab: LabPage) -> None:
     """The bar over the lane of the late rank is as long as its lateness."""
-    lab.page.locator(".hvd-timeline canvas").click(position={"x": 40, "y": 10})
+    lab.page.locator(".hvd-plot canvas").click(position={"x": 40, "y": 10})
     late = lab.page.evaluate(INTERVALS, 2)
     begin, end = max(late, key=lambda one: one[1] - one[0])
     assert end - begin > LATE * 0.9e9
@@ -162,14 +162,16 @@ def check_pixels(lab: LabPage) -> None:
     lab.page.wait_for_timeout(200)
     bar = lab.page.evaluate(BAR, [2, (begin + end) / 2])
     assert bar is not None, "the bar is not where the lateness is"
-    # What lies nearer than two pixels can't be told apart in the picture.
+    # What lies nearer than two pixels may or may not be told apart in the picture.
+    begins, ends = [begin], [end]
     for other in sorted(late, reverse=True):
-        if other[1] <= begin and begin - other[1] < 2 * bar["perPixel"]:
-            begin = other[0]
+        if other[1] <= begins[-1] < other[1] + 2 * bar["perPixel"]:
+            begins.append(other[0])
     for other in sorted(late):
-        if other[0] >= end and other[0] - end < 2 * bar["perPixel"]:
-            end = other[1]
-    assert abs(bar["ns"] - (end - begin)) <= 7 * bar["perPixel"]  # the triangle at its end is wider
+        if other[0] - 2 * bar["perPixel"] < ends[-1] <= other[0]:
+            ends.append(other[1])
+    off = min(abs(bar["ns"] - (last - first)) for first in begins for last in ends)
+    assert off <= 7 * bar["perPixel"]  # the triangle at its end is wider
 
 
 def check_ranks(lab: LabPage) -> None:
@@ -182,7 +184,7 @@ def check_ranks(lab: LabPage) -> None:
 def check_keys(lab: LabPage) -> None:
     """The timeline has the keys while it has the focus, and the notebook does not get them."""
     cells = lab.page.locator(".jp-Notebook-cell").count()
-    canvas = lab.page.locator(".hvd-timeline canvas")
+    canvas = lab.page.locator(".hvd-plot canvas")
     canvas.click(position={"x": 40, "y": 10})
     before = api(lab, "view.length")
     for key in ("w", "a", "d", "w"):
@@ -202,11 +204,44 @@ def check_keys(lab: LabPage) -> None:
     lab.page.keyboard.press("f")
 
 
+def check_places(lab: LabPage) -> None:
+    """From a collective to its line in the cell; and what was recorded as a file."""
+    lab.page.keyboard.press("/")
+    lab.page.keyboard.type("loss")
+    lab.page.keyboard.press("Enter")
+    link = lab.page.locator(".hvd-timeline .hvd-details .hvd-link")
+    assert link.text_content() == f"cell [{TRAIN + 1}] line {LOSS_LINE}"
+    lab.page.evaluate("document.querySelector('.jp-Notebook-cell').scrollIntoView()")
+    lab.page.keyboard.press("Escape")  # out of the search
+    lab.page.keyboard.press("o")
+    line = lab.page.locator(".jp-Notebook-cell").nth(TRAIN).locator(".cm-line").nth(LOSS_LINE - 1)
+    assert "name='loss'" in line.inner_text()
+    lab.page.wait_for_function(
+        "line => line.getAnimations().length === 1", arg=line.element_handle(), timeout=WAIT_MS
+    )
+    lab.page.get_by_role("button", name="Save or open elsewhere").first.click()
+    with lab.page.expect_download(timeout=WAIT_MS) as download:
+        lab.page.get_by_role("menuitem", name="Save as Perfetto trace").click()
+    assert download.value.suggested_filename == "hvdlab-timeline.pftrace"
+    assert download.value.path().stat().st_size > 1000
+    lab.page.locator(".hvd-plot canvas").last.focus()
+
+
+def saved_outputs(path: Path) -> list[Any]:
+    """What is saved under the timeline's cell; nothing while the server writes the file."""
+    try:
+        found: list[Any] = nbformat.read(path, 4).cells[VIEW].get("outputs", [])
+    except nbformat.reader.NotJSONError:
+        return []
+    return found
+
+
 def check_saved(lab: LabPage, path: Path) -> None:
     """The saved notebook has a picture and a summary, and is small."""
     lab.page.keyboard.press("Control+s")
     deadline = time.monotonic() + WAIT_MS / 1000
-    while not (outputs := nbformat.read(path, 4).cells[VIEW].get("outputs")):
+    # It was saved before, too, when the page thought it was time to.
+    while "data:image" not in str(outputs := saved_outputs(path)):
         assert time.monotonic() < deadline, "Ctrl-S in the timeline does not save"
         lab.page.wait_for_timeout(100)
     still = outputs[0]["data"]
@@ -249,7 +284,7 @@ def test_the_picture_has_the_colours_of_the_theme(tmp_path: Path, theme: str) ->
         lab.page.wait_for_selector(f".hvd-timeline[data-theme={name}]")
         lab.page.wait_for_timeout(200)
         corner = lab.page.evaluate(
-            "[...document.querySelector('.hvd-timeline canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
+            "[...document.querySelector('.hvd-plot canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
         )
         assert (corner[0] > 200) == (name == "light"), corner
         found = api(lab, "statistics()")

@@ -127,8 +127,11 @@ def test_the_minimap_moves_and_sizes_what_is_in_view(page: Page) -> None:
     frames(page)
     box = page.locator(".hvd-minimap canvas").bounding_box()
     assert box is not None
-    gutter, wide = 132, box["width"] - 133
-    at = lambda time: (box["x"] + gutter + wide * time / 0.997e9, box["y"] + 15)
+    left, top, gutter, wide = box["x"], box["y"], 132, box["width"] - 133
+
+    def at(time: float) -> tuple[float, float]:
+        return left + gutter + wide * time / 0.997e9, top + 15
+
     page.mouse.move(*at(200e6))
     page.mouse.down()
     page.mouse.move(*at(400e6), steps=4)
@@ -175,8 +178,10 @@ def test_two_cells_are_compared(page: Page) -> None:
     assert rows.nth(0).inner_text().split("\t")[2:4] == ["A", "180"]
     assert "6.00 ms" not in rows.nth(0).inner_text()
     ranks = page.locator(".hvd-bars tbody").nth(1).inner_text()
-    assert "100 ms · last 50×" in ranks
-    assert "299 ms · last 50×+199 %" in ranks  # the cell began 1 ms after the first arrival
+    assert "100 ms · last 50\N{MULTIPLICATION SIGN}" in ranks
+    assert (
+        "299 ms · last 50\N{MULTIPLICATION SIGN}+199 %" in ranks
+    )  # the cell began 1 ms after the first arrival
     page.get_by_role("button", name="Compare no more").click()
     assert details(page).startswith("In view: 100 collectives")
 
@@ -228,7 +233,7 @@ def test_what_a_place_can_do_is_in_a_menu(page: Page) -> None:
 def test_what_is_not_known_is_said(page: Page) -> None:
     """Dropped rows, the clocks, and a rank that died while somebody looks on."""
     status = page.locator(".hvd-bar .hvd-status").inner_text()
-    assert status == "ranks 0–3 · 400 spans · 77 oldest dropped · clocks ± 30.0 µs"
+    assert status == "ranks 0\N{EN DASH}3 · 400 spans · 77 oldest dropped · clocks ± 30.0 µs"
     page.wait_for_timeout(350)  # the texts are brought up to date every 300 ms
     page.evaluate(
         """() => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
@@ -176,6 +177,22 @@ def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
     browser.rows.clear()
     sender.hello(0)  # the page was loaded again
     browser.wait(lambda: len(browser.rows) == 800)
+
+
+def test_the_picture_is_renewed_while_ranks_only_say_how_they_are(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    feed(recording, count=5)
+    browser.wait(lambda: len(browser.rows) == 800)
+    deadline, at = time.monotonic() + 10, START_NS
+    with browser.changed:
+        while not browser.quiet and time.monotonic() < deadline:
+            at += 10**7
+            recording.feed(0, encode(0, [Metric("hvdlab/cpu", 3.0, None, at)]))
+            browser.changed.wait(0.02)  # far less than it takes for silence
+    assert browser.quiet == 1
 
 
 def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> None:

@@ -21,8 +21,10 @@ export function viewApi<T>(timeline: T, store: Store, view: Viewport, scene: Sce
         }
       return [...seen.entries()].sort((a, b) => a[0] - b[0]).map(([, one]) => one);
     },
-    /** Where on the canvas a rank's lane is at a time. */
+    /** Where on the canvas the middle of a rank's lane is at a time. */
     where: (rank: number, time: number) => ({ x: scene.x(time), y: scene.middle(store.lane(rank)) }),
+    /** Where the lane begins and how high it is. */
+    lane: (rank: number) => scene.place(store.lane(rank)),
     hosts: () => scene.groups.all.map(group => ({ host: group.host, ranks: group.lanes.map(lane => lane.rank), collapsed: group.collapsed })),
   };
 }

@@ -1,7 +1,7 @@
 import { AXIS, drawAxis, drawChosen, drawDropped } from '../draw/axis.ts';
 import { drawArrivals, drawFrame, type Arrival } from '../draw/emphasis.ts';
 import { drawCells, drawMoments, trackHeight } from '../draw/happenings.ts';
-import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames } from '../draw/lanes.ts';
+import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, type Place } from '../draw/lanes.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { Raster } from '../draw/raster.ts';
 import type { Surface } from '../draw/surface.ts';
@@ -111,10 +111,15 @@ export class Scene implements Surface {
     return this.happenings.cellAt(this.time(x), this.pixel * 2, this.store.end);
   }
 
-  /** The middle of a lane. */
-  middle(lane: Lane): number {
+  /** Where a lane lies; `null` before it was drawn. */
+  place(lane: Lane): Place | null {
     const box = this.arrangement.box(lane);
-    return box ? this.top + box.y + box.height / 2 : -1;
+    return box ? { y: this.top + box.y, height: box.height } : null;
+  }
+
+  middle(lane: Lane): number {
+    const place = this.place(lane);
+    return place ? place.y + place.height / 2 : -1;
   }
 
   draw(palette: Palette, overlay: Overlay): void {

@@ -100,10 +100,16 @@ export class Timeline {
     this.schedule();
   }
 
+  /** Says something to the reader, for some seconds. */
+  tell(text: string): void {
+    this.toolbar.tell(text);
+  }
+
   dispose(): void {
     for (const end of this.ends) end();
     this.scene.dispose();
     this.minimap.dispose();
+    this.toolbar.dispose();
     this.charts?.dispose();
     cancelAnimationFrame(this.frame);
     clearTimeout(this.slow);

@@ -18,6 +18,8 @@ export interface ToolbarCommands {
   leave(): void;
 }
 
+const TOLD = 8000; // ms
+
 /** Title, state, search and buttons. */
 export class Toolbar {
   readonly root: HTMLElement;
@@ -25,6 +27,8 @@ export class Toolbar {
   private readonly status = h('span', { class: 'hvd-status', role: 'status' });
   private readonly state = h('span', { class: 'hvd-state' });
   private readonly found = h('span', { class: 'hvd-faint', 'aria-live': 'polite' });
+  private readonly notice = h('span', { class: 'hvd-notice', role: 'status' });
+  private told = 0;
   private readonly follow: HTMLButtonElement;
 
   constructor(title: string, commands: ToolbarCommands, actions: Actions) {
@@ -46,7 +50,7 @@ export class Toolbar {
       menu('⤓', t('Save or open elsewhere'), items),
       button('?', t('Keys (?)'), () => commands.help()),
     );
-    this.root = h('div', { class: 'hvd-bar' }, h('strong', {}, title), this.state, this.status, h('span', { class: 'hvd-space' }), this.found, this.search, buttons);
+    this.root = h('div', { class: 'hvd-bar' }, h('strong', {}, title), this.state, this.status, h('span', { class: 'hvd-space' }), this.notice, this.found, this.search, buttons);
     this.search.addEventListener('input', () => commands.search(this.search.value));
     this.search.addEventListener('keydown', event => {
       event.stopPropagation();
@@ -56,6 +60,16 @@ export class Toolbar {
       commands.search('');
       commands.leave();
     });
+  }
+
+  tell(text: string): void {
+    clearTimeout(this.told);
+    this.notice.textContent = text;
+    if (text) this.told = window.setTimeout(() => this.tell(''), TOLD);
+  }
+
+  dispose(): void {
+    clearTimeout(this.told);
   }
 
   matches(text: string): void {

@@ -1,6 +1,11 @@
+import { bytes } from '../draw/format.ts';
 import { Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
+import type { Actions } from '../view/options.ts';
+import { t } from '../view/texts.ts';
 import { Timeline } from '../view/timeline.ts';
+import { download } from './download.ts';
+import { canJump, jump } from './jump.ts';
 import { hideStill } from './still.ts';
 import { Stream, type Model } from './stream.ts';
 
@@ -19,8 +24,13 @@ function share(model: Model): Shared {
     const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set() };
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
-    model.on('msg:custom', ((message: never, buffers: DataView[]) => {
-      if (stream.receive(message, buffers)) for (const view of one.views) view.data();
+    model.on('msg:custom', ((message: { type: string; name: string; text: string }, buffers: DataView[]) => {
+      const tell = (text: string) => one.views.forEach(view => view.tell(text));
+      if (message.type === 'file') {
+        download(message.name, buffers[0]);
+        tell(t('%1 (%2)', message.name, bytes(buffers[0].byteLength)));
+      } else if (message.type === 'problem') tell(message.text);
+      else if (stream.receive(message as never, buffers)) one.views.forEach(view => view.data());
     }) as never);
     stream.hello();
   }
@@ -33,7 +43,14 @@ function initialize({ model }: { model: Model }): void {
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const { store, view, views } = share(model);
-  const timeline = new Timeline(el, store, { view, height: Number(model.get('height')) });
+  const actions: Actions = {
+    save: kind => {
+      timeline.tell(t('saving…'));
+      model.send({ type: 'save', kind });
+    },
+    open: canJump() ? site => void (jump(site) || timeline.tell(t('%1 is not in this page', site))) : undefined,
+  };
+  const timeline: Timeline = new Timeline(el, store, { view, height: Number(model.get('height')), actions });
   (timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = timeline.api;
   views.add(timeline);
   const showStill = hideStill(el, String(model.get('still')));

@@ -1,0 +1,72 @@
+"""A recording as a file for the browser."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from hvdlab.collectives.recording import Recording, saving
+from hvdlab.collectives.recording.export import trace_events
+from hvdlab.widgets.download import Downloads
+from timeline_traces import steps
+
+
+class Browser:
+    def __init__(self) -> None:
+        self.got: list[tuple[dict[str, Any], list[bytes]]] = []
+        self.came = threading.Event()
+
+    def take(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        self.got.append((message, buffers))
+        self.came.set()
+
+    def wait(self) -> tuple[dict[str, Any], list[bytes]]:
+        assert self.came.wait(20)
+        self.came.clear()
+        return self.got[-1]
+
+
+@pytest.fixture
+def recording() -> Recording:
+    recording = Recording()
+    for rank, batch in steps(4, 20):
+        recording.feed(rank, batch)
+    return recording
+
+
+def test_the_browser_gets_what_was_recorded_in_both_formats(recording: Recording) -> None:
+    browser = Browser()
+    downloads = Downloads(recording, browser.take)
+    downloads.start("chrome")
+    message, (file,) = browser.wait()
+    assert message == {"type": "file", "name": "hvdlab-timeline.json.gz"}
+    expected = [event for portion in trace_events(recording) for event in portion]
+    assert len(expected) > 1000
+    assert json.loads(gzip.decompress(file)) == json.loads(msgspec.json.encode(expected))
+    downloads.close()
+    downloads = Downloads(recording, browser.take)
+    downloads.start("something else")
+    downloads.start("perfetto")
+    message, (small,) = browser.wait()
+    assert message["name"] == "hvdlab-timeline.pftrace"
+    assert len(file) > len(small) > 1000
+    downloads.close()
+    downloads.start("chrome")
+    assert len(browser.got) == 2
+
+
+def test_a_problem_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(saving, "write", fail)
+    browser = Browser()
+    downloads = Downloads(recording, browser.take)
+    downloads.start("perfetto")
+    assert browser.wait() == ({"type": "problem", "text": "no room"}, [])
+    downloads.close()

@@ -1,0 +1,61 @@
+"""A recording as a file for the reader's browser to keep."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.recording import Recording
+
+FORMATS = {"chrome": "json.gz", "perfetto": "pftrace"}
+NAME = "hvdlab-timeline"
+
+Send = Callable[[dict[str, Any], list[bytes]], None]
+
+
+class Downloads:
+    """Writes a recording when a view asks for it, one at a time, on a thread of its own: a full one takes seconds.
+
+    Args:
+        recording: What is written.
+        send: Sends the file, or a problem in a sentence; called on that thread.
+    """
+
+    def __init__(self, recording: Recording, send: Send) -> None:
+        self._recording, self._send = recording, send
+        self._starting = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, kind: object) -> None:
+        """Begin to write, unless one is being written. ``kind`` is what the view calls the format. Any thread."""
+        format = FORMATS.get(str(kind))
+        with self._starting:
+            if format is None or self._closed or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(
+                target=self._write, args=(format,), name="hvdlab-download", daemon=True
+            )
+            self._thread.start()
+
+    def close(self, timeout: float = 5) -> None:
+        """Wait for what is being written. Idempotent."""
+        with self._starting:
+            self._closed = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _write(self, format: str) -> None:
+        from hvdlab.collectives.recording.export import trace_events
+        from hvdlab.collectives.recording.saving import format_of, write
+
+        file = io.BytesIO()
+        try:
+            write(trace_events(self._recording), file, format_of("", format))
+        except (HvdlabError, OSError) as error:
+            self._send({"type": "problem", "text": str(error)}, [])
+            return
+        self._send({"type": "file", "name": f"{NAME}.{format}"}, [file.getvalue()])

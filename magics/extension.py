@@ -12,6 +12,7 @@ from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.diff import DiffMagics
 from hvdlab.magics.exchange import ExchangeMagics
+from hvdlab.magics.metrics import MetricsMagics
 from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.panel import PanelComms, load_panel
 from hvdlab.magics.pools import PoolMagics
@@ -33,10 +34,10 @@ MAGICS = {
         "hvd_pull",
         "hvd_push",
         "hvd_where",
-        "hvd_timeline",
+        "hvd_diff",
         "hvd_whos",
         "hvd_timeline",
-        "hvd_diff",
+        "hvd_metrics",
         "autohvd",
     ),
     "cell": ("hvd_run", "hvd_rank", "local"),
@@ -63,12 +64,12 @@ class Extension:
             PoolMagics(self.session),
             ExchangeMagics(self.session),
             OutputMagics(self.session),
+            WhereMagics(self.session),
             DiffMagics(self.session),
             WhosMagics(self.session),
-            WhereMagics(self.session),
             TimelineMagics(self.session),
+            MetricsMagics(self.session),
             AutoMagics(self.session, self._auto),
-            DiffMagics(self.session),
         ):
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)

@@ -378,6 +378,15 @@ class Pool(Looking):
         """
         return self.client.recording.table()
 
+    def metrics(self) -> DataFrame:
+        """All that the ranks measured, as a pandas table with a row per point.
+
+        The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
+        (missing if none was said) and ``unit``. The newest points of each series are kept;
+        ``table.attrs["dropped"]`` says how many are missing.
+        """
+        return self.client.recording.metrics()
+
     def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
         """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
 

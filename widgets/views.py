@@ -1,4 +1,4 @@
-"""``hvdlab.timeline()``, ``hvdlab.ranks()``, ``hvdlab.trace()`` and ``hvdlab.export()``."""
+"""``hvdlab.timeline()``, ``hvdlab.ranks()``, ``hvdlab.metrics()``, ``hvdlab.trace()`` and ``hvdlab.export()``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hvdlab.collectives.metrics.export_from_recording import RecordingExport
     from hvdlab.collectives.metrics.exporting import Exporter
+    from hvdlab.widgets.metrics import MetricsWidget
     from hvdlab.widgets.ranks import RanksWidget
     from hvdlab.widgets.timeline import TimelineWidget
 
@@ -51,6 +52,27 @@ def ranks(pool: Any = None) -> RanksWidget:
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     return RanksWidget(recording)
+
+
+def metrics(pool: Any = None) -> MetricsWidget:
+    """Charts of what all ranks measure, live: what ``hvd.metric()`` reported, where the time goes, lateness, bandwidth,
+    CPU, memory and GPUs.
+
+    ``pool.metrics()`` and ``hvdlab.metrics().table()`` have the numbers as a pandas table.
+
+    Args:
+        pool: Whose ranks; by default the notebook's pool.
+
+    Raises:
+        InvalidRequestError: No ranks are running.
+        ModuleNotFoundError: anywidget is not installed.
+    """
+    recording = recording_of(pool)
+    try:
+        from hvdlab.widgets.metrics import MetricsWidget
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    return MetricsWidget(recording)
 
 
 def trace(pool: Any = None) -> DataFrame:

@@ -97,18 +97,21 @@ class Lateness:
     """By how much each rank came later than the first one, at most, in each second."""
 
     def __init__(self) -> None:
-        self._rows: list[NDArray[np.void]] = []
+        self._new: list[Rows] = []
+        self._rest: Rows | None = None
         self._most: dict[tuple[int, int], int] = {}  # by rank and second, ns
         self._changed: set[tuple[int, int]] = set()
 
     def add(self, rows: Rows) -> None:
-        self._rows.append(rows[["op", "arrival", "rank", "size"]][rows["op"] > 0])
+        self._new.append(rows)
 
     def digest(self, origin: int) -> None:
         """Compare the arrivals at collectives of which all members' are here."""
-        if not self._rows:
+        if not self._new:
             return
-        rows = np.concatenate(self._rows)
+        rows = np.concatenate(self._new if self._rest is None else [self._rest, *self._new])
+        self._new = []
+        rows = rows[rows["op"] > 0]
         rows = rows[np.lexsort((rows["arrival"], rows["op"]))]
         begins = np.flatnonzero(np.concatenate(([True], rows["op"][1:] != rows["op"][:-1])))
         counts = np.diff(np.concatenate((begins, [len(rows)])))
@@ -117,8 +120,7 @@ class Lateness:
         late = (rows["arrival"] - np.repeat(rows["arrival"][begins], counts))[done]
         alone = np.repeat(rows["size"][begins] == 1, counts)
         # What never becomes complete makes room: numbers grow.
-        rest = rows[~done & ~alone]
-        self._rows = [rest[-ROWS_UNMATCHED:]] if len(rest) else []
+        self._rest = rows[~done & ~alone][-ROWS_UNMATCHED:]
         seconds = (rows["arrival"][done] - origin) // SECOND
         ranks = rows["rank"][done].astype(np.int64)
         order = np.lexsort((late, seconds, ranks))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool as Pool
     from hvdlab.runner import run as run
     from hvdlab.widgets.views import export as export
+    from hvdlab.widgets.views import metrics as metrics
     from hvdlab.widgets.views import ranks as ranks
     from hvdlab.widgets.views import timeline as timeline
     from hvdlab.widgets.views import trace as trace
@@ -33,6 +34,7 @@ _LAZY = {
     "run": "hvdlab.runner",
     "export": "hvdlab.widgets.views",
     "timeline": "hvdlab.widgets.views",
+    "metrics": "hvdlab.widgets.views",
     "ranks": "hvdlab.widgets.views",
     "trace": "hvdlab.widgets.views",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "export",
     "install_as_horovod",
     "load_ipython_extension",
+    "metrics",
     "ranks",
     "run",
     "timeline",

@@ -1,0 +1,66 @@
+"""Charts of metrics as a widget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.metrics_picture import as_html, as_text
+from hvdlab.widgets.output import Output
+from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets.unparented import unparented
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
+STATIC = Path(__file__).parent / "static"
+
+
+class MetricsWidget(anywidget.AnyWidget):
+    """Lines of what all ranks measured, live. Made by :func:`hvdlab.widgets.views.metrics`.
+
+    Attributes:
+        recording: What is shown.
+    """
+
+    _esm = (STATIC / "metrics.js").read_text()
+    _css = (STATIC / "views.css").read_text()
+    still = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._output = Output("metrics", self._still)
+        unparented(super().__init__, still=self._output.name)
+        self.on_msg(self._receive)
+        self._publisher = Publisher(recording, self._send_points, self._output.refresh, rows=False)
+
+    def _send_points(self, message: dict[str, Any], buffers: list[bytes]) -> None:
+        if self.comm is not None:
+            unparented(self.send, message, buffers)
+
+    def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
+        if isinstance(content, dict) and content.get("type") == "hello":
+            since, points = (max(0, int(content.get(name, 0))) for name in ("since", "points"))
+            self._publisher.hello(since, rows=False, points=points)
+
+    def table(self) -> DataFrame:
+        """All points as a pandas table. Raises ``ModuleNotFoundError`` without pandas."""
+        return self.recording.metrics()
+
+    def _still(self) -> dict[str, Any]:
+        return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}
+
+    def _ipython_display_(self) -> None:
+        self._output.show(self._repr_mimebundle_())
+
+    def close(self) -> None:
+        """End it; the still picture remains."""
+        self._publisher.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        return as_text(self.recording)

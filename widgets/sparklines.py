@@ -1,0 +1,230 @@
+"""Small pictures of series, for a saved notebook and for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.series import Points
+
+Picture = NDArray[np.uint8]
+Values = NDArray[np.float64]
+
+# Middle tones that can be seen on white and on black; the hues are those of ui/src/draw/ranks.ts.
+RANKS = (
+    (30, 130, 196),
+    (224, 160, 30),
+    (10, 156, 116),
+    (208, 130, 175),
+    (100, 180, 230),
+    (150, 122, 94),
+    (128, 120, 190),
+    (130, 138, 150),
+)
+BAND = (30, 130, 196)
+LINES = len(RANKS)
+_BARS = "▁▂▃▄▅▆▇█"
+
+# Ours, in the order in which they are shown; what users report comes before all of them, and what is not here is not shown.
+_ORDER = (
+    "hvdlab/step_time",
+    "hvdlab/samples_per_second",
+    "hvdlab/share/",
+    "hvdlab/lateness",
+    "hvdlab/bandwidth/bus/",
+    "hvdlab/gradient_norm",
+    "hvdlab/loss_scale",
+    "hvdlab/learning_rate",
+    "hvdlab/gpu",
+    "hvdlab/cpu",
+    "hvdlab/rss",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spark:
+    """One name on all ranks that report it, in columns of equal time.
+
+    Attributes:
+        last: Each rank's newest value.
+        low, high: Each rank's least and greatest value in each column; NaN where there was none.
+    """
+
+    name: str
+    unit: str
+    last: dict[int, float]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    @property
+    def middle(self) -> float:
+        """The median of the newest values."""
+        return float(np.median([value for value in self.last.values() if not math.isnan(value)] or [np.nan]))
+
+    @property
+    def furthest(self) -> tuple[int, float] | None:
+        """The rank whose newest value is furthest from the median, if it is 2 % of it away; and that value."""
+        middle = self.middle
+        known = {rank: value for rank, value in self.last.items() if not math.isnan(value)}
+        if len(known) < 2:
+            return None
+        rank = max(known, key=lambda one: abs(known[one] - middle))
+        return (rank, known[rank]) if abs(known[rank] - middle) > 0.02 * abs(middle) else None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest value; what is finite of them."""
+        values = np.concatenate((self.low.ravel(), self.high.ravel()))
+        values = values[np.isfinite(values)]
+        return (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+
+
+def sparks(recording: Recording, columns: int, most: int = 14) -> tuple[list[Spark], float]:
+    """The first ``most`` names, and the seconds that all columns show together."""
+    recording.points_since(recording.points_end)  # what follows from spans is up to date then
+    series = [one for one in recording.series() if _place(one.name) < len(_ORDER)]
+    points = {(one.rank, one.name): recording.points(one.rank, one.name) for one in series}
+    points = {key: found for key, found in points.items() if len(found)}
+    if not points:
+        return [], 0.0
+    edges = np.array([f(found["time"][i]) for f, i in ((int, 0), (int, -1)) for found in points.values()])
+    begin, end = int(edges.min()), max(int(edges.max()), int(edges.min()) + 1)
+    names = dict.fromkeys(one.name for one in series if (one.rank, one.name) in points)
+    units = {one.name: one.unit for one in series}
+    found = []
+    for name in sorted(names, key=_place)[:most]:
+        mine = {rank: points[rank, key] for rank, key in sorted(points) if key == name}
+        spans = [_columns(one, begin, end, columns) for one in mine.values()]
+        last = {rank: float(one["value"][-1]) for rank, one in mine.items()}
+        low, high = np.stack([one[0] for one in spans]), np.stack([one[1] for one in spans])
+        found.append(Spark(name, units[name], last, low, high))
+    return found, (end - begin) / 1e9
+
+
+def _place(name: str) -> int:
+    if not name.startswith("hvdlab/"):
+        return -1
+    return next((i for i, start in enumerate(_ORDER) if name.startswith(start)), len(_ORDER))
+
+
+def _columns(points: Points, begin: int, end: int, columns: int) -> tuple[Values, Values]:
+    low, high = np.full(columns, np.inf), np.full(columns, -np.inf)
+    points = points[np.isfinite(points["value"])]
+    at = np.minimum((points["time"] - begin) * columns // (end - begin), columns - 1).astype(np.intp)
+    np.minimum.at(low, at, points["value"])
+    np.maximum.at(high, at, points["value"])
+    none = low > high
+    low[none] = high[none] = np.nan
+    return low, high
+
+
+def draw(spark: Spark, height: int) -> Picture:
+    """Lines of the ranks as red, green, blue and opacity; of many ranks their range and their median."""
+    width = spark.low.shape[1]
+    picture = np.zeros((height, width, 4), np.uint8)
+    least, most = spark.bounds
+    scale = (height - 3) / (most - least) if most > least else 0.0
+
+    def rows(values: Values) -> NDArray[np.float64]:
+        return (
+            np.rint(height - 2 - (values - least) * scale)
+            if scale
+            else np.full(width, height // 2) + 0 * values
+        )
+
+    if len(spark.low) > LINES:
+        _fill(picture, *_range(spark, rows), (*BAND, 90))
+        middle = rows(_median((spark.low + spark.high) / 2))
+        _line(picture, middle, middle, (*BAND, 255))
+        return picture
+    for low, high, colour in reversed(list(zip(spark.low, spark.high, RANKS, strict=False))):
+        _line(picture, rows(high), rows(low), (*colour, 255))
+    return picture
+
+
+def _range(spark: Spark, rows: object) -> tuple[Values, Values]:
+    assert callable(rows)
+    none = np.isnan(spark.low).all(0)
+    low = np.where(none, np.nan, np.fmin.reduce(spark.low, axis=0))
+    high = np.where(none, np.nan, np.fmax.reduce(spark.high, axis=0))
+    return rows(high), rows(low)
+
+
+def _median(values: Values) -> Values:
+    found = np.full(values.shape[1], np.nan)
+    some = ~np.isnan(values).all(0)
+    found[some] = np.nanmedian(values[:, some], axis=0)
+    return found
+
+
+def _fill(picture: Picture, top: Values, bottom: Values, colour: tuple[int, ...]) -> None:
+    for x in np.flatnonzero(~np.isnan(top)).tolist():
+        picture[max(0, int(top[x])) : int(bottom[x]) + 1, x] = colour
+
+
+def _line(picture: Picture, top: Values, bottom: Values, colour: tuple[int, ...]) -> None:
+    """Joins the columns that have a value, two pixels thick."""
+    some = np.flatnonzero(~np.isnan(top)).tolist()
+    for i, x in enumerate(some):
+        begin, end = int(top[x]), int(bottom[x])
+        picture[max(0, begin) : end + 2, x] = colour
+        if i == 0:
+            continue
+        before = some[i - 1]
+        last = float(top[before] + bottom[before]) / 2
+        now = float(top[x] + bottom[x]) / 2
+        for between in range(before + 1, x + 1):
+            share = (between - before) / (x - before)
+            here = round(last + (now - last) * share)
+            step = round(last + (now - last) * max(0.0, share - 1 / (x - before)))
+            picture[max(0, min(here, step)) : max(here, step) + 2, between] = colour
+
+
+def characters(spark: Spark) -> str:
+    """The median of the ranks in each column as a bar of one to eight eighths; a space where nothing was measured."""
+    values = _median((spark.low + spark.high) / 2)
+    known = values[~np.isnan(values)]
+    least, most = (known.min(), known.max()) if len(known) else (0.0, 1.0)
+    scale = (len(_BARS) - 1) / (most - least) if most > least else 0.0
+    return "".join(
+        " " if math.isnan(value) else _BARS[round((value - least) * scale)] for value in values.tolist()
+    )
+
+
+def title(name: str) -> str:
+    """What a series is called: our own by their meaning, those of users as they call them."""
+    if not name.startswith("hvdlab/"):
+        return name
+    words = {"rss": "memory", "cpu": "CPU", "samples_per_second": "samples/s"}
+    short = name.removeprefix("hvdlab/").removeprefix("share/").removeprefix("bandwidth/")
+    if "/" in short and name.startswith("hvdlab/bandwidth/"):
+        what, kind = short.split("/", 1)
+        return f"{kind} {what}"
+    return words.get(short, short.replace("_", " ").replace("gpu", "GPU ").replace("/", " "))
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value with its unit and three digits."""
+    if not np.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if unit == "s":
+        return _scaled(value, ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+    if unit == "B":
+        return _scaled(value, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
+    if unit == "B/s":
+        return f"{value / 1e9:.3g} GB/s"
+    if unit == "1":
+        return f"{value:.0%}"
+    if unit == "%":
+        return f"{value:.0f}%"
+    return f"{value:.4g}{'/s' if unit == '1/s' else ''}"
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    size, unit = next((one for one in units if abs(value) >= one[0]), units[-1])
+    return f"{value / size:.3g} {unit}"

@@ -1,7 +1,7 @@
 // Makes prebuilt/: what JupyterLab loads. First one script of ours and of ui/src, then JupyterLab's own builder.
 import { spawnSync } from 'node:child_process';
 import { createHash } from 'node:crypto';
-import { copyFileSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { dirname, join, relative, resolve, sep } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { build } from 'esbuild';
@@ -17,7 +17,8 @@ function files(directory) {
 
 rmSync(join(here, 'lib'), { recursive: true, force: true });
 mkdirSync(join(here, 'lib'), { recursive: true });
-copyFileSync(join(ui, 'src', 'style.css'), join(here, 'lib', 'views.css'));
+const styles = ['style.css', 'charts.css'].map(name => join(ui, 'src', name));
+writeFileSync(join(here, 'lib', 'views.css'), styles.map(path => readFileSync(path, 'utf8')).join('\n'));
 const { metafile } = await build({
   absWorkingDir: here,
   metafile: true,
@@ -39,6 +40,6 @@ if (done.status !== 0) throw new Error(`jupyter-builder: ${done.error?.message ?
 const scripts = Object.keys(metafile.inputs).map(name => resolve(here, name)).filter(name => !name.includes('node_modules'));
 const others = ['style', 'schema'].flatMap(name => files(join(here, name)));
 const single = ['build.mjs', 'package.json', 'package-lock.json', 'tsconfig.json'].map(name => join(here, name));
-const inputs = new Set([...scripts, ...others, ...single, join(ui, 'src', 'style.css'), join(ui, 'package-lock.json')]);
+const inputs = new Set([...scripts, ...others, ...single, ...styles, join(ui, 'package-lock.json')]);
 const line = path => `${createHash('sha256').update(readFileSync(path)).digest('hex')}  ${relative(root, path).split(sep).join('/')}`;
 writeFileSync(join(out, 'sources.txt'), `${[...inputs].sort().map(line).join('\n')}\n`);

@@ -1,5 +1,5 @@
 import type { ILabShell, JupyterFrontEnd } from '@jupyterlab/application';
-import { MainAreaWidget, Notification, type WidgetTracker } from '@jupyterlab/apputils';
+import { MainAreaWidget, type WidgetTracker } from '@jupyterlab/apputils';
 import { Toolbar } from '@jupyterlab/ui-components';
 import { ranksIcon } from './icon.ts';
 import { type Choice, type Host, TimelinePanel } from './panel.ts';
@@ -10,7 +10,7 @@ import { HeadingText, SourceSelect } from './source.ts';
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 
 /** Those in the palette, in their order. */
-export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:save-chrome', 'hvdlab:save-perfetto'];
+export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:save-chrome', 'hvdlab:save-perfetto', 'hvdlab:open-perfetto'];
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
@@ -39,10 +39,12 @@ function makeWidget(host: Host): TimelineWidget {
 export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
   const { commands, shell } = app;
   const { trans, notebooks } = host;
-  const shown = () => tracker.currentWidget?.content ?? null;
+  // One that was restored has not been in front yet.
+  const there = () => tracker.currentWidget ?? tracker.find(widget => !widget.isDisposed) ?? null;
+  const shown = () => there()?.content ?? null;
 
   function open(args: Partial<Choice> & { restored?: boolean } = {}): TimelineWidget {
-    let widget = tracker.currentWidget;
+    let widget = there();
     if (!widget || widget.isDisposed) {
       widget = makeWidget(host);
       void tracker.add(widget);
@@ -63,15 +65,9 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
   }
 
   const hasTimeline = () => !!shown()?.view;
-  const save = (kind: 'chrome' | 'perfetto') => async () => {
-    const panel = shown() ?? open().content;
-    const found = panel.shown;
-    if (!found) return;
-    try {
-      await host.save(found.notebook, found.feed, found.channel.pool, kind);
-    } catch (error) {
-      Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
-    }
+  const save = (kind: 'chrome' | 'perfetto') => () => {
+    const found = shown()?.shown;
+    if (found) shown()!.tell(host.save(found.notebook, found.feed, found.channel.pool, kind));
   };
 
   commands.addCommand('hvdlab:open-timeline', {
@@ -123,5 +119,13 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
   });
   commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save('chrome') });
   commands.addCommand('hvdlab:save-perfetto', { label: trans.__('Save Timeline of the Ranks for Perfetto'), isEnabled: hasTimeline, execute: save('perfetto') });
+  commands.addCommand('hvdlab:open-perfetto', {
+    label: trans.__('Open Timeline of the Ranks in Perfetto'),
+    isEnabled: () => hasTimeline() && !!host.perfetto && !!shown()?.shown?.feed.perfetto,
+    execute: () => {
+      const found = shown()?.shown;
+      if (found) shown()!.tell(host.perfetto!(found.feed, found.channel.pool));
+    },
+  });
   return args => void open(args as Partial<Choice>);
 }

@@ -38,6 +38,8 @@ export class Feed implements IDisposable {
   private readonly channels = new Map<string, Channel>();
   private readonly wishes = new Map<object, Wish>();
   private readonly questions = new Map<string, { resolve(answer: JSONObject): void; reject(reason: Error): void }>();
+  /** Whether the kernel can show traces in Perfetto's own page. */
+  perfetto = false;
   /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
   readonly sources = new Map<number, string>();
   private kernel: Kernel.IKernelConnection | null = null;
@@ -100,13 +102,13 @@ export class Feed implements IDisposable {
   }
 
   /** Asks the kernel something; an answer with an error is thrown. */
-  ask(question: JSONObject): Promise<JSONObject> {
+  ask(question: JSONObject, within = ANSWER_WITHIN): Promise<JSONObject> {
     const request = UUID.uuid4();
     return new Promise<JSONObject>((resolve, reject) => {
       if (!this.wire) return reject(new Error('no kernel'));
       const timer = setTimeout(() => {
         if (this.questions.delete(request)) reject(new Error('the kernel does not answer'));
-      }, ANSWER_WITHIN);
+      }, within);
       const done = <T>(act: (value: T) => void) => (value: T) => {
         clearTimeout(timer);
         act(value);
@@ -146,6 +148,13 @@ export class Feed implements IDisposable {
     if (this.isHere) return;
     this.isHere = true;
     this.changed.emit(null);
+    void this.ask({ type: 'features' }).then(
+      ({ perfetto }) => {
+        this.perfetto = perfetto === true;
+        this.changed.emit(null);
+      },
+      () => undefined, // it has ended
+    );
     for (const channel of this.channels.values()) this.hello(channel);
   }
 

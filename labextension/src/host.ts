@@ -9,6 +9,8 @@ import { jumpToCell, parseSite } from './jump.ts';
 import type { Host } from './panel.ts';
 import type { Settings } from './settings.ts';
 
+const SAVE_WITHIN = 180_000; // ms; a million spans take half a minute
+
 /** What JupyterLab does for a panel. */
 export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, options: Settings, trans: TranslationBundle): Host {
   /** A path beside a notebook, as the server's contents have it. */
@@ -35,7 +37,7 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
   async function save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void> {
     const id = Notification.emit(trans.__('Saving the timeline…'), 'in-progress', { autoClose: false });
     try {
-      const { path, name, size } = (await feed.ask({ type: 'save', pool, kind })) as { path: string; name: string; size: number };
+      const { name, size } = (await feed.ask({ type: 'save', pool, kind }, SAVE_WITHIN)) as { name: string; size: number };
       const download = async () => {
         const url = await app.serviceManager.contents.getDownloadUrl(beside(notebook, name));
         const link = document.createElement('a');
@@ -43,7 +45,7 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
         link.download = name;
         link.click();
       };
-      const message = trans.__('Saved %1 (%2)', path, bytes(size));
+      const message = trans.__('Saved %1 (%2)', name, bytes(size));
       Notification.update({ id, message, type: 'success', autoClose: 10_000, actions: [{ label: trans.__('Download'), callback: () => void download() }] });
     } catch (error) {
       Notification.dismiss(id);
@@ -51,5 +53,20 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     }
   }
 
-  return { feeds, notebooks, options, trans, open, save };
+  async function perfetto(feed: Feed, pool: string): Promise<void> {
+    // Browsers only let a click open a tab, so it is opened before there is anything to show.
+    const tab = window.open('', '_blank');
+    try {
+      const { url } = (await feed.ask({ type: 'perfetto', pool }, SAVE_WITHIN)) as { url: string };
+      if (tab) tab.location.href = url;
+      else Notification.info(trans.__('The browser did not open a new tab'), { actions: [{ label: trans.__('Open Perfetto'), callback: () => void window.open(url, '_blank') }] });
+    } catch (error) {
+      tab?.close();
+      throw error;
+    }
+  }
+
+  // Its page is served to the machine only on which the kernel runs.
+  const near = ['localhost', '127.0.0.1', '[::1]'].includes(location.hostname);
+  return { feeds, notebooks, options, trans, open, save, ...(near ? { perfetto } : {}) };
 }

@@ -4,7 +4,9 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { Message } from '@lumino/messaging';
 import { Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
+import type { Store } from '../../ui/src/model/store.ts';
 import { Viewport } from '../../ui/src/model/viewport.ts';
+import { Charts } from '../../ui/src/view/charts.ts';
 import { h } from '../../ui/src/view/dom.ts';
 import { RanksView } from '../../ui/src/view/ranks.ts';
 import { Timeline } from '../../ui/src/view/timeline.ts';
@@ -25,7 +27,8 @@ export interface Host {
   /** Shows where a collective was asked for. */
   open(notebook: NotebookPanel, site: string): Promise<void>;
   save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void>;
-  perfetto?(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void>;
+  /** Opens what was recorded in Perfetto's own page. */
+  perfetto?(feed: Feed, pool: string): Promise<void>;
 }
 
 /** Which notebook is shown, and which of its pools: by default the one that is in front, and its own. */
@@ -50,6 +53,9 @@ export class TimelinePanel extends Widget {
   private readonly place = h('div', { class: 'jp-HvdlabPanel-timeline' });
   private readonly below = h('div', { class: 'jp-HvdlabPanel-ranks' });
   private readonly spoken = h('div', { class: 'jp-HvdlabPanel-spoken', role: 'status', 'aria-live': 'polite' });
+  private withPerfetto = false;
+  /** What is in view, of each recording. */
+  private readonly views = new WeakMap<Store, Viewport>();
   private emptyText = '';
   private heard = new Map<number, string>();
 
@@ -149,8 +155,10 @@ export class TimelinePanel extends Widget {
   private show_(): void {
     const { channel, feed } = this;
     const store = channel?.store;
-    const known = !!store && (store.count > 0 || store.ranks.length > 0);
-    if (this.timeline && this.timeline.store !== store) this.drop();
+    const known = !!store && (store.count > 0 || store.ranks.length > 0 || store.series.all.length > 0);
+    const withPerfetto = !!this.host.perfetto && !!feed?.perfetto;
+    if (this.timeline && (this.timeline.store !== store || this.withPerfetto !== withPerfetto)) this.drop();
+    this.withPerfetto = withPerfetto;
     if (known && !this.timeline) this.make(store);
     this.place.hidden = !known;
     this.empty.hidden = known;
@@ -162,18 +170,21 @@ export class TimelinePanel extends Widget {
     this.changed.emit();
   }
 
-  private make(store: Channel['store']): void {
+  private make(store: Store): void {
     const { host } = this;
     const shown = () => this.shown!;
-    const view = new Viewport();
-    view.following = host.options.follow;
+    let view = this.views.get(store);
+    if (!view) {
+      this.views.set(store, (view = new Viewport()));
+      view.following = host.options.follow;
+    }
     const actions = {
       open: (site: string) => this.tell(host.open(shown().notebook, site)),
       save: (kind: 'chrome' | 'perfetto') => this.tell(host.save(shown().notebook, shown().feed, shown().channel.pool, kind)),
-      ...(host.perfetto ? { perfetto: () => this.tell(host.perfetto!(shown().notebook, shown().feed, shown().channel.pool)) } : {}),
+      ...(this.withPerfetto ? { perfetto: () => this.tell(host.perfetto!(shown().feed, shown().channel.pool)) } : {}),
     };
-    const options = { view, fill: true, actions };
-    this.timeline = new Timeline(this.place, store, options);
+    const charts = (place: HTMLElement) => new Charts(place, store, view);
+    this.timeline = new Timeline(this.place, store, { view, fill: true, actions, charts });
     // The page's own way to ask what is shown.
     (this.timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = this.timeline.api;
   }
@@ -226,7 +237,8 @@ export class TimelinePanel extends Widget {
     this.empty.tabIndex = -1;
   }
 
-  private tell(done: Promise<void>): void {
+  /** Lets the user know if this fails. */
+  tell(done: Promise<void>): void {
     done.catch((error: unknown) => Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 }));
   }
 }

@@ -1,0 +1,210 @@
+"""The panel in JupyterLab, in a real browser: it finds the ranks, and stays with them whatever happens to the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("playwright.sync_api")
+
+from lab_page import CHROMIUM, LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 60_000
+LATE = 0.15
+LOAD, INIT, TRAIN, POOL = range(4)
+
+# Goes on until it is told to end; the files let a test be in the middle for as long as it needs.
+TRAINING = f"""\
+%%hvd_run
+step = 0
+while not hvd.allreduce(torch.tensor(float(os.path.exists('end'))), op=hvd.Sum, name='end'):
+    if hvd.rank() == 2: time.sleep({LATE})
+    hvd.allreduce(torch.ones(1000), name='loss')
+    step += 1
+"""
+CELLS = [
+    "%load_ext hvdlab",
+    "%%hvd_run -np 3\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()",
+    TRAINING,
+    "import hvdlab\nother = hvdlab.Pool.start(2)\nother.run('import hvdlab.torch as h; h.init(); h.barrier()').errors",
+]
+VIEW = ".jp-HvdlabPanel .hvd-timeline"
+
+
+def notebook(cells: list[str]) -> nbformat.NotebookNode:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=[new_code_cell(source) for source in cells], metadata={"kernelspec": kernel})
+
+
+def api(lab: LabPage, expression: str) -> Any:
+    return lab.page.evaluate(f"document.querySelector('{VIEW}').hvdlab.{expression}")
+
+
+def wait(lab: LabPage, condition: str) -> None:
+    """Until this is true of the panel's own data."""
+    lab.page.wait_for_function(
+        f"() => {{ const view = document.querySelector('{VIEW}')?.hvdlab; return view && ({condition}); }}",
+        timeout=WAIT_MS,
+    )
+
+
+def command(lab: LabPage, name: str) -> None:
+    """Choose a command in the palette."""
+    lab.page.keyboard.press("Control+Shift+C")
+    box = lab.page.locator(".lm-CommandPalette-input")
+    box.fill(name)
+    lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click()
+
+
+def status(lab: LabPage, text: str) -> None:
+    lab.page.locator(".jp-HvdlabStatus", has_text=text).wait_for(timeout=WAIT_MS)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[LabPage]:
+    with lab_page(tmp_path, notebook(CELLS), width=1280, height=900, many=True) as page:
+        yield page
+
+
+def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:
+    errors: list[str] = []
+    lab.page.on("pageerror", lambda error: errors.append(str(error)))
+    command(lab, "Timeline of the Ranks")
+    lab.page.locator(".jp-HvdlabPanel-empty", has_text="has no ranks yet").wait_for(timeout=WAIT_MS)
+    for cell in (LOAD, INIT):
+        lab.finish(cell)
+    status(lab, "3/3 ranks · idle")
+
+    lab.run(TRAIN)
+    wait(lab, "view.lateness('loss').length > 5")
+    status(lab, "3/3 ranks · running [3]")
+    check_truth(lab)
+    check_jump(lab)
+    check_reload(lab)
+    (tmp_path / "work" / "end").touch()
+    status(lab, "3/3 ranks · idle")
+
+    spans = api(lab, "summary()")["spans"]
+    lab.page.reload()
+    wait(lab, f"view.summary().spans === {spans}")
+    lab.wait_until_idle()
+    check_save(lab, tmp_path / "work")
+    check_theme(lab)
+    check_other_pool(lab)
+    check_restart(lab)
+    assert errors == []
+
+
+def check_truth(lab: LabPage) -> None:
+    """Who is late, and by how much, is what the ranks did."""
+    found = api(lab, "lateness('loss')")[1:-1]  # of the newest one not all ranks are here yet
+    assert {(one["last"], one["ranks"]) for one in found} == {(2, 3)}
+    assert all(one["ns"] / 1e9 >= LATE - 0.03 for one in found)
+    middle = sorted(one["ns"] / 1e9 for one in found)[len(found) // 2]
+    assert middle < LATE + 0.1
+
+
+def check_jump(lab: LabPage) -> None:
+    """A click on a line of code puts the cursor there, also while the cell runs."""
+    lab.page.locator(".jp-Notebook-cell").nth(LOAD).locator(".cm-content").click()
+    lab.page.locator(f"{VIEW} .hvd-details :text('cell [3] line 5')").first.click()
+    lab.page.locator(".jp-Notebook-cell").nth(TRAIN).locator(".cm-focused").wait_for(timeout=WAIT_MS)
+    lab.page.locator(".jp-StatusBar-Widget :text('Ln 5, Col 1')").wait_for(timeout=WAIT_MS)
+
+
+def check_reload(lab: LabPage) -> None:
+    """A page that is loaded again while a cell runs has all that was, and what comes."""
+    before = len(api(lab, "lateness('loss')"))
+    lab.page.reload()
+    wait(lab, f"view.lateness('loss').length > {before} + 3")
+    found = api(lab, "lateness('loss')")
+    assert {one["ranks"] for one in found[:-1]} == {3}, "spans are missing"
+    assert api(lab, "summary()")["lost"] == 0
+    lab.page.wait_for_function(
+        "cell => document.querySelectorAll('.jp-Notebook-cell')[cell]?.querySelector('.jp-InputPrompt')",
+        arg=TRAIN,
+        timeout=WAIT_MS,
+    )
+
+
+def check_save(lab: LabPage, work: Path) -> None:
+    for name, ending in (("as Chrome Trace", "json.gz"), ("for Perfetto", "pftrace")):
+        command(lab, f"Save Timeline of the Ranks {name}")
+        lab.page.locator(".jp-toast-message", has_text=f".{ending}").wait_for(timeout=WAIT_MS)
+        (path,) = work.glob(f"ranks-*.{ending}")
+        assert path.stat().st_size > 500
+
+
+def check_theme(lab: LabPage) -> None:
+    command(lab, "Theme: JupyterLab Dark")
+    lab.page.wait_for_selector(f"{VIEW}[data-theme=dark]", timeout=WAIT_MS)
+    command(lab, "Theme: JupyterLab Light")
+    lab.page.wait_for_selector(f"{VIEW}[data-theme=light]", timeout=WAIT_MS)
+
+
+def check_other_pool(lab: LabPage) -> None:
+    assert "{}" in lab.finish(POOL)
+    select = lab.page.locator(".jp-HvdlabPanel-source select")
+    select.focus()
+    lab.page.wait_for_selector(".jp-HvdlabPanel-source option[value='pool:variable:other']", state="attached")
+    select.select_option("pool:variable:other")
+    wait(lab, "view.summary().lanes.length === 2")
+    select.select_option("notebook:")
+    wait(lab, "view.summary().lanes.length === 3")
+
+
+def check_restart(lab: LabPage) -> None:
+    """After the kernel was restarted the old picture stays until there are other ranks."""
+    lab.page.locator(".jp-Notebook-cell").nth(LOAD).locator(".cm-content").click()
+    lab.page.locator(
+        '[data-command="kernelmenu:restart"], [data-command="notebook:restart-kernel"]'
+    ).first.click()
+    lab.page.locator(".jp-Dialog .jp-mod-accept, .jp-Dialog .jp-mod-warn").first.click()
+    lab.page.locator(".jp-HvdlabStatus .jp-StatusBar-TextItem").wait_for(state="detached", timeout=WAIT_MS)
+    assert len(api(lab, "summary()")["lanes"]) == 3
+    lab.wait_until_idle()
+    for cell in (LOAD, INIT):
+        lab.finish(cell)
+    status(lab, "3/3 ranks · idle")
+    wait(lab, "view.summary().spans === 3")
+
+
+def test_settings_and_keyboard(tmp_path: Path) -> None:
+    """It opens with the ranks where the user wants it, and can be used without a pointer."""
+    settings = tmp_path / "settings" / "@hvdlab" / "labextension" / "plugin.jupyterlab-settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps({"openWithRanks": True, "area": "right", "ranks": True}))
+    with lab_page(tmp_path, notebook(CELLS[:2]), width=1280, height=900, many=True) as lab:
+        for cell in (LOAD, INIT):
+            lab.finish(cell)
+        wait(lab, "view.summary().spans === 3")
+        panel = lab.page.locator(".jp-HvdlabPanel")
+        panel.locator(".hvd-ranks tbody tr").nth(2).wait_for(timeout=WAIT_MS)
+        beside = lab.page.locator(".jp-NotebookPanel").bounding_box()
+        box = panel.bounding_box()
+        assert beside
+        assert box
+        assert box["x"] >= beside["x"] + beside["width"] - 20
+        command(lab, "Timeline of the Ranks")
+        lab.page.wait_for_function(f"document.activeElement === document.querySelector('{VIEW} canvas')")
+        length = api(lab, "view.length")
+        lab.page.keyboard.press("w")
+        assert api(lab, "view.length") < length
+        unnamed = lab.page.evaluate(
+            """() => [...document.querySelectorAll('.jp-HvdlabTimeline :is(button, select, input, canvas, [role=button])')]
+                .filter(one => !(one.getAttribute('aria-label') || one.title || one.textContent.trim())).map(one => one.outerHTML)"""
+        )
+        assert unnamed == []

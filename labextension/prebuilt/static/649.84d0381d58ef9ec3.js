@@ -1,4 +1,4 @@
-"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[649],{400(e,t,a){var r=a(261),i=a.n(r),d=a(186),o=a.n(d),n=a(378),l=a.n(n),h=a(277),v=a.n(h),p=a(497),s=a.n(p),c=a(62),u=a.n(c),x=a(689),f={};f.styleTagTransform=u(),f.setAttributes=v(),f.insert=l().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),i()(x.A,f),x.A&&x.A.locals&&x.A.locals;var b=a(957),g={};g.styleTagTransform=u(),g.setAttributes=v(),g.insert=l().bind(null,"head"),g.domAPI=o(),g.insertStyleElement=s(),i()(b.A,g),b.A&&b.A.locals&&b.A.locals},689(e,t,a){var r=a(380),i=a.n(r),d=a(381),o=(a.n(d))()(i());o.push([e.id,`.hvd-view {
+"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[649],{400(e,t,i){var a=i(261),r=i.n(a),d=i(186),o=i.n(d),n=i(378),h=i.n(n),p=i(277),l=i.n(p),v=i(497),s=i.n(v),c=i(62),x=i.n(c),u=i(689),f={};f.styleTagTransform=x(),f.setAttributes=l(),f.insert=h().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),r()(u.A,f),u.A&&u.A.locals&&u.A.locals;var g=i(957),b={};b.styleTagTransform=x(),b.setAttributes=l(),b.insert=h().bind(null,"head"),b.domAPI=o(),b.insertStyleElement=s(),r()(g.A,b),g.A&&g.A.locals&&g.A.locals},689(e,t,i){var a=i(380),r=i.n(a),d=i(381),o=(i.n(d))()(r());o.push([e.id,`.hvd-view {
   --hvd-background: var(--jp-layout-color0, var(--vscode-editor-background, #fff));
   --hvd-text: var(--jp-ui-font-color1, var(--vscode-editor-foreground, #20252e));
   --hvd-faint: #68707d;
@@ -42,6 +42,7 @@
 .hvd-bar strong { margin: 0; padding: 0; font-size: 13px; line-height: 18px; }
 .hvd-bar > span { line-height: 18px; }
 .hvd-space { flex: 1; }
+.hvd-notice { color: var(--hvd-good); }
 .hvd-status, .hvd-faint { color: var(--hvd-faint); }
 .hvd-state {
   display: inline-flex;
@@ -180,7 +181,7 @@
 .hvd-view .hvd-strong th, .hvd-view .hvd-bars .hvd-strong td { color: var(--hvd-late-text); font-weight: 600; }
 .hvd-strong .hvd-track span { background: var(--hvd-late); opacity: 1; }
 .hvd-view .hvd-names .hvd-at { text-align: left; }
-.hvd-view .hvd-names thead .hvd-at { text-align: left; }
+.hvd-view .hvd-names thead th.hvd-at:nth-child(n + 3) { text-align: left; }
 .hvd-view .hvd-compare tbody + tbody tr:first-child > * { padding-top: 6px; }
 .hvd-view .hvd-compare tbody th, .hvd-view .hvd-compare tbody td[rowspan] { vertical-align: top; }
 .hvd-view .hvd-compare thead th:nth-child(n + 4) { text-align: right; }
@@ -194,7 +195,72 @@
 .hvd-work { background: var(--hvd-work); }
 .hvd-wait { background: var(--hvd-wait); }
 .hvd-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-`,""]),a.d(t,{},{A:o})},957(e,t,a){var r=a(380),i=a.n(r),d=a(381),o=(a.n(d))()(i());o.push([e.id,`.jp-HvdlabPanel {
+
+.hvd-charts-view { position: relative; outline-offset: -2px; }
+.hvd-charts-bar {
+  position: relative;
+  display: flex;
+  align-items: flex-start;
+  gap: 4px 8px;
+  padding: 5px 8px 5px 10px;
+}
+.hvd-chips { display: flex; flex: 1 1 0; flex-wrap: wrap; max-height: 66px; overflow-y: auto; align-items: center; gap: 3px; }
+.hvd-chip {
+  display: inline-flex;
+  align-items: center;
+  gap: 5px;
+  height: 20px;
+  padding: 0 7px;
+  border: 1px solid transparent;
+  border-radius: 10px;
+  background: transparent;
+  color: inherit;
+  font: inherit;
+  font-variant-numeric: tabular-nums;
+  cursor: pointer;
+}
+.hvd-chip:hover { background: var(--hvd-fill); }
+.hvd-chip[aria-pressed="true"] { border-color: var(--hvd-faint); background: var(--hvd-fill); font-weight: 600; }
+.hvd-line { display: inline-block; width: 14px; height: 0; border-radius: 2px; }
+.hvd-choices {
+  position: absolute;
+  z-index: 7;
+  top: 100%;
+  right: 8px;
+  display: grid;
+  gap: 3px;
+  max-height: 260px;
+  overflow-y: auto;
+  padding: 8px 14px 9px 10px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 6px;
+  background: var(--hvd-background);
+  box-shadow: 0 4px 18px rgba(0, 0, 0, 0.22);
+}
+.hvd-choices label { display: flex; align-items: center; gap: 7px; white-space: nowrap; cursor: pointer; }
+.hvd-choices input { margin: 0; accent-color: var(--hvd-work); }
+.hvd-chart-axis { display: block; width: 100%; }
+.hvd-chart-list { position: relative; overflow: hidden auto; scrollbar-width: thin; touch-action: pan-y; }
+.hvd-charts .hvd-chart-list { max-height: min(42vh, 360px); }
+.hvd-chart { position: relative; display: flex; overflow: hidden; border-top: 1px solid var(--hvd-line); }
+.hvd-chart-label { flex: none; padding: 6px 8px 4px 10px; overflow: hidden; line-height: 16px; }
+.hvd-chart-title { overflow: hidden; font-weight: 600; text-overflow: ellipsis; white-space: nowrap; }
+.hvd-chart-value { white-space: nowrap; }
+.hvd-chart-value .hvd-faint { font-size: 11px; }
+.hvd-chart-far { display: block; max-width: 100%; margin: 0; padding: 0; border: 0; background: none; font: inherit; font-size: 11px; text-align: left; cursor: pointer; }
+.hvd-chart-far:hover { text-decoration: underline; }
+.hvd-chart-now { font-size: 13px; }
+.hvd-chart-plot { flex: none; cursor: crosshair; }
+.hvd-chart-plot .uplot, .hvd-chart-plot .u-wrap { position: relative; }
+.hvd-chart-plot canvas { display: block; position: relative; width: 100%; height: 100%; }
+.hvd-chart-plot .u-over, .hvd-chart-plot .u-under { position: absolute; overflow: hidden; }
+.hvd-crosshair { position: absolute; z-index: 4; top: 0; left: 0; width: 1px; background: var(--hvd-faint); pointer-events: none; }
+.hvd-tip-values { display: grid; gap: 1px; margin-top: 4px; }
+.hvd-tip-values > div { display: grid; grid-template-columns: 12px 1fr auto; align-items: center; gap: 4px 6px; }
+.hvd-tip-values > .hvd-faint { display: block; padding-left: 18px; }
+.hvd-tip-values b { font-weight: 600; text-align: right; }
+.hvd-dot { width: 9px; height: 9px; border-radius: 50%; }
+`,""]),i.d(t,{},{A:o})},957(e,t,i){var a=i(380),r=i.n(a),d=i(381),o=(i.n(d))()(r());o.push([e.id,`.jp-HvdlabPanel {
   display: flex;
   flex-direction: column;
   min-width: 260px;
@@ -204,7 +270,7 @@
   color: var(--jp-ui-font-color1);
 }
 .jp-HvdlabPanel > [hidden] { display: none !important; }
-.jp-HvdlabPanel-timeline { flex: 1 1 auto; min-height: 0; overflow: auto; }
+.jp-HvdlabPanel-timeline { flex: 1 1 0; min-height: 0; overflow: auto; }
 .jp-HvdlabPanel-ranks { flex: 0 1 auto; max-height: 45%; overflow: auto; border-top: var(--jp-border-width) solid var(--jp-border-color2); }
 .jp-HvdlabPanel .hvd-view {
   border: 0;
@@ -261,4 +327,4 @@
 .jp-HvdlabStatus { cursor: pointer; }
 .jp-HvdlabStatus .jp-StatusBar-TextItem { font-variant-numeric: tabular-nums; }
 .jp-HvdlabStatus .jp-HvdlabStatus-lost { color: var(--jp-warn-color0, #a84300); font-weight: 600; }
-`,""]),a.d(t,{},{A:o})},381(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var a="",r=void 0!==t[5];return t[4]&&(a+="@supports (".concat(t[4],") {")),t[2]&&(a+="@media ".concat(t[2]," {")),r&&(a+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),a+=e(t),r&&(a+="}"),t[2]&&(a+="}"),t[4]&&(a+="}"),a}).join("")},t.i=function(e,a,r,i,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(r)for(var n=0;n<this.length;n++){var l=this[n][0];null!=l&&(o[l]=!0)}for(var h=0;h<e.length;h++){var v=[].concat(e[h]);r&&o[v[0]]||(void 0!==d&&(void 0===v[5]||(v[1]="@layer".concat(v[5].length>0?" ".concat(v[5]):""," {").concat(v[1],"}")),v[5]=d),a&&(v[2]&&(v[1]="@media ".concat(v[2]," {").concat(v[1],"}")),v[2]=a),i&&(v[4]?(v[1]="@supports (".concat(v[4],") {").concat(v[1],"}"),v[4]=i):v[4]="".concat(i)),t.push(v))}},t}},380(e){e.exports=function(e){return e[1]}},261(e){var t=[];function a(e){for(var a=-1,r=0;r<t.length;r++)if(t[r].identifier===e){a=r;break}return a}function r(e,r){for(var i={},d=[],o=0;o<e.length;o++){var n=e[o],l=r.base?n[0]+r.base:n[0],h=i[l]||0,v="".concat(l," ").concat(h);i[l]=h+1;var p=a(v),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==p)t[p].references++,t[p].updater(s);else{var c=function(e,t){var a=t.domAPI(t);return a.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&a.update(e=t):a.remove()}}(s,r);r.byIndex=o,t.splice(o,0,{identifier:v,updater:c,references:1})}d.push(v)}return d}e.exports=function(e,i){var d=r(e=e||[],i=i||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=a(d[o]);t[n].references--}for(var l=r(e,i),h=0;h<d.length;h++){var v=a(d[h]);0===t[v].references&&(t[v].updater(),t.splice(v,1))}d=l}}},378(e){var t={};e.exports=function(e,a){var r=function(e){if(void 0===t[e]){var a=document.querySelector(e);if(window.HTMLIFrameElement&&a instanceof window.HTMLIFrameElement)try{a=a.contentDocument.head}catch(e){a=null}t[e]=a}return t[e]}(e);if(!r)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");r.appendChild(a)}},497(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},277(e,t,a){e.exports=function(e){var t=a.nc;t&&e.setAttribute("nonce",t)}},186(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(a){var r,i,d;r="",a.supports&&(r+="@supports (".concat(a.supports,") {")),a.media&&(r+="@media ".concat(a.media," {")),(i=void 0!==a.layer)&&(r+="@layer".concat(a.layer.length>0?" ".concat(a.layer):""," {")),r+=a.css,i&&(r+="}"),a.media&&(r+="}"),a.supports&&(r+="}"),(d=a.sourceMap)&&"u">typeof btoa&&(r+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(r,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},62(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}}}]);
+`,""]),i.d(t,{},{A:o})},381(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var i="",a=void 0!==t[5];return t[4]&&(i+="@supports (".concat(t[4],") {")),t[2]&&(i+="@media ".concat(t[2]," {")),a&&(i+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),i+=e(t),a&&(i+="}"),t[2]&&(i+="}"),t[4]&&(i+="}"),i}).join("")},t.i=function(e,i,a,r,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(a)for(var n=0;n<this.length;n++){var h=this[n][0];null!=h&&(o[h]=!0)}for(var p=0;p<e.length;p++){var l=[].concat(e[p]);a&&o[l[0]]||(void 0!==d&&(void 0===l[5]||(l[1]="@layer".concat(l[5].length>0?" ".concat(l[5]):""," {").concat(l[1],"}")),l[5]=d),i&&(l[2]&&(l[1]="@media ".concat(l[2]," {").concat(l[1],"}")),l[2]=i),r&&(l[4]?(l[1]="@supports (".concat(l[4],") {").concat(l[1],"}"),l[4]=r):l[4]="".concat(r)),t.push(l))}},t}},380(e){e.exports=function(e){return e[1]}},261(e){var t=[];function i(e){for(var i=-1,a=0;a<t.length;a++)if(t[a].identifier===e){i=a;break}return i}function a(e,a){for(var r={},d=[],o=0;o<e.length;o++){var n=e[o],h=a.base?n[0]+a.base:n[0],p=r[h]||0,l="".concat(h," ").concat(p);r[h]=p+1;var v=i(l),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==v)t[v].references++,t[v].updater(s);else{var c=function(e,t){var i=t.domAPI(t);return i.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&i.update(e=t):i.remove()}}(s,a);a.byIndex=o,t.splice(o,0,{identifier:l,updater:c,references:1})}d.push(l)}return d}e.exports=function(e,r){var d=a(e=e||[],r=r||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=i(d[o]);t[n].references--}for(var h=a(e,r),p=0;p<d.length;p++){var l=i(d[p]);0===t[l].references&&(t[l].updater(),t.splice(l,1))}d=h}}},378(e){var t={};e.exports=function(e,i){var a=function(e){if(void 0===t[e]){var i=document.querySelector(e);if(window.HTMLIFrameElement&&i instanceof window.HTMLIFrameElement)try{i=i.contentDocument.head}catch(e){i=null}t[e]=i}return t[e]}(e);if(!a)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");a.appendChild(i)}},497(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},277(e,t,i){e.exports=function(e){var t=i.nc;t&&e.setAttribute("nonce",t)}},186(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(i){var a,r,d;a="",i.supports&&(a+="@supports (".concat(i.supports,") {")),i.media&&(a+="@media ".concat(i.media," {")),(r=void 0!==i.layer)&&(a+="@layer".concat(i.layer.length>0?" ".concat(i.layer):""," {")),a+=i.css,r&&(a+="}"),i.media&&(a+="}"),i.supports&&(a+="}"),(d=i.sourceMap)&&"u">typeof btoa&&(a+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(a,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},62(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}}}]);

@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
@@ -370,13 +370,24 @@ class Pool(Looking):
 
     # -- what was measured ----------------------------------------------------------------------------------------
 
-    def trace(self) -> DataFrame:
+    @overload
+    def trace(self, *, arrow: Literal[False] = False) -> DataFrame: ...
+    @overload
+    def trace(self, *, arrow: Literal[True]) -> Any: ...
+    def trace(self, *, arrow: bool = False) -> Any:
         """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
         ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
         what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
+
+        Args:
+            arrow: As a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
+
+        Raises:
+            ModuleNotFoundError: pandas, or pyarrow, is not installed.
         """
-        return self.client.recording.table()
+        recording = self.client.recording
+        return recording.arrow() if arrow else recording.table()
 
     def metrics(self) -> DataFrame:
         """All that the ranks measured, as a pandas table with a row per point.

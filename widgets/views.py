@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hvdlab.widgets.source import recording_of
 
@@ -75,7 +75,11 @@ def metrics(pool: Any = None) -> MetricsWidget:
     return MetricsWidget(recording)
 
 
-def trace(pool: Any = None) -> DataFrame:
+@overload
+def trace(pool: Any = None, *, arrow: Literal[False] = False) -> DataFrame: ...
+@overload
+def trace(pool: Any = None, *, arrow: Literal[True]) -> Any: ...
+def trace(pool: Any = None, *, arrow: bool = False) -> Any:
     """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
     ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use of this or of a view
@@ -83,12 +87,14 @@ def trace(pool: Any = None) -> DataFrame:
 
     Args:
         pool: Whose ranks; by default the notebook's pool.
+        arrow: As a ``pyarrow.Table`` instead.
 
     Raises:
         InvalidRequestError: No ranks are running.
-        ModuleNotFoundError: pandas is not installed.
+        ModuleNotFoundError: pandas, or pyarrow, is not installed.
     """
-    return recording_of(pool).table()
+    recording = recording_of(pool)
+    return recording.arrow() if arrow else recording.table()
 
 
 def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] = "*") -> RecordingExport:

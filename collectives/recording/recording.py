@@ -306,6 +306,16 @@ class Recording:
 
         return table(self)
 
+    def arrow(self) -> Any:
+        """All spans as a ``pyarrow.Table`` with the same columns.
+
+        Raises:
+            ModuleNotFoundError: pyarrow is not installed.
+        """
+        from hvdlab.collectives.recording.arrow_table import arrow_table
+
+        return arrow_table(self)
+
     def metrics(self) -> DataFrame:
         """All points of all series as a pandas table; the columns are in ``docs/reference/trace.md``.
 

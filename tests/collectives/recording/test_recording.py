@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -308,3 +309,23 @@ def test_rows_come_out_as_they_went_in(sizes: list[int], limit: int, since: int)
     assert store.end == sent
     assert store.since(since, 3)[1]["arrival"].tolist() == list(range(first, sent))[:3]
     assert len(store) <= max(limit, 8) + 8
+
+
+def test_the_arrow_table_has_the_same_columns_and_nulls_for_what_is_missing() -> None:
+    pytest.importorskip("pyarrow")
+    failed = Span("x", OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4, START, None, None, START + 9, ok=False)
+    recording = fed((0, [world(2), span("a", 1, START, START + 9, START + 10, site="a.py:1"), failed]))
+    arrow, pandas = recording.arrow(), recording.table()
+    assert arrow.column_names == list(pandas.columns)
+    assert arrow.schema.metadata[b"dropped"] == b"0"
+    assert arrow["name"].to_pylist() == ["a", "x"]
+    assert arrow["site"].to_pylist() == ["a.py:1", ""]
+    assert arrow["ready"].null_count == arrow["start"].null_count == 1
+    assert arrow["last_rank"].null_count == 2
+    assert arrow["end"].to_pylist() == pandas["end"].tolist()
+
+
+def test_without_pyarrow_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install pyarrow"):
+        Recording().arrow()

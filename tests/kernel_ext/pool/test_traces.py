@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import perfetto_reading
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.timeline.check import check, load
+from hvdlab.collectives.timeline.events import Span
+from hvdlab.collectives.timeline.records import decode
 from hvdlab.kernel_ext.pool import Pool
 
 SETUP = """\
@@ -92,3 +95,67 @@ def test_what_was_recorded_is_saved_afterwards(pool: Pool, tmp_path: Path) -> No
         pool.save_trace(tmp_path / "nowhere" / "run.json")
     names = ["run.json", "run.json.gz", "run.pftrace"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("run", ".run"))) == names
+
+
+LATE = 0.08
+ROUNDS = 6
+TRUTH = f"""\
+import time
+came, done = [], []
+for step in range({ROUNDS}):
+    api.barrier()
+    if context.engine().rank == 2: time.sleep({LATE})
+    came.append(time.monotonic_ns())
+    api.allreduce(np.ones(3), "truth")
+    done.append(time.monotonic_ns())
+"""
+
+
+def test_the_late_rank_is_as_late_everywhere_as_the_ranks_own_clocks_say(pool: Pool, tmp_path: Path) -> None:
+    """The stream, the table, and both files have one and the same arrival of each rank, between its own two looks."""
+    streamed: dict[int, list[Span]] = {rank: [] for rank in range(3)}
+
+    def listen(rank: int, batch: bytes) -> None:
+        events = decode(batch).events
+        streamed[rank] += [e for e in events if isinstance(e, Span) and e.name == "truth"]
+
+    assert pool.trace() is not None  # the history is the recording's
+    pool.client.on_events(listen)
+    assert not pool.run(TRUTH).errors
+    came, done = pool.pull("came"), pool.pull("done")
+    events = load(pool.save_trace(tmp_path / "run.json").read_text())
+    perfetto = perfetto_reading.read(pool.save_trace(tmp_path / "run.pftrace").read_bytes())
+    table = pool.trace().query("name == 'truth'").sort_values("arrival")
+
+    arrivals = {rank: [span.submitted_ns for span in spans] for rank, spans in streamed.items()}
+    for rank in range(3):
+        for before, arrival, after in zip(came[rank], arrivals[rank], done[rank], strict=True):
+            assert before <= arrival <= after
+        begun = [
+            e for e in events if e["ph"] == "b" and e["pid"] == rank and e["args"].get("tensor") == "truth"
+        ]
+        assert [round(event["ts"] * 1000) for event in begun] == arrivals[rank]
+        drawn = [
+            s for s in perfetto.slices if s.process == f"rank {rank}" and s.args.get("tensor") == "truth"
+        ]
+        assert [s.begin for s in drawn if s.name.startswith("NEGOTIATE")] == arrivals[rank]
+        # Arrival to end is what the rank's clock saw, less what the call does before and behind.
+        wall = sum(done[rank]) - sum(came[rank])
+        own = table[table["rank"] == rank]
+        assert sum(span.finished_ns - span.submitted_ns for span in streamed[rank]) <= wall
+        assert float((own["waiting"] + own["queued"] + own["duration"]).sum()) * 1e9 <= wall + 1
+        if rank != 2:
+            assert wall > ROUNDS * LATE * 1e9 * 0.5
+
+    late = [arrivals[2][i] - min(arrivals[rank][i] for rank in range(3)) for i in range(ROUNDS)]
+    held = table[table["rank"] == 2]
+    assert held["last_rank"].tolist() == [2] * ROUNDS
+    assert held["certain"].all()
+    assert (held["lateness"] * 1e9).round().astype(int).tolist() == late
+    last = [e["args"] for e in events if e["name"] == "LAST_ARRIVAL" and e["args"]["tensor"] == "truth"]
+    assert [(args["last_rank"], round(args["spread_us"] * 1000)) for args in last] == [(2, ns) for ns in late]
+    marks = [s for s in perfetto.slices if s.name == "LAST_ARRIVAL" and s.args["tensor"] == "truth"]
+    assert [(s.track, round(s.args["spread_us"] * 1000)) for s in marks] == [
+        ("rank 2 was last", ns) for ns in late
+    ]
+    assert [s.begin for s in marks] == arrivals[2]

@@ -49,6 +49,7 @@ from hvdlab.torch.basics import (
 )
 from hvdlab.torch.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvdlab.torch.compression import Compression
+from hvdlab.torch.divergence import DivergenceError, watch_divergence
 from hvdlab.torch.exchanging import alltoall, alltoall_async
 from hvdlab.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
@@ -72,6 +73,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "DivergenceError",
     "Handle",
     "HorovodInternalError",
     "Max",
@@ -142,4 +144,5 @@ __all__ = [
     "stop_timeline",
     "synchronize",
     "watch",
+    "watch_divergence",
 ]

@@ -1,0 +1,232 @@
+"""``hvd.watch_divergence()``: an error on the step at which the ranks' models are no longer the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import torch
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.fingerprint import SIZE, fingerprint, threads_for
+from hvdlab.torch.compiling import untraced
+from hvdlab.torch.fingerprints import of_tensor
+from hvdlab.torch.functions import allgather_object
+from hvdlab.torch.gathering import allgather
+from hvdlab.torch.process_sets import ProcessSet, global_process_set
+
+MOST_SAMPLED = 32
+"""Tensors of which a few elements are remembered at every step."""
+
+ELEMENTS = 8
+_ATTRIBUTE = "_hvdlab_divergence"
+_numbers = itertools.count()
+
+
+class DivergenceError(HvdlabError):
+    """The ranks' models differ. Raised on all ranks, with the same text; nothing was changed.
+
+    Attributes:
+        step: Steps that had been taken when it was noticed.
+        since: The step after which the models first differed, as far as that is known.
+        groups: Ranks whose models are alike, the most numerous first.
+        tensors: Names of the tensors that differ.
+    """
+
+    def __init__(
+        self, step: int, since: int | None, groups: Sequence[tuple[int, ...]], tensors: Sequence[str]
+    ) -> None:
+        self.step, self.since, self.groups, self.tensors = step, since, tuple(groups), tuple(tensors)
+        super().__init__(step, since, self.groups, self.tensors)
+
+    def __str__(self) -> str:
+        most, *others = self.groups
+        if len(most) == 1:
+            who = f"all of {format_ranks([rank for group in self.groups for rank in group])} have models of their own"
+        else:
+            odd = sorted(rank for group in others for rank in group)
+            verb = "does" if len(odd) == 1 else "do"
+            who = f"{format_ranks(most)} agree and {format_ranks(odd)} {verb} not"
+        more = len(self.tensors) - 1
+        tensors = (
+            f"`{self.tensors[0]}`" + (f" and {more} more" if more else "") if self.tensors else "its tensors"
+        )
+        if self.since == 0:
+            when = "before the first step; hvd.broadcast_parameters() makes them alike"
+        elif self.since is not None:
+            when = f"since step {self.since}"
+        else:
+            when = f"noticed after step {self.step}"
+        return f"the ranks' models differ in {tensors}, {when}: {who}. `%hvd_diff` shows by how much."
+
+
+class DivergenceWatch:
+    """What :func:`watch_divergence` returns. It ends with :meth:`close`, or when the model is watched anew.
+
+    Attributes:
+        step: Steps that were seen.
+        checks: How often the whole models were compared.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        every: int,
+        optimizer: torch.optim.Optimizer | None,
+        buffers: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.step = self.checks = 0
+        self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
+        # The same on all ranks, if they watch their models in the same order.
+        self._name = f"divergence.{next(_numbers)}"
+        self._samples: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=every)
+        if optimizer is None:
+            self._hook = model.register_forward_pre_hook(self._before_forward)
+        else:
+            self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._seen()
+            self.step += 1
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.step += 1
+        self._seen()
+
+    @untraced
+    def _seen(self) -> None:
+        if self._every > 1:
+            self._samples.append((self.step, self._sample()))
+        if self.step % self._every == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Compare now. All ranks must call it.
+
+        Raises:
+            DivergenceError: The models differ.
+            CollectiveError: Not all ranks got here.
+        """
+        names, digests = self._digests()
+        whole = fingerprint(*(name.encode() for name in names), *digests)
+        gathered = allgather(
+            torch.frombuffer(bytearray(whole), dtype=torch.uint8).reshape(1, SIZE), self._name, self._set
+        )
+        self.checks += 1
+        if not bool((gathered == gathered[0]).all()):
+            self._raise(names, digests)
+        self._samples.clear()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._hook.remove()
+        self._samples.clear()
+        vars(self._model).pop(_ATTRIBUTE, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<DivergenceWatch of {type(self._model).__name__}, {self.step} steps, {self.checks} comparisons>"
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+        if self._buffers:
+            yield from self._model.named_buffers()
+
+    def _digests(self) -> tuple[list[str], list[bytes]]:
+        names, digests = [], []
+        with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
+            for name, tensor in self._tensors():
+                names.append(name)
+                digests.append(of_tensor(tensor, pool))
+        return names, digests
+
+    @torch.no_grad()
+    def _sample(self) -> list[torch.Tensor]:
+        """A few elements of some tensors, where they are: nothing is waited for."""
+        tensors = [t for _, t in self._tensors() if t.numel() and t.layout is torch.strided]
+        step = max(1, -(-len(tensors) // MOST_SAMPLED))
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in tensors[::step]:
+            row = tensor.detach()[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor.detach().reshape(1)
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(row[:ELEMENTS])
+        return [torch.cat(rows) for rows in by_kind.values()]
+
+    def _raise(self, names: Sequence[str], digests: Sequence[bytes]) -> None:
+        """Tell one another what is needed for the text, and raise."""
+        engine = context.engine()
+        samples = [(step, fingerprint(*map(of_tensor, rows))) for step, rows in self._samples]
+        told = allgather_object(
+            (engine.rank, dict(zip(names, digests, strict=True)), samples), f"{self._name}.detail", self._set
+        )
+        groups: dict[bytes, list[int]] = {}
+        for rank, by_name, _ in told:
+            whole = fingerprint(*(part for name, d in by_name.items() for part in (name.encode(), d)))
+            groups.setdefault(whole, []).append(rank)
+        all_names = dict.fromkeys(name for _, by_name, _ in told for name in by_name)
+        odd = [name for name in all_names if len({by_name.get(name) for _, by_name, _ in told}) > 1]
+        ordered = sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))
+        self._samples.clear()
+        raise DivergenceError(self.step, _since([dict(s) for _, _, s in told], self.step), ordered, odd)
+
+
+def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
+    """The first step at which the samples differ; None if they do not, or nothing is known of what was before."""
+    if step == 0:
+        return 0
+    common = sorted(set(samples[0]).intersection(*samples[1:]))
+    differing = [n for n in common if len({sample[n] for sample in samples}) > 1]
+    if not differing:
+        return None
+    return differing[0]
+
+
+def watch_divergence(
+    model: torch.nn.Module,
+    every: int = 100,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    buffers: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> DivergenceWatch:
+    """Raise :class:`DivergenceError` on all ranks when their copies of a model are no longer the same, bit by bit.
+
+    The models are compared by fingerprints before the first step and after every ``every`` steps; in between a few
+    elements are remembered at each step, so that the error names the step at which the ranks parted, without a
+    comparison at each. Calling it again for a model replaces what was there, so a cell may be run twice.
+
+    Args:
+        model: Trained alike on all ranks.
+        every: After how many steps the models are compared. A comparison reads all parameters once.
+        optimizer: Whose steps count. Without one, calls of the model in training mode do, and the comparison is made at
+            the beginning of the next one.
+        buffers: Compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
+        process_set: The ranks that train together.
+
+    Raises:
+        InvalidRequestError: An argument is none of these.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidRequestError(
+            f"hvd.watch_divergence() takes a torch.nn.Module, not a {type(model).__name__}."
+        )
+    if every < 1:
+        raise InvalidRequestError(f"every= is a number of steps from 1, not {every}.")
+    before: DivergenceWatch | None = vars(model).get(_ATTRIBUTE)
+    if before is not None:
+        before.close()
+    made = DivergenceWatch(model, every, optimizer, buffers, process_set)
+    object.__setattr__(model, _ATTRIBUTE, made)
+    return made

@@ -1,0 +1,28 @@
+"""Fingerprints of tensors: equal ones mean equal bits."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hvdlab.collectives.fingerprint import fingerprint, of_blocks
+
+
+def of_tensor(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
+    """The fingerprint of the elements, dtype and shape; of the shape and dtype only if the elements have no bytes.
+
+    Args:
+        tensor: Dense, on any device.
+        pool: Threads among which large ones are divided.
+    """
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return fingerprint(head)
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+    def read(offset: int, length: int) -> Any:
+        return raw[offset : offset + length].cpu().numpy()
+
+    return fingerprint(head, of_blocks(raw.numel(), read, pool=pool))

@@ -26,7 +26,7 @@ PAGE = f"""<!doctype html><html><head><style>{(STATIC / "views.css").read_text()
 
 # Four ranks on two hosts, 100 rounds of 10 ms: rank 1 comes 2 ms after the others in the first half, 6 ms in the second.
 SETUP = """async () => {
-    const { Timeline, Store, Viewport } = await import('/timeline.js');
+    const { Charts, Timeline, Store, Viewport } = await import('/timeline.js');
     const store = new Store(), rounds = 100, ranks = 4, count = rounds * ranks;
     store.names.push('grad.weight', 'loss');
     store.sites.push('', 'cell [7] line 4', 'cell [7] line 6');
@@ -54,7 +54,7 @@ SETUP = """async () => {
     store.version++;
     window.asked = [];
     const actions = Object.fromEntries(['open', 'save', 'perfetto'].map(name => [name, value => asked.push([name, value])]));
-    window.view = new Timeline(document.getElementById('at'), store, { view: new Viewport(), fill: true, actions });
+    window.view = new Timeline(document.getElementById('at'), store, { view: new Viewport(), fill: true, actions, charts: (...place) => new Charts(...place) });
     view.view.fit();
     view.schedule();
 }"""
@@ -250,3 +250,42 @@ def test_what_is_not_known_is_said(page: Page) -> None:
     assert "compare the chosen stretch with the next" in help_box.inner_text()
     page.keyboard.press("Escape")
     assert help_box.is_hidden()
+
+
+def test_charts_are_on_the_same_time_axis(page: Page) -> None:
+    button = page.get_by_role("button", name="Charts under the lanes (G)")
+    charts = page.locator(".hvd-charts")
+    assert charts.is_hidden()
+    page.evaluate(
+        """() => {
+            const count = 100;
+            const points = { count, step: new Float64Array(count).fill(NaN), series: new Uint32Array(count) };
+            for (const name of ['time', 'value']) points[name] = Float64Array.from({ length: count }, (_, k) => 1e7 * k);
+            points.number = Uint32Array.from({ length: count }, (_, k) => k);
+            view.store.series.define(0, [{ rank: 0, name: 'loss', unit: '' }]);
+            view.store.series.append(points, 0, count);
+            view.store.version++;
+            view.data();
+        }"""
+    )
+    plot = page.locator(".hvd-chart-plot .u-over").first
+    plot.wait_for()
+    frames(page)
+    over, box = plot.bounding_box(), page.locator(".hvd-plot canvas").bounding_box()
+    assert over is not None
+    assert box is not None
+    lanes = page.evaluate("[view.scene.gutter, view.scene.width]")
+    assert [over["x"], over["x"] + over["width"]] == pytest.approx([box["x"] + one for one in lanes], abs=1)
+    # What is in view of one is in view of the other.
+    before = page.evaluate("view.view.length")
+    page.locator(".hvd-charts-view").focus()
+    page.keyboard.press("+")
+    assert page.evaluate("view.view.length") < before
+    button.click()
+    frames(page)
+    assert charts.is_hidden()
+    assert button.get_attribute("aria-pressed") == "false"
+    page.locator(".hvd-plot canvas").focus()
+    page.keyboard.press("g")
+    frames(page)
+    assert charts.is_visible()

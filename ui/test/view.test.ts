@@ -129,6 +129,13 @@ test('few intervals are summed up exactly', () => {
   assert.deepEqual(Array.from(sums, v => Math.round(v * 100) / 100), [0.5, 1, 1, 0.8, 0, 0, 0, 0, 0, 1]);
 });
 
+test('who came before a stretch in which it finished holds nobody up in it', () => {
+  const store = new Store();
+  rounds(store, 0, 2, 2, 10, 100);
+  assert.deepEqual(statistics(store, 50, 150).ranks.map(one => [one.timesLast, one.heldUp]), [[0, 0], [1, 0]]);
+  assert.deepEqual(statistics(store, 5, 150).ranks.map(one => [one.timesLast, one.heldUp]), [[0, 0], [1, 5]]);
+});
+
 test('two stretches are compared name by name and rank by rank', () => {
   const store = new Store();
   store.names.push('grad', 'loss');

@@ -89,7 +89,8 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
       if (came.lastRank === lane.rank && store.certain(came)) {
         of.timesLast++;
         const held = came.last - came.first;
-        holding.unite(Math.max(from, came.first), came.last);
+        // It may have come before the stretch and finished in it.
+        if (came.last > from) holding.unite(Math.max(from, came.first), came.last);
         if (held > of.worst) of.worst = held;
       }
     }

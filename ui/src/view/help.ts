@@ -16,6 +16,7 @@ const lines = () => [
   [t('C'), t('compare the chosen stretch with the next')],
   [t('Z'), t('zoom to what is chosen')],
   [t('O'), t('go to the line of code')],
+  [t('G'), t('show or hide the charts')],
   [t('/, Enter'), t('search, next match; Shift: previous')],
   [t('Esc'), t('forget what is chosen')],
 ];

@@ -5,6 +5,7 @@ import type { Choice } from './choice.ts';
 export interface KeyCommands {
   search(): void;
   help(): void;
+  charts(): void;
   open(): void;
   forget(): void;
 }
@@ -28,6 +29,7 @@ export function actionOf(key: string, shift: boolean, view: Viewport, choice: Ch
     z: () => choice.zoom(),
     x: () => choice.toggle(shift),
     o: () => commands.open(),
+    g: () => commands.charts(),
     '/': () => commands.search(),
     enter: () => choice.next(shift),
     escape: () => commands.forget(),

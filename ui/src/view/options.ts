@@ -31,5 +31,8 @@ export interface TimelineOptions {
   fill?: boolean;
   title?: string;
   actions?: Actions;
+  /** Makes the charts under the lanes, when they are first shown. */
   charts?: (parent: HTMLElement, store: Store, view: Viewport) => ChartsView;
+  /** Whether charts are shown at first, if there are any; by default where it fills its place. */
+  withCharts?: boolean;
 }

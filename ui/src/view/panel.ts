@@ -12,6 +12,7 @@ import type { Scene } from './scene.ts';
 import { t } from './texts.ts';
 
 const LIVE_ROWS = 40_000;
+const PADDING = 12;
 
 /** What is said below the lanes about what is chosen, or else about what is in view. */
 export class Panel {
@@ -32,6 +33,13 @@ export class Panel {
     // Who has the keyboard here goes on with it.
     if (this.root.matches(':focus-within')) return;
     if (this.scene.store.count) this.root.replaceChildren(...this.nodes(palette));
+  }
+
+  /** How high it would like to be. */
+  get contentHeight(): number {
+    const { root } = this;
+    const bottom = [...root.children].reduce((most, child) => Math.max(most, (child as HTMLElement).offsetTop + (child as HTMLElement).offsetHeight), root.offsetTop);
+    return bottom - root.offsetTop + root.scrollTop + PADDING;
   }
 
   private nodes(palette: Palette): Node[] {

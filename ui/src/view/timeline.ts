@@ -21,9 +21,10 @@ import { t } from './texts.ts';
 const HEIGHT = 420;
 const SMOOTH = 0.28;
 const TEXTS_EVERY = 300; // ms
-/** While filling its place, the lanes leave this much of it to what is below them, and are not lower than that. */
+/** While filling its place, the lanes leave this share of it to what is said below them, and take at least that one. */
 const BELOW = 0.36;
-const LOWEST = 120;
+const BELOW_CHARTS = 0.24;
+const LOWEST = 0.28;
 const HIGHEST_LANE = 56;
 
 /** One view of a store: toolbar, minimap, lanes, charts, legend and details. */
@@ -40,7 +41,9 @@ export class Timeline {
   private readonly choice: Choice;
   private readonly toolbar: Toolbar;
   private readonly minimap: Minimap;
-  private readonly charts: ChartsView | null;
+  private readonly chartsPlace = h('div', { class: 'hvd-charts', hidden: '' });
+  private charts: ChartsView | null = null;
+  private wantsCharts: boolean;
   private readonly legend = new Legend();
   private readonly panel: Panel;
   private readonly tip = new Tip();
@@ -70,17 +73,16 @@ export class Timeline {
       'aria-roledescription': t('timeline'),
       'aria-label': t('Collectives of each rank over time. Arrow keys move, plus and minus zoom, brackets go from one collective to the next, question mark tells all keys.'),
     }) as HTMLCanvasElement;
+    this.wantsCharts = options.withCharts ?? options.fill ?? false;
     this.scene = new Scene(canvas, store, this.view);
     this.choice = new Choice(this.scene, text => (this.spoken.textContent = text));
     this.panel = new Panel(this.scene, this.choice, this.actions, change => this.act(change));
     this.minimap = new Minimap(store, this.view, change => this.act(change));
     this.toolbar = this.makeToolbar();
     this.plot = h('div', { class: 'hvd-plot' }, canvas, this.tip.root);
-    const below = h('div', { class: 'hvd-charts', hidden: '' });
     this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? t('Timeline') });
-    this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, below, this.panel.root, this.help, this.spoken);
+    this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.help, this.spoken);
     parent.append(this.root);
-    this.charts = options.charts?.(below, store, this.view) ?? null;
     this.api = viewApi(this, store, this.view, this.scene);
     this.listen();
     this.data();
@@ -124,6 +126,7 @@ export class Timeline {
       zoom: (factor: number) => this.act(() => view.zoom(factor)),
       fit: () => this.act(() => view.fit()),
       help: () => this.toggleHelp(),
+      charts: this.options.charts && (() => this.toggleCharts()),
       search: (text: string) => {
         const names = choice.search(text);
         this.toolbar.matches(names < 0 ? '' : names === 1 ? t('1 name') : t('%1 names', count(names)));
@@ -132,7 +135,9 @@ export class Timeline {
       next: (back: boolean) => this.act(() => choice.next(back)),
       leave: () => this.scene.canvas.focus(),
     };
-    return new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
+    const toolbar = new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
+    toolbar.charts(this.wantsCharts);
+    return toolbar;
   }
 
   private toggleHelp(on = this.help.hidden): void {
@@ -177,6 +182,7 @@ export class Timeline {
       if (this.visible) this.schedule();
     });
     seen.observe(this.root);
+    this.root.addEventListener('hvd-moved', () => this.schedule());
     this.ends.push(
       () => resized.disconnect(),
       () => seen.disconnect(),
@@ -187,6 +193,7 @@ export class Timeline {
     const act = actionOf(key, shift, this.view, this.choice, {
       search: () => this.toolbar.search.focus(),
       help: () => this.toggleHelp(),
+      charts: () => this.options.charts && this.toggleCharts(),
       open: () => this.choice.site && this.actions.open?.(this.choice.site),
       forget: () => {
         this.choice.forget();
@@ -238,7 +245,7 @@ export class Timeline {
     const width = this.root.clientWidth;
     if (width < 40) return;
     this.advance();
-    if (this.options.fill) this.scene.resize(width, this.roomForLanes(), HIGHEST_LANE);
+    if (this.options.fill) this.scene.resize(width, (this.room ||= this.measure()), HIGHEST_LANE);
     else this.scene.resize(width, this.options.height ?? HEIGHT);
     this.scene.draw(this.palette, this.choice.overlay);
     if (this.minimap.draw(this.palette, width, this.scene.gutter)) this.schedule();
@@ -248,24 +255,30 @@ export class Timeline {
   }
 
   private drawCharts(): void {
-    const { charts } = this;
-    if (!charts) return;
-    const place = charts.root.parentElement;
-    if (place && place.hidden !== charts.empty) {
-      place.hidden = charts.empty;
+    const { chartsPlace: place, options } = this;
+    const shown = this.wantsCharts && !!options.charts && this.store.series.all.length > 0;
+    if (shown && !this.charts) this.charts = options.charts!(place, this.store, this.view);
+    if (place.hidden === shown) {
+      place.hidden = !shown;
       this.room = 0;
     }
-    charts.gutter = this.scene.gutter;
-    charts.draw();
+    if (!shown || !this.charts) return;
+    this.charts.gutter = this.scene.gutter;
+    this.charts.draw();
   }
 
-  /** What is left for the lanes in a place of fixed height. Looked up again when something else has another size. */
-  private roomForLanes(): number {
-    if (this.room) return this.room;
-    const others = [this.toolbar.root, this.minimap.root, this.legend.root, this.charts?.root.parentElement].reduce((sum, one) => sum + (one?.offsetHeight ?? 0), 0);
+  private toggleCharts(): void {
+    this.wantsCharts = !this.wantsCharts;
+    this.toolbar.charts(this.wantsCharts);
+    this.schedule();
+  }
+
+  /** What is left for the lanes in a place of fixed height. */
+  private measure(): number {
+    const others = [this.toolbar.root, this.minimap.root, this.legend.root, this.chartsPlace].reduce((sum, one) => sum + one.offsetHeight, 0);
     const all = this.root.clientHeight;
-    this.room = Math.max(LOWEST, all - others - Math.min(this.panel.root.scrollHeight, all * BELOW));
-    return this.room;
+    const below = all * (this.chartsPlace.hidden ? BELOW : BELOW_CHARTS);
+    return Math.max(all * LOWEST, all - others - Math.min(this.panel.contentHeight, below));
   }
 
   /** While following, glides to what came last. */
@@ -291,8 +304,9 @@ export class Timeline {
     this.legend.update(store, this.palette);
     this.panel.update(this.palette);
     this.tellMoments();
-    if (this.minimap.behind) this.schedule();
-    this.room = 0;
+    const room = this.options.fill ? this.measure() : 0;
+    if (this.minimap.behind || room !== this.room) this.schedule();
+    this.room = room;
   }
 
   /** Says who joined, left or died since the last time. */

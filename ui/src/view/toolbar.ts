@@ -10,6 +10,8 @@ export interface ToolbarCommands {
   zoom(factor: number): void;
   fit(): void;
   help(): void;
+  /** Shows or hides the charts; missing if there can't be any. */
+  charts?: () => void;
   /** The text to search for has changed. */
   search(text: string): void;
   /** Goes to the next match, or the one before. */
@@ -28,12 +30,14 @@ export class Toolbar {
   private readonly state = h('span', { class: 'hvd-state' });
   private readonly found = h('span', { class: 'hvd-faint', 'aria-live': 'polite' });
   private readonly notice = h('span', { class: 'hvd-notice', role: 'status' });
+  private readonly graph: HTMLButtonElement;
   private told = 0;
   private readonly follow: HTMLButtonElement;
 
   constructor(title: string, commands: ToolbarCommands, actions: Actions) {
     this.follow = button('', '', () => commands.follow());
     this.follow.className = 'hvd-follow';
+    this.graph = button('∿', t('Charts under the lanes (G)'), () => commands.charts?.());
     const { save, perfetto } = actions;
     const items = [
       save && { label: t('Save as Chrome trace (JSON)'), act: () => save('chrome') },
@@ -47,6 +51,7 @@ export class Toolbar {
       button('−', t('Zoom out (S)'), () => commands.zoom(1.6)),
       button('+', t('Zoom in (W)'), () => commands.zoom(1 / 1.6)),
       button('⤢', t('Show everything (F)'), () => commands.fit()),
+      commands.charts && this.graph,
       menu('⤓', t('Save or open elsewhere'), items),
       button('?', t('Keys (?)'), () => commands.help()),
     );
@@ -70,6 +75,11 @@ export class Toolbar {
 
   dispose(): void {
     clearTimeout(this.told);
+  }
+
+  /** Whether charts are shown. */
+  charts(on: boolean): void {
+    this.graph.setAttribute('aria-pressed', String(on));
   }
 
   matches(text: string): void {

@@ -1,6 +1,7 @@
 import { bytes } from '../draw/format.ts';
 import { Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
+import { Charts } from '../view/charts.ts';
 import type { Actions } from '../view/options.ts';
 import { t } from '../view/texts.ts';
 import { Timeline } from '../view/timeline.ts';
@@ -50,7 +51,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     },
     open: canJump() ? site => void (jump(site) || timeline.tell(t('%1 is not in this page', site))) : undefined,
   };
-  const timeline: Timeline = new Timeline(el, store, { view, height: Number(model.get('height')), actions });
+  const timeline: Timeline = new Timeline(el, store, { view, height: Number(model.get('height')), actions, charts: (...place) => new Charts(...place) });
   (timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = timeline.api;
   views.add(timeline);
   const showStill = hideStill(el, String(model.get('still')));
@@ -63,4 +64,4 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
 
 export default { initialize, render };
 /** For pages that have rows from elsewhere. */
-export { Store, Timeline, Viewport };
+export { Charts, Store, Timeline, Viewport };

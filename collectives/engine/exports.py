@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.subscribing import Subscription
-from hvdlab.collectives.metrics.exporting import Export, Exporter
+from hvdlab.collectives.metrics.exporting import Export, Exporter, same_target
 from hvdlab.collectives.metrics.points import PointReader
 
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over what was recorded by now."""
+REPLACED_WITHIN = 5.0
+"""Seconds that an export has to write what is left before another one takes its place."""
 
 
 class RankExport(Export):
@@ -48,7 +50,10 @@ class Exports:
         self._open: list[RankExport] = []
 
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
-        """Hand metrics to ``exporter`` from now on."""
+        """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
+        for other in list(self._open):
+            if same_target(other.exporter, exporter):
+                other.close(REPLACED_WITHIN)
         export = RankExport(self, exporter, names, all_ranks)
         with self._lock:
             self._open.append(export)

@@ -13,7 +13,8 @@ def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: b
     """Hand metrics to a tracker from now on: those of ``hvd.metric()``, and hvdlab's own.
 
     They reach it a moment after they were recorded, on a thread of its own: a tracker that is slow or away holds nothing
-    up. What waits longest is dropped once 100,000 points wait, and counted.
+    up. What waits longest is dropped once 100,000 points wait, and counted. Exporting to the same place again takes the place
+    of the export before, so a cell may be run twice.
 
     Args:
         exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``, see

@@ -6,11 +6,12 @@ import atexit
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.metrics.exporting import Export, Exporter
+from hvdlab.collectives.metrics.exporting import Export, Exporter, same_target
 from hvdlab.collectives.metrics.points import Point, time_of_day
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ SETTLED = 3.0
 
 class RecordingExport(Export):
     """An export of what is in a recording, from the beginning, and of what comes, until it or this is closed.
+
+    It takes the place of another one of the same recording with the same target, and goes on where that one ended if it
+    is about the same metrics.
 
     Args:
         recording: Where the points are.
@@ -42,15 +46,16 @@ class RecordingExport(Export):
         interval: float = INTERVAL,
     ) -> None:
         super().__init__(exporter, names)
-        self._recording = recording
+        self._recording: Recording = recording
         self._amended = amended
         self._interval = interval
-        self._next = 0
+        self._next = self._replace()
         self._unsettled: dict[tuple[int, str, int], Point] = {}
         self._newest_ns = 0
         self._stopping = threading.Event()
         self._reader = threading.Thread(target=self._read, name="hvdlab-export-reader", daemon=True)
         atexit.register(self.close, EXIT_WITHIN)
+        _open.add(self)
         self._reader.start()
 
     def close(self, timeout: float | None = None) -> bool:
@@ -64,8 +69,22 @@ class RecordingExport(Export):
         self._recording.poke()
         if threading.current_thread() is not self._reader:
             self._reader.join(deadline.remaining())
-        atexit.unregister(self.close)
+        self._ended()
         return super().close(deadline.remaining())
+
+    def _replace(self) -> int:
+        """End the export that this one takes the place of; the number of the first point that is not there yet."""
+        following = 0
+        for other in list(_open):
+            if other._recording is self._recording and same_target(other.exporter, self.exporter):
+                other.close(EXIT_WITHIN)
+                if other.names == self.names:
+                    following = max(following, other._next)
+        return following
+
+    def _ended(self) -> None:
+        atexit.unregister(self.close)
+        _open.discard(self)
 
     # -- the reader ---------------------------------------------------------------------------------------------------
 
@@ -78,7 +97,7 @@ class RecordingExport(Export):
             if not recording.closed:
                 self._stopping.wait(self._interval)
         self._look(last=True)
-        atexit.unregister(self.close)
+        self._ended()
         super().close(0)  # which its own thread sees to
 
     def _look(self, *, last: bool) -> None:
@@ -120,3 +139,6 @@ class RecordingExport(Export):
         if ahead is None:
             return time.time() - self._newest_ns / 1e9
         return time_of_day() - ahead / 1e9
+
+
+_open: weakref.WeakSet[RecordingExport] = weakref.WeakSet()

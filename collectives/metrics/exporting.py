@@ -19,7 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Exporter(Protocol):
-    """Where metrics go. Both methods are called on one thread, one after the other."""
+    """Where metrics go. Both methods are called on one thread, one after the other.
+
+    An exporter may also have an attribute ``target``, a text that says where it writes: exporting to it again replaces
+    the export before.
+    """
 
     def write(self, points: Sequence[Point]) -> None:
         """Keep these, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
@@ -45,6 +49,12 @@ def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def same_target(one: Exporter, other: Exporter) -> bool:
+    """Whether two exporters write to the same place, as far as they tell."""
+    target = getattr(one, "target", None)
+    return type(one) is type(other) and target is not None and target == getattr(other, "target", None)
+
+
 class Export:
     """Metrics on their way to an exporter, until :meth:`close`.
 
@@ -54,6 +64,8 @@ class Export:
         limit: Points that may wait; older ones make room.
 
     Attributes:
+        exporter: Where they go.
+        names: Patterns of the metrics that are wanted.
         exported: Points that were written.
         dropped: Points that made room, as the exporter was too slow.
         failed: Points that the exporter could not write.
@@ -63,8 +75,8 @@ class Export:
     def __init__(self, exporter: Exporter, names: Iterable[str] = ("*",), limit: int = MOST_WAITING) -> None:
         self.exported = self.dropped = self.failed = 0
         self.error: Exception | None = None
-        self._exporter = exporter
-        self._patterns = tuple(names)
+        self.exporter = exporter
+        self.names = tuple(names)
         self._wanted: dict[str, bool] = {}
         self._limit = limit
         self._waiting: deque[Point] = deque()
@@ -94,7 +106,7 @@ class Export:
         if found is None:
             if len(self._wanted) > 10_000:
                 self._wanted.clear()
-            found = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
+            found = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
             self._wanted[name] = found
         return found
 
@@ -119,27 +131,27 @@ class Export:
         lost = f", {self.dropped} dropped" if self.dropped else ""
         bad = f", {self.failed} failed: {self.error!r}" if self.failed else ""
         state = ", closed" if self._closing else ""
-        return f"<Export to {type(self._exporter).__name__}: {self.exported} points{lost}{bad}{state}>"
+        return f"<Export to {type(self.exporter).__name__}: {self.exported} points{lost}{bad}{state}>"
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while points := self._take():
             try:
-                self._exporter.write(points)
+                self.exporter.write(points)
                 self.exported += len(points)
             except Exception as error:  # noqa: BLE001  (it is told, and must not end the export of what follows)
                 self.failed += len(points)
                 self._fail(error, "could not write metrics")
         try:
-            self._exporter.close()
+            self.exporter.close()
         except Exception as error:  # noqa: BLE001  (it is told; nobody is there to raise it to)
             self._fail(error, "could not be closed")
 
     def _fail(self, error: Exception, what: str) -> None:
         # An exporter that is out of order would say the same with each batch.
         if self.error is None or type(self.error) is not type(error):
-            logger.warning("%s %s", type(self._exporter).__name__, what, exc_info=error)
+            logger.warning("%s %s", type(self.exporter).__name__, what, exc_info=error)
         self.error = error
 
     def _take(self) -> list[Point]:

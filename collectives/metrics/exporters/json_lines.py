@@ -23,6 +23,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.target = os.path.abspath(path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (close() closes it)
 
     def write(self, points: Sequence[Point]) -> None:

@@ -36,7 +36,7 @@ class MLflow:
         if run_id is None:
             run = mlflow.active_run() or mlflow.start_run()
             run_id = run.info.run_id
-        self.run_id = run_id
+        self.run_id = self.target = run_id
         self._client = mlflow.MlflowClient() if client is None else client
 
     def write(self, points: Sequence[Point]) -> None:

@@ -28,6 +28,7 @@ class TensorBoard:
 
     def __init__(self, directory: str | os.PathLike[str], writer: Callable[[str], Any] | None = None) -> None:
         self._directory = Path(directory)
+        self.target = os.path.abspath(directory)
         self._make = writer or _summary_writer()
         self._writers: dict[int, Any] = {}
         self._counts: dict[tuple[int, str], int] = {}

@@ -32,6 +32,7 @@ class WandB:
     def __init__(self, run: Any = None, *, key: str = BY_RANK) -> None:
         self._key = key_of(key)
         self._run = _active() if run is None else run
+        self.target = getattr(self._run, "id", None)
         self._known: set[str] = set()
 
     def write(self, points: Sequence[Point]) -> None:

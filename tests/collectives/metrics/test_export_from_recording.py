@@ -90,6 +90,27 @@ def test_a_recording_that_is_closed_already_is_exported_whole() -> None:
     assert export.close(10)
 
 
+class Targeted(Kept):
+    target = "here"
+
+
+def test_exporting_to_the_same_place_again_replaces_the_export() -> None:
+    recording, elsewhere = Recording(), Recording()
+    first, other, second, third = Targeted(), Targeted(), Targeted(), Targeted()
+    exports = [hvdlab.export(first, recording), hvdlab.export(other, elsewhere)]
+    feed(recording, 0, Metric("loss", 0.5, 7, SECOND))
+    exports.append(hvdlab.export(second, recording))
+    assert first.closed.is_set()
+    assert not other.closed.is_set()
+    feed(recording, 0, Metric("loss", 0.25, 8, SECOND))
+    assert [one.value for one in second.wait_for(1)] == [0.25]  # the place has the other one already
+    exports.append(hvdlab.export(third, recording, names="lo*"))
+    assert [one.value for one in third.wait_for(2)] == [0.5, 0.25]  # but not of these metrics
+    for export in exports:
+        assert export.close(10)
+    assert [one.value for one in first.points] == [0.5]
+
+
 def test_only_what_is_wanted_goes() -> None:
     recording, kept = Recording(), Kept()
     feed(recording, 0, Metric("loss", 0.5, 7, SECOND), Metric("accuracy", 0.1, 7, SECOND))

@@ -213,3 +213,17 @@ def test_the_active_run_is_taken_or_asked_for(monkeypatch: pytest.MonkeyPatch) -
 def test_keys_have_two_fields_only(key: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"may have \{name\} and \{rank\}"):
         WandB(Run(), key=key)
+
+
+def test_each_says_where_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow: SimpleNamespace
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = JsonLines("metrics.jsonl")
+    lines.close()
+    run = Run()
+    run.id = "w1"  # type: ignore[attr-defined]  # made up
+    assert lines.target == str(tmp_path / "metrics.jsonl")
+    assert TensorBoard("runs", Writer).target == str(tmp_path / "runs")
+    assert MLflow("m1").target == "m1"
+    assert WandB(run).target == "w1"

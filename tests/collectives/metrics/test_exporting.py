@@ -221,6 +221,24 @@ def test_several_exports_get_the_same(world_of_one: None) -> None:
     assert (first.values, second.values) == ([1.0], [1.0, 2.0])
 
 
+class Targeted(Kept):
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = target
+
+
+def test_exporting_to_the_same_place_again_replaces_the_export(world_of_one: None) -> None:
+    first, other, second = Targeted("here"), Targeted("there"), Targeted("here")
+    for exporter in (first, other):
+        api.export(exporter, "loss")
+    api.metric("loss", 1.0)
+    api.export(second, "loss")
+    assert (first.values, first.closed) == ([1.0], 1)
+    api.metric("loss", 2.0)
+    context.shutdown()
+    assert (first.values, other.values, second.values) == ([1.0], [1.0, 2.0], [2.0])
+
+
 def test_what_is_no_exporter_is_refused(world_of_one: None) -> None:
     with pytest.raises(InvalidRequestError, match=r"write\(points\) and close\(\).*this is dict"):
         api.export({})  # type: ignore[arg-type]  # that is the point

@@ -370,11 +370,18 @@ class Simulation:
             action(me)
             return True
         deadline = self.coordinator.next_deadline()
-        if deadline is not None and deadline < self.now + _PATIENCE:
+        if deadline is not None and deadline < self.now + _PATIENCE and not self._repeats_itself(deadline):
             self.now = max(self.now, deadline)
             self._carry_out(Tick())
             return True
         return False
+
+    def _repeats_itself(self, deadline: float) -> bool:
+        """Whether all that is due is to report once more what waits for long."""
+        state = self.coordinator
+        if deadline != state.stalls.due or state.options.stall_shutdown:
+            return False
+        return all(current.reported for ps in state.sets for current, _ in ps.matcher.waiting())
 
     def run(self, limit: int = 200_000, *, work: bool = True) -> None:
         """Let happen what can, until nothing can any more."""

@@ -86,6 +86,12 @@ export class Charts implements ChartsView {
         width: () => this.width,
       }),
     );
+    this.choices.addEventListener('keydown', event => {
+      if (event.key !== 'Escape') return;
+      event.stopPropagation();
+      this.showChoices(false);
+      choose.focus();
+    });
     this.root.addEventListener('focusout', event => {
       if (!this.root.contains(event.relatedTarget as Node | null)) this.showChoices(false);
     });
@@ -182,10 +188,12 @@ export class Charts implements ChartsView {
     for (const chart of shown) {
       let one = this.all.get(chart.id);
       if (!one) {
-        this.all.set(chart.id, (one = new ChartView(chart, series, this.view, rank => this.choose(rank))));
+        one = new ChartView(chart, series, this.view, rank => this.choose(rank));
         this.seen.observe(one.root);
       }
       one.chart = chart;
+      this.all.delete(chart.id);
+      this.all.set(chart.id, one);
       this.list.append(one.root);
     }
     this.drawn = '';

@@ -7,7 +7,8 @@ import { Stream, type Model } from './stream.ts';
 interface Shared {
   store: Store;
   view: Viewport;
-  views: Set<MetricsView>;
+  /** What each view does when something has come. */
+  views: Set<() => void>;
 }
 
 const shared = new WeakMap<Model, Shared>();
@@ -21,7 +22,7 @@ function share(model: Model): Shared {
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
     model.on('msg:custom', ((message: never, buffers: DataView[]) => {
-      if (stream.receive(message, buffers)) for (const view of one.views) view.data();
+      if (stream.receive(message, buffers)) for (const view of one.views) view();
     }) as never);
     stream.hello();
   }
@@ -36,11 +37,17 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const { store, view, views } = share(model);
   const metrics = new MetricsView(el, store, view);
   (metrics.root as HTMLElement & { hvdlab?: unknown }).hvdlab = metrics.api;
-  views.add(metrics);
-  const showStill = hideStill(el, String(model.get('still')));
+  // A widget that was restored without its kernel has nothing to show, and the still picture has.
+  let showStill: (() => void) | null = null;
+  const update = () => {
+    metrics.data();
+    if (store.series.all.length) showStill ??= hideStill(el, String(model.get('still')));
+  };
+  views.add(update);
+  update();
   return () => {
-    showStill();
-    views.delete(metrics);
+    showStill?.();
+    views.delete(update);
     metrics.dispose();
   };
 }

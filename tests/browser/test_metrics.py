@@ -1,0 +1,194 @@
+"""Charts of metrics in JupyterLab, in a real browser: what they show is what the ranks reported and what their clocks say."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("anywidget")
+pytest.importorskip("playwright.sync_api")
+
+from lab_page import CHROMIUM, LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 90_000
+LATE = 0.15
+STEPS = 20
+LOAD, INIT, VIEW, TRAIN, TABLE = range(5)
+
+TRAINING = f"""\
+%%hvd_run
+for step in range({STEPS}):
+    hvd.barrier()
+    if hvd.rank() == 2: time.sleep({LATE})
+    hvd.allreduce(torch.ones(50_000), name='grad')
+    hvd.metric('loss', 1 / (step + 1) + hvd.rank(), step=step)
+"""
+
+REPORT = """\
+import json
+table = view.table()
+late = table[table['name'] == 'hvdlab/lateness'].groupby('rank')['value'].max()
+print(json.dumps({str(rank): value for rank, value in late.items()}))
+"""
+
+CELLS = [
+    "import hvdlab\n%load_ext hvdlab",
+    "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "view = hvdlab.metrics()\nview",
+    TRAINING,
+    REPORT,
+]
+
+
+def notebook(cells: list[str]) -> nbformat.NotebookNode:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=[new_code_cell(source) for source in cells], metadata={"kernelspec": kernel})
+
+
+def api(lab: LabPage, expression: str) -> Any:
+    return lab.page.evaluate(
+        f"(() => {{ const api = document.querySelector('.hvd-metrics').hvdlab; return api.{expression}; }})()"
+    )
+
+
+def wait_for(lab: LabPage, expression: str) -> None:
+    lab.page.wait_for_function(
+        f"(() => {{ const api = document.querySelector('.hvd-metrics')?.hvdlab; return api && ({expression}); }})()",
+        timeout=WAIT_MS,
+    )
+
+
+def test_what_ranks_measure_is_seen_while_they_run(tmp_path: Path) -> None:
+    with lab_page(tmp_path, notebook(CELLS), width=1280, height=1500) as lab:
+        for cell in (LOAD, INIT):
+            lab.finish(cell)
+        for cell in (VIEW, TRAIN):
+            lab.run(cell)
+        lab.page.wait_for_selector(".hvd-metrics[data-theme=light]")
+        wait_for(lab, "api.values('loss', 0).length >= 3")
+        assert "*" in lab.prompt(TRAIN), "nothing was shown before the cell ended"
+        lab.wait_until_ended(TRAIN)
+        wait_for(lab, f"[0, 1, 2, 3].every(rank => api.values('loss', rank).length === {STEPS})")
+        for rank in range(4):
+            found = api(lab, f"values('loss', {rank})")
+            assert [one["value"] for one in found] == [1 / (step + 1) + rank for step in range(STEPS)]
+            assert [one["step"] for one in found] == list(range(STEPS))
+            times = [one["time"] for one in found]
+            assert times == sorted(times)
+        check_lateness(lab)
+        check_charts(lab)
+        check_saved(lab, tmp_path / "work" / "notebook.ipynb")
+
+
+def check_lateness(lab: LabPage) -> None:
+    """Rank 2 is as late as it slept, in the page and in the table, and the others waited for it."""
+    wait_for(lab, "api.values('hvdlab/lateness', 2).length >= 2")
+    told = json.loads(lab.finish(TABLE))
+    late = {
+        rank: max(one["value"] for one in api(lab, f"values('hvdlab/lateness', {rank})")) for rank in range(4)
+    }
+    assert late[2] == told["2"]
+    assert LATE * 0.95 <= late[2] < LATE + 0.1
+    assert max(late[rank] for rank in (0, 1, 3)) < LATE / 2
+    shares = {
+        rank: [one["value"] for one in api(lab, f"values('hvdlab/share/wait', {rank})")] for rank in range(4)
+    }
+    assert all(0 <= value <= 1 for values in shares.values() for value in values)
+    # Seconds in which nothing but the training ran.
+    assert min(max(shares[rank]) for rank in (0, 1, 3)) > 0.5
+    assert max(shares[2]) < 0.4
+
+
+def check_charts(lab: LabPage) -> None:
+    wait_for(lab, "api.charts().some(chart => chart.id === 'hvdlab/rss')")
+    shown = [chart["title"] for chart in api(lab, "charts()")]
+    assert shown[0] == "loss"
+    assert {"Time spent", "Lateness", "allreduce bus", "CPU", "Memory"} <= set(shown)
+    assert "Threads" not in shown
+    lab.page.get_by_role("button", name="Choose what is shown").click()
+    lab.page.get_by_label("Threads").check()
+    wait_for(lab, "api.charts().some(chart => chart.title === 'Threads')")
+    lab.page.keyboard.press("Escape")
+    lab.page.wait_for_selector(".hvd-choices", state="hidden")
+    lab.page.locator(".hvd-metrics .hvd-charts-view").focus()
+    lab.page.keyboard.press("f")
+    lab.page.wait_for_selector(".hvd-metrics .hvd-state:has-text('paused')")
+    chart = lab.page.locator("[data-chart='loss'] .hvd-chart-plot")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box
+    share = api(lab, "values('loss', 3).map(one => (one.time - api.view.from) / api.view.length)[7]")
+    lab.page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] / 2)
+    lab.page.wait_for_selector(".hvd-metrics .hvd-tip :text('rank 3')")
+    tip = lab.page.locator(".hvd-metrics .hvd-tip").inner_text()
+    assert "step 7" in tip
+    assert "3.125" in tip  # 1 / (7 + 1) + 3
+    length = api(lab, "view.length")
+    lab.page.keyboard.press("w")
+    assert api(lab, "view.length") < length
+    assert lab.page.locator(".jp-Notebook-cell").count() == len(CELLS), "a key went to the notebook"
+
+
+def check_saved(lab: LabPage, path: Path) -> None:
+    lab.page.keyboard.press("Control+s")
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while not (outputs := nbformat.read(path, 4).cells[VIEW].get("outputs")):
+        assert time.monotonic() < deadline, "Ctrl-S in the charts does not save"
+        lab.page.wait_for_timeout(100)
+    still = outputs[0]["data"]
+    assert "data:image/png;base64," in still["text/html"]
+    assert len(json.dumps(outputs)) < 100_000
+
+
+SYNTHETIC = """\
+import math, hvdlab
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.events import Metric
+from hvdlab.collectives.timeline.records import encode
+recording = Recording()
+for rank in range(16):
+    recording.feed(rank, encode(rank, [Metric('loss', math.exp(-k / 100) + rank / 50, k, 10**9 + k * 10**8) for k in range(600)]))
+view = hvdlab.metrics(recording)
+view
+"""
+
+# The share of the plot's pixels that are not background or nearly so.
+INK = """() => {
+    const canvas = document.querySelector('.hvd-chart-plot canvas');
+    const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+    let drawn = 0;
+    for (let i = 0; i < pixels.length; i += 4) {
+        const [r, g, b, a] = pixels.subarray(i, i + 4);
+        if (a > 80 && Math.max(r, g, b) - Math.min(r, g, b) > 40) drawn++;
+    }
+    return drawn / (pixels.length / 4);
+}"""
+
+
+def test_many_ranks_are_a_band_in_the_colours_of_the_theme(tmp_path: Path) -> None:
+    cells = [SYNTHETIC, "view.close()", "print(view)"]
+    with lab_page(tmp_path, notebook(cells), theme="JupyterLab Dark") as lab:
+        lab.finish(0)
+        wait_for(lab, "api.store.series.count === 9600")
+        lab.page.wait_for_selector(".hvd-metrics[data-theme=dark]")
+        lab.page.wait_for_function(f"({INK})() > 0.01", timeout=WAIT_MS)
+        assert api(lab, "charts()[0].label").startswith("loss: ")
+        before = lab.page.evaluate(INK)
+        api(lab, "choose(15)")
+        lab.page.wait_for_selector(".hvd-chip[aria-pressed=true]:has-text('15')")
+        lab.page.wait_for_function(f"({INK})() > {before}", timeout=WAIT_MS)
+        lab.finish(1)
+        assert "loss |█" in lab.finish(2)

@@ -1,0 +1,143 @@
+"""Metrics without a browser: what a saved notebook keeps, and what a terminal shows."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.events import Event, Metric
+from hvdlab.collectives.timeline.records import encode
+from hvdlab.widgets.metrics_picture import as_html, as_text
+from hvdlab.widgets.picture import png
+from hvdlab.widgets.sparklines import RANKS, characters, draw, quantity, sparks, title
+from timeline_traces import steps
+
+START = 5_000_000_000
+SECOND = 1_000_000_000
+
+
+def recorded(ranks: int, *names: str, count: int = 60, late: int = -1) -> Recording:
+    """One point of each name and second; the values of rank ``late`` are ten times as large."""
+    recording = Recording()
+    for rank in range(ranks):
+        events: list[Event] = [
+            Metric(name, (k + 1.0) * (10 if rank == late else 1), k, START + k * SECOND)
+            for k in range(count)
+            for name in names
+        ]
+        recording.feed(rank, encode(rank, events))
+    return recording
+
+
+def test_a_terminal_gets_a_line_for_each_name() -> None:
+    lines = as_text(recorded(2, "loss", "hvdlab/cpu", "hvdlab/threads", late=1)).split("\n")
+    assert lines[0] == "Metrics: 2 ranks, 360 points in 59 s"
+    # What users report comes first, and threads are not for everybody. The two ranks are equally far from the median.
+    assert [line.split("|")[0].strip() for line in lines[1:]] == ["loss", "CPU"]
+    assert lines[1].startswith("loss |▁")
+    assert "█| 330, rank 0: 60" in lines[1]
+    assert as_text(Recording()) == "Metrics: nothing was measured yet"
+
+
+def test_bars_are_the_medians_and_nothing_where_nothing_was_measured() -> None:
+    recording = Recording()
+    events: list[Event] = [Metric("x", float(k), None, START + k * SECOND) for k in (0, 1, 2, 5, 7)]
+    recording.feed(0, encode(0, events))
+    (one,), seconds = sparks(recording, 8)
+    assert seconds == 7
+    assert characters(one) == "▁▂▃  ▆ █"
+    assert (one.last, one.furthest, one.bounds) == ({0: 7.0}, None, (0.0, 7.0))
+
+
+def test_the_rank_that_is_furthest_from_the_others_is_named() -> None:
+    (one,), _ = sparks(recorded(5, "hvdlab/step_time", late=3), 10)
+    assert one.middle == 60
+    assert one.furthest == (3, 600)
+    assert as_text(recorded(5, "hvdlab/step_time", late=3)).endswith("| 60 s, rank 3: 600 s")
+
+
+def test_values_that_are_no_numbers_are_said_and_not_drawn() -> None:
+    recording = Recording()
+    values = (1.0, 2.0, math.nan, 3.0, math.inf, math.nan)
+    events: list[Event] = [Metric("loss", value, None, START + k) for k, value in enumerate(values)]
+    recording.feed(0, encode(0, events))
+    (one,), _ = sparks(recording, 6)
+    assert one.bounds == (1.0, 3.0)
+    assert as_text(recording).endswith("| NaN")
+    assert "NaN" in as_html(recording)
+
+
+@pytest.mark.parametrize("ranks", [3, 64])
+def test_the_still_picture_is_small(ranks: int) -> None:
+    recording = recorded(ranks, *(f"metric {i} <b>" for i in range(20)), "hvdlab/cpu", "hvdlab/rss", late=2)
+    text = as_html(recording)
+    assert len(text) < 60_000
+    assert text.count("<img") == 14
+    assert "<b>" not in text.split("</div>", 1)[1]
+    assert "rank 2: " in text
+
+
+def test_lines_have_their_ranks_colours_and_are_where_the_values_are() -> None:
+    (one,), _ = sparks(recorded(2, "x", late=1), 60)
+    picture = draw(one, 30)
+    assert picture.shape == (30, 60, 4)
+    rows = [np.flatnonzero((picture[:, -1, :3] == RANKS[rank]).all(1)) for rank in (0, 1)]
+    assert rows[1].max() < 4, "the greatest value is on top"
+    assert rows[0].min() > 20
+    data = png(picture)
+    assert struct.unpack(">II", data[16:24]) == (60, 30)
+
+
+def test_many_ranks_are_a_band_with_a_line() -> None:
+    (one,), _ = sparks(recorded(20, "x", late=1), 60)
+    picture = draw(one, 30)
+    filled = (picture[..., 3] > 0).sum(0)
+    assert filled[-1] > 20, "the range of all"
+    assert set(np.unique(picture[..., 3])) == {0, 90, 255}
+
+
+def test_constant_values_are_a_line_in_the_middle() -> None:
+    recording = Recording()
+    events: list[Event] = [Metric("lr", 0.1, k, START + k * SECOND) for k in range(10)]
+    recording.feed(0, encode(0, events))
+    (one,), _ = sparks(recording, 10)
+    rows = np.flatnonzero(draw(one, 30)[:, 5, 3])
+    assert rows.tolist() == [15, 16]
+    assert len(set(characters(one))) == 1
+
+
+def test_derived_series_are_there_too() -> None:
+    recording = Recording()
+    for rank, batch in steps(4, 200):
+        recording.feed(rank, batch)
+    text = as_text(recording)
+    assert re.search(r"^compute +\|", text, re.MULTILINE)
+    assert re.search(r"^allreduce bus +\|.*\| [\d.]+ GB/s", text, re.MULTILINE)
+
+
+def test_names_and_values_read_well() -> None:
+    names = ("hvdlab/gpu1/utilisation", "hvdlab/bandwidth/bus/allreduce", "hvdlab/rss", "val/loss")
+    assert [title(name) for name in names] == ["GPU 1 utilisation", "allreduce bus", "memory", "val/loss"]
+    values = [(0.0241, "s"), (3 * 2**30, "B"), (1.2e9, "B/s"), (0.374, "1"), (37.0, "%"), (12.5, "1/s")]
+    assert [quantity(*one) for one in values] == ["24.1 ms", "3 GiB", "1.2 GB/s", "37%", "37%", "12.5/s"]
+    assert quantity(-math.inf, "s") == "-∞"
+
+
+def test_the_widget_ends_and_knows_its_table() -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets.views import metrics
+
+    recording = recorded(2, "loss")
+    view = metrics(recording)
+    try:
+        assert repr(view).startswith("Metrics: 2 ranks")
+        assert len(view.table()) == 120
+        assert "data:image/png" in view._still()["text/html"]
+    finally:
+        view.close()
+    assert not view._publisher._thread.is_alive()

@@ -18,17 +18,23 @@ REPLACED_WITHIN = 5.0
 
 
 class RankExport(Export):
-    """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine."""
+    """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
+
+    Attributes:
+        unaligned: Points that were left out since their host's clock could not be compared with this one's.
+    """
 
     def __init__(self, exports: Exports, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> None:
         super().__init__(exporter, names)
         self.all_ranks = all_ranks
+        self.unaligned = 0
         self._exports = exports
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
         """A batch has been recorded. Control thread."""
         self.put(self._reader.read(batch))
+        self.unaligned = self._reader.dropped
 
     def close(self, timeout: float | None = None) -> bool:
         """Write what was recorded by now, close the exporter and end the thread. Idempotent.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.timeline.alignment import Alignment
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import ClockSample, Metric
-from hvdlab.collectives.timeline.records import RECORD_BYTES, RecordType, read_head, read_record
+from hvdlab.collectives.timeline.events import ClockSample, Event, Metric
+from hvdlab.collectives.timeline.records import RECORD_BYTES, Head, RecordType, read_head, read_record
+
+BATCHES_HELD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,51 +43,69 @@ def time_of_day() -> float:
 class PointReader:
     """Finds the metrics in batches of ranks.
 
+    Those of hosts whose clock has not been compared with this one's yet are held until it has been.
+
     Args:
         offset: Seconds from ``CLOCK_MONOTONIC`` to the time of day.
 
     Attributes:
         refused: Batches that could not be read.
-        unaligned: Metrics of hosts whose clock has not been compared with this one's yet; they are left out.
+        dropped: Metrics that made room as too many were held.
     """
 
     def __init__(self, offset: Callable[[], float] = time_of_day) -> None:
         self.refused = 0
-        self.unaligned = 0
+        self.dropped = 0
         self._offset = offset
         self._alignment = Alignment()
         self._alignment.observe(clock_domain())
+        self._held: deque[bytes] = deque()
 
     def read(self, batch: bytes) -> list[Point]:
-        """The metrics of a batch, in the order in which they were recorded."""
+        """The metrics of a batch, in the order in which they were recorded, after those that were held until now."""
         try:
-            return list(self._read(batch))
+            return self._read(batch, read_head(batch))
         except ProtocolError:
             self.refused += 1
             return []
 
-    def _read(self, batch: bytes) -> Iterator[Point]:
-        head = read_head(batch)
+    def _read(self, batch: bytes, head: Head) -> list[Point]:
         types = batch[head.start :: RECORD_BYTES]
-        for sample in _records(types, RecordType.CLOCK):
-            event = read_record(batch, head.start + sample * RECORD_BYTES, head)
-            assert isinstance(event, ClockSample)
-            self._alignment.observe(head.clock, event)
+        found: list[Point] = []
+        samples = list(_events(batch, head, types, RecordType.CLOCK))
+        for sample in samples:
+            assert isinstance(sample, ClockSample)
+            self._alignment.observe(head.clock, sample)
+        if samples and self._held:
+            held, self._held = self._held, deque()
+            for earlier in held:
+                found += self._metrics(earlier, read_head(earlier))
+        return found + self._metrics(batch, head)
+
+    def _metrics(self, batch: bytes, head: Head) -> list[Point]:
+        types = batch[head.start :: RECORD_BYTES]
         if RecordType.METRIC not in types:
-            return
+            return []
         aligned = self._alignment.offset(head.clock)
         if aligned is None:
-            self.unaligned += types.count(RecordType.METRIC)
-            return
+            self._hold(batch)
+            return []
         offset = self._offset() + aligned[0] / 1e9
-        for place in _records(types, RecordType.METRIC):
-            event = read_record(batch, head.start + place * RECORD_BYTES, head)
-            assert isinstance(event, Metric)
-            yield Point(head.rank, event.name, event.value, event.step, event.time_ns / 1e9 + offset)
+        return [
+            Point(head.rank, event.name, event.value, event.step, event.time_ns / 1e9 + offset)
+            for event in _events(batch, head, types, RecordType.METRIC)
+            if isinstance(event, Metric)
+        ]
+
+    def _hold(self, batch: bytes) -> None:
+        self._held.append(batch)
+        if len(self._held) > BATCHES_HELD:
+            oldest = self._held.popleft()
+            self.dropped += oldest[read_head(oldest).start :: RECORD_BYTES].count(RecordType.METRIC)
 
 
-def _records(types: bytes, kind: RecordType) -> Iterator[int]:
+def _events(batch: bytes, head: Head, types: bytes, kind: RecordType) -> Iterator[Event]:
     place = types.find(kind)
     while place >= 0:
-        yield place
+        yield read_record(batch, head.start + place * RECORD_BYTES, head)
         place = types.find(kind, place + 1)

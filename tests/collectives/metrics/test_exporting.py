@@ -16,7 +16,7 @@ from hvdlab.collectives import api, context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from hvdlab.collectives.metrics.exporters.json_lines import JsonLines
 from hvdlab.collectives.metrics.exporting import MOST_AT_ONCE, Export
-from hvdlab.collectives.metrics.points import Point, PointReader
+from hvdlab.collectives.metrics.points import BATCHES_HELD, Point, PointReader
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import CellBegin, ClockSample, Metric
 from hvdlab.collectives.timeline.records import encode
@@ -162,13 +162,23 @@ def test_points_have_the_time_of_day() -> None:
 def test_other_hosts_clocks_are_brought_onto_this_ones() -> None:
     reader = PointReader(lambda: 1_000_000.0)
     far, here = clock_domain() + 1, clock_domain()
-    metric = Metric("loss", 0.5, 3, 20 * SECOND)
-    assert reader.read(encode(1, [metric], clock=far)) == []
-    assert reader.unaligned == 1
     # The coordinator's clock is 4 s ahead of this host's and 3 s behind that of the other.
-    reader.read(encode(0, [ClockSample(SECOND, 4 * SECOND, 0)], clock=here))
     sample = ClockSample(SECOND, -3 * SECOND, 0)
-    assert [one.time for one in reader.read(encode(1, [metric, sample], clock=far))] == [1_000_013.0]
+    assert reader.read(encode(1, [Metric("loss", 0.5, 3, 20 * SECOND), sample], clock=far)) == []
+    own = [Metric("loss", 0.1, 4, 10 * SECOND), ClockSample(SECOND, 4 * SECOND, 0)]
+    found = reader.read(encode(0, own, clock=here))
+    assert [(one.rank, one.step, one.time) for one in found] == [(1, 3, 1_000_013.0), (0, 4, 1_000_010.0)]
+    later = reader.read(encode(1, [Metric("loss", 0.5, 5, 21 * SECOND)], clock=far))
+    assert [one.time for one in later] == [1_000_014.0]
+    assert reader.dropped == 0
+
+
+def test_what_can_not_be_aligned_for_long_is_dropped_and_counted() -> None:
+    reader = PointReader()
+    two = [Metric("loss", 0.5, 3, SECOND), Metric("x", 0.5, 3, SECOND)]
+    for _ in range(BATCHES_HELD + 5):
+        assert reader.read(encode(1, two, clock=clock_domain() + 1)) == []
+    assert reader.dropped == 10
 
 
 def test_a_batch_that_is_damaged_is_counted() -> None:
@@ -281,6 +291,24 @@ def test_one_rank_exports_those_of_all(tmp_path: Path) -> None:
     for rank in (0, 1):
         own = [(one["value"], one["step"]) for one in found if one["rank"] == rank]
         assert own == [(rank + step, step) for step in range(50)]
+
+
+def record_now() -> tuple[float, float]:
+    begin = time.time()
+    api.metric("loss", 1.0)
+    return begin, time.time()
+
+
+def test_times_of_another_host_are_brought_onto_this_ones_clock(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    env = {"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}
+    with Ranks(2, tls=True, env=env, imports=["skewed_clock"]) as ranks:
+        ranks.run(begin_export, str(path), True, ranks=[0])
+        times = ranks.run(record_now)
+        assert ranks.run(end_export, ranks=[0]) == [2]
+    for one in lines(path):
+        begin, end = times[int(str(one["rank"]))]
+        assert begin - 0.5 < float(str(one["time"])) < end + 0.5
 
 
 def test_an_export_and_a_timeline_do_not_take_each_others_events(tmp_path: Path) -> None:

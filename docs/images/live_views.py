@@ -1,6 +1,6 @@
 """Makes the pictures of the live views: four ranks train in JupyterLab, and rank 2 computes for longer than the others.
 
-python docs/images/live_views.py
+python docs/images/live_views.py [view | panel ...]
 """
 
 from __future__ import annotations
@@ -12,42 +12,59 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
+import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
 from lab_page import LabPage, lab_page  # beside the tests
 
-TRAINING = """\
+STEP = """\
 %%hvd_run
-def step(number):
-    time.sleep(0.06 + 0.07 * (hvd.rank() == 2))
+def step(number, late):
+    time.sleep(0.06 + late * (hvd.rank() == 2))
     for layer in (3, 2, 1):
         hvd.allreduce(torch.ones(500_000 * layer), name=f'grad.layer{layer}.weight')
     if number % 5 == 4:
         hvd.broadcast(torch.ones(2_000_000), 0, name='weights')
-        hvd.allgather(torch.ones(300_000), name='metrics')
-
-for number in range(24):
-    step(number)
+        hvd.allgather(torch.ones(300_000), name='scores')
+    hvd.metric('loss', 2.3 / (1 + number / 6) + 0.05 * torch.rand(1).item(), step=number)
 """
-CELLS = [
-    "import hvdlab\n%load_ext hvdlab",
-    "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()",
-    "hvdlab.timeline()",
-    "hvdlab.ranks()",
-    TRAINING,
-]
+TRAINING = "%%hvd_run\nfor number in range(24):\n    step(number, late=0.07)"
+REPAIRED = "%%hvd_run\nfor number in range(24, 48):\n    step(number, late=0)"
+LOAD = "import hvdlab\n%load_ext hvdlab"
+INIT = "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()"
+CELLS = [LOAD, INIT, STEP, "hvdlab.timeline()", "hvdlab.ranks()", TRAINING, REPAIRED]
+REPAIR = CELLS.index(REPAIRED)
+PANEL_CELLS = [LOAD, INIT, STEP, TRAINING.replace("24", "60")]
 
 
-def take(lab: LabPage, name: str) -> None:
-    for cell in range(len(CELLS)):
+def notebook(cells: list[str]) -> nbformat.NotebookNode:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=[new_code_cell(c) for c in cells], metadata={"kernelspec": kernel})
+
+
+def canvas_corner(lab: LabPage) -> tuple[float, float]:
+    box = lab.page.locator(".hvd-timeline .hvd-plot canvas").bounding_box()
+    assert box is not None
+    return box["x"], box["y"]
+
+
+def look(lab: LabPage) -> None:
+    """Let it be drawn, with nothing under the pointer and no frame around what has the focus."""
+    x, y = canvas_corner(lab)
+    lab.page.mouse.move(x + 20, y + 5)
+    lab.page.evaluate("document.activeElement.blur()")
+    lab.page.wait_for_timeout(900)
+
+
+def take_view(lab: LabPage, name: str) -> None:
+    """The timeline, the ranks, one collective from near, and two cells compared."""
+    for cell in range(REPAIR):
         lab.finish(cell)
     lab.page.wait_for_timeout(2500)
     view = lab.page.locator(".hvd-timeline")
-    canvas = view.locator("canvas")
     view.screenshot(path=HERE / f"timeline-{name}.png")
     lab.page.locator(".hvd-ranks").screenshot(path=HERE / f"ranks-{name}.png")
-    # A few steps, with the arrivals at one collective.
     target = lab.page.evaluate(
         """() => {
             const { store, view, timeline, where } = document.querySelector('.hvd-timeline').hvdlab;
@@ -58,13 +75,52 @@ def take(lab: LabPage, name: str) -> None:
             return where(2, late.end[i] - 2e7);
         }"""
     )
-    box = canvas.bounding_box()
-    assert box is not None
-    lab.page.mouse.click(box["x"] + target["x"], box["y"] + target["y"])
-    lab.page.mouse.move(box["x"] + 20, box["y"] + 5)
-    lab.page.wait_for_timeout(600)
-    lab.page.evaluate("document.activeElement.blur()")
+    x, y = canvas_corner(lab)
+    lab.page.mouse.click(x + target["x"], y + target["y"])
+    look(lab)
     view.screenshot(path=HERE / f"timeline-{name}-zoomed.png")
+
+    lab.finish(REPAIR)
+    lab.page.evaluate(
+        """() => {
+            const { store, view, timeline } = document.querySelector('.hvd-timeline').hvdlab;
+            const begun = Math.min(...[...store.marks.values()].filter(mark => mark.text === '[6]').map(mark => mark.begin));
+            view.show(begun - 2e8, store.end + 2e8);
+            timeline.schedule();
+        }"""
+    )
+    look(lab)
+    for count in (6, 7):
+        place = lab.page.evaluate(
+            f"""() => {{
+                const {{ store, where, timeline }} = document.querySelector('.hvd-timeline').hvdlab;
+                const cell = [...store.marks.values()].find(mark => mark.text === '[{count}]');
+                return {{ x: where(0, (cell.begin + cell.end) / 2).x, y: timeline.scene.top - 12 }};
+            }}"""
+        )
+        x, y = canvas_corner(lab)
+        lab.page.mouse.click(x + place["x"], y + place["y"])
+        if count == 6:
+            lab.page.keyboard.press("c")
+    look(lab)
+    view.screenshot(path=HERE / f"timeline-{name}-compared.png")
+
+
+def take_panel(lab: LabPage, name: str) -> None:
+    """JupyterLab with the panel under the notebook, while a cell runs."""
+    for cell in range(3):
+        lab.finish(cell)
+    lab.page.keyboard.press("Control+Shift+C")
+    lab.page.locator(".lm-CommandPalette-input").fill("Timeline of the Ranks")
+    lab.page.locator(".lm-CommandPalette-item", has_text="Timeline of the Ranks").first.click()
+    lab.page.locator(".jp-HvdlabPanel .hvd-timeline").wait_for()
+    lab.run(3)
+    lab.page.wait_for_function(
+        "() => document.querySelector('.hvd-timeline').hvdlab.lateness('grad.layer1.weight').length > 30"
+    )
+    lab.page.wait_for_timeout(500)
+    lab.page.screenshot(path=HERE / f"panel-{name}.png")
+    lab.wait_until_ended(3)
 
 
 def shrink(path: Path) -> None:
@@ -73,15 +129,18 @@ def shrink(path: Path) -> None:
 
 
 def main() -> None:
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = new_notebook(cells=[new_code_cell(c) for c in CELLS], metadata={"kernelspec": kernel})
+    wanted = sys.argv[1:] or ["view", "panel"]
     for name, theme in (("light", "JupyterLab Light"), ("dark", "JupyterLab Dark")):
-        with tempfile.TemporaryDirectory() as directory:
-            place = Path(directory) / "lab"
-            with lab_page(place, notebook, width=1180, height=1500, theme=theme, scale=2) as lab:
-                take(lab, name)
-    for path in (*HERE.glob("*-light*.png"), *HERE.glob("*-dark*.png")):
-        shrink(path)
+        for what in wanted:
+            with tempfile.TemporaryDirectory() as directory:
+                place = Path(directory) / "lab"
+                cells, width, height = (CELLS, 1180, 1900) if what == "view" else (PANEL_CELLS, 1440, 1000)
+                with lab_page(
+                    place, notebook(cells), width=width, height=height, theme=theme, scale=2
+                ) as lab:
+                    (take_view if what == "view" else take_panel)(lab, name)
+        for path in HERE.glob(f"*-{name}*.png"):
+            shrink(path)
 
 
 if __name__ == "__main__":

@@ -150,5 +150,5 @@ test('two stretches are compared name by name and rank by rank', () => {
   ]);
   assert.deepEqual([found.a.operations, found.b.operations], [10, 15]);
   assert.deepEqual(found.ranks.map(one => [one.rank, one.a?.heldUp, one.b?.heldUp]), [[0, 0, 0], [1, 100, 450]]);
-  assert.deepEqual([change(100, 300), change(300, 100), change(5, 100), change(0, 4), change(7, 7)], ['+200 %', '−67 %', '×20.0', '', '']);
+  assert.deepEqual([change(100, 300), change(300, 100), change(5, 100), change(0, 4), change(7, 7)], ['+200 %', '−67 %', '×20', '', '']);
 });

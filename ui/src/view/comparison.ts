@@ -26,7 +26,6 @@ const COLUMNS: Column[] = [
   { title: 'p50', value: of => of.p50, text: duration, worse: 1 },
   { title: 'p99', value: of => of.p99, text: duration, worse: 1 },
   { title: 'bandwidth', value: of => of.bandwidth, text: rate, worse: -1 },
-  { title: 'waited', value: of => of.wait, text: duration, worse: 1 },
 ];
 
 /** Two stretches of time side by side. */
@@ -38,7 +37,7 @@ export function comparisonPanel(found: Comparison, palette: Palette, actions: Ac
   const more = found.names.length - SHOWN;
   const heading = h('h4', {}, 'A ', summary(found.a), ' · B ', summary(found.b), ' ', end);
   return [
-    h('section', { class: 'hvd-names' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names, which differ less', count(more)))),
+    h('section', { class: 'hvd-names hvd-both' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names, which differ less', count(more)))),
     h('section', {}, h('h4', {}, whoWasLast(found)), rankTable(found.ranks)),
   ];
 }
@@ -76,20 +75,21 @@ function changeNode(a: number, b: number, worse: number): Node | null {
 function whoWasLast(found: Comparison): string {
   const parts = [found.a, found.b].map((of, i) => {
     const worst = of.ranks.reduce((most, one) => (one.heldUp > (most?.heldUp ?? 0) ? one : most), null as Statistics['ranks'][number] | null);
-    return `${'AB'[i]}: ${worst ? t('most for rank %1', worst.rank) : t('for nobody')}`;
+    return `${'AB'[i]} ${worst ? t('rank %1', worst.rank) : t('nobody')}`;
   });
-  return t('The others waited, %1', parts.join('; '));
+  return t('Waited for most: %1', parts.join(', '));
 }
 
 function rankTable(ranks: readonly ComparedRank[]): HTMLElement {
-  const most = Math.max(1, ...ranks.flatMap(one => [one.a?.heldUp ?? 0, one.b?.heldUp ?? 0]));
+  const worst = { a: Math.max(0, ...ranks.map(one => one.a?.heldUp ?? 0)), b: Math.max(0, ...ranks.map(one => one.b?.heldUp ?? 0)) };
+  const most = Math.max(1, worst.a, worst.b);
   const table = h('table', { class: 'hvd-bars' });
   for (const one of ranks) {
     const body = h('tbody');
     for (const side of ['a', 'b'] as const) {
       const of = one[side];
       const held = of?.heldUp ?? 0;
-      const row = h('tr', held && held === most ? { class: 'hvd-strong' } : {});
+      const row = h('tr', held && held === worst[side] ? { class: 'hvd-strong' } : {});
       if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, t('rank %1', one.rank)));
       const bar = h('span', { style: `width:${((held / most) * 100).toFixed(1)}%`, 'data-side': side });
       row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()), h('td', { class: 'hvd-track' }, bar));

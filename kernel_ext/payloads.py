@@ -230,6 +230,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         syntax: True if the source did not compile (the same on all ranks).
         cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
         site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if it did not get there.
+        recorded: The last steps of a training that was recorded, in lines; ``wrong`` the first that was not finite.
     """
 
     ename: str
@@ -245,6 +246,8 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     cause: str = ""
     why: str = ""
     site: str = ""
+    recorded: tuple[str, ...] = ()
+    wrong: str = ""
 
 
 class CellDone(Payload, frozen=True):

@@ -16,6 +16,7 @@ from hvdlab.magics.metrics import MetricsMagics
 from hvdlab.magics.output import OutputMagics
 from hvdlab.magics.panel import PanelComms, load_panel
 from hvdlab.magics.pools import PoolMagics
+from hvdlab.magics.replay import ReplayMagics
 from hvdlab.magics.session import Session
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
@@ -36,6 +37,7 @@ MAGICS = {
         "hvd_where",
         "hvd_diff",
         "hvd_whos",
+        "hvd_replay",
         "hvd_timeline",
         "hvd_metrics",
         "autohvd",
@@ -67,6 +69,7 @@ class Extension:
             WhereMagics(self.session),
             DiffMagics(self.session),
             WhosMagics(self.session),
+            ReplayMagics(self.session),
             TimelineMagics(self.session),
             MetricsMagics(self.session),
             AutoMagics(self.session, self._auto),

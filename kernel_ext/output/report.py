@@ -33,7 +33,22 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
-    return lines + others
+    return lines + others + _recorded(results, cause)
+
+
+def _recorded(results: CellResults, cause: RootCause) -> list[str]:
+    """The last steps where it failed, and elsewhere the first that was not finite."""
+    first = next((rank for rank in cause.shown or cause.ranks if rank in results.errors), None)
+    if first is None or not results.errors[first].recorded:
+        first = next((rank for rank, error in results.errors.items() if error.recorded), None)
+    if first is None:
+        return []
+    lines = ["", f"{_BOLD}The last steps of rank {first}:{_RESET}"]
+    lines += [f"  {line}" for line in results.errors[first].recorded]
+    wrong = {r: e.wrong for r, e in results.errors.items() if e.wrong and r != first}
+    if wrong:
+        lines += ["First steps that are not finite:", *(f"  {line}" for line in grouped(wrong))]
+    return [*lines, "`%hvd_replay` brings such a batch to the notebook."]
 
 
 def _headline(results: CellResults, cause: RootCause) -> str:

@@ -53,6 +53,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
     aborted = _in_chain(error, AbortedError)
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None
+    recorded, wrong = _recorded()
     return CellError(
         ename=_clean(type(error).__name__, LONGEST_LINE),
         evalue=safe_str(error),
@@ -67,7 +68,21 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         cause=cause.kind.value if cause is not None else "",
         why=_clean(cause.text, LONGEST_VALUE) if cause is not None else "",
         site=_site(error.__traceback__),
+        recorded=recorded,
+        wrong=wrong,
     )
+
+
+def _recorded() -> tuple[tuple[str, ...], str]:
+    """What ``hvd.record()`` has kept, if it was called."""
+    module = sys.modules.get("hvdlab.torch.recording")
+    if module is None:
+        return (), ""
+    try:
+        lines, wrong = module.recent()
+    except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
+        return (f"what was recorded can't be shown: {one_line(broken)}",), ""
+    return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
 
 
 def _site(trace: TracebackType | None) -> str:

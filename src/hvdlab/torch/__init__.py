@@ -58,6 +58,7 @@ from hvdlab.torch.joining import join
 from hvdlab.torch.optimizer import DistributedOptimizer
 from hvdlab.torch.optimizer_state import broadcast_optimizer_state
 from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdlab.torch.recording import record
 from hvdlab.torch.scattering import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -133,6 +134,7 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "record",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",

@@ -17,7 +17,7 @@ from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Metric
 from hvdlab.collectives.timeline.operations import Operation, Placed
 from hvdlab.collectives.timeline.tracks import TraceEvent
 
-OPERATIONS_AT_ONCE = 256
+OPERATIONS_AT_ONCE = 64
 DERIVED = (LATE, *SHARES, ALGORITHM, BUS)
 
 _KINDS = tuple(OpKind)

@@ -116,7 +116,7 @@ class _Process:
         self._threads: dict[int, str] = {}
         self._tail = field(10, sequence)
         self._texts = _Texts()
-        self._encoded: dict[tuple[str, str | bool], bytes] = {}
+        self._encoded: dict[tuple[str, str | int], bytes] = {}
         self._names: dict[tuple[int, str], bytes] = {}
         self._tracks: dict[tuple[str, int | str], int] = {}
         self._heads: dict[tuple[int, int, str, str], bytes] = {}
@@ -223,7 +223,7 @@ class _Process:
             self._heads[key] = head
         args = event["args"]
         if args:
-            head += b"".join([self._annotation(4, name, value) for name, value in args.items()])
+            head += self._arguments(args)
         body = b"\x40" + varint(at) + b"\x5a" + varint(len(head)) + head
         if texts.new:
             body += texts.take()
@@ -237,6 +237,26 @@ class _Process:
         return b"\x0a" + varint(1 + len(time) + len(tail)) + b"\x40" + time + tail
 
     # -- arguments ----------------------------------------------------------------------------------------------------
+
+    def _arguments(self, args: dict[str, Any]) -> bytes:
+        """What most arguments are is looked up here, without a call for each: that is half of all work."""
+        parts, encoded, starts = [], self._encoded, self._names
+        for item in args.items():
+            name, value = item
+            kind = type(value)
+            data = None
+            if kind is float:
+                start = starts.get((-4, name))
+                data = start + _pack_double(value) if start is not None else None
+            elif kind is str or kind is int:
+                data = encoded.get(item)
+            if data is None:
+                data = self._annotation(4, name, value)
+                # Texts and sizes come again and again.
+                if (kind is str or kind is int) and len(encoded) < ENCODED_KEPT:
+                    encoded[item] = data
+            parts.append(data)
+        return b"".join(parts)
 
     def _annotation(self, number: int, name: str, value: Any) -> bytes:
         """An argument, or an entry of one, as field ``number`` of what it belongs to."""
@@ -252,13 +272,6 @@ class _Process:
             named = self._named(name)
             data = varint(value)
             return varint(number << 3 | BYTES) + varint(len(named) + 1 + len(data)) + named + b"\x20" + data
-        if number == 4 and (kind is str or kind is bool):
-            encoded = self._encoded.get((name, value))
-            if encoded is None:
-                encoded = field(number, self._named(name) + self._value(value))
-                if len(self._encoded) < ENCODED_KEPT:
-                    self._encoded[name, value] = encoded
-            return encoded
         return field(number, self._named(name) + self._value(value))
 
     def _named(self, name: str) -> bytes:

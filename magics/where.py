@@ -18,6 +18,7 @@ def where_parser() -> MagicParser:
         "%hvd_where", "Show where each rank is, also while it runs a cell in the background or hangs."
     )
     parser.add_argument("ranks", nargs="?", metavar="0,2-3,::2", help="these ranks only")
+    parser.add_argument("--native", action="store_true", help="the frames below Python, too, read by py-spy")
     return parser
 
 
@@ -41,4 +42,6 @@ class WhereMagics(Magics):
         pool = self.session.need_pool("%hvd_where")
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else None
         with as_usage_error():
+            if options.native:
+                print(pool.native(ranks))
             return pool.where(ranks)

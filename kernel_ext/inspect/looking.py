@@ -9,6 +9,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.inspect.diff import diff
 from hvdlab.kernel_ext.inspect.messages import AskTensors, AskVariables, AskView, Tensors, Variables, View
+from hvdlab.kernel_ext.inspect.native import NativeStacks, native_stacks
 from hvdlab.kernel_ext.inspect.overview import BUDGET, Overview, TensorTable
 from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.inspect.special import SPECIAL
@@ -68,6 +69,19 @@ class Looking:
         """The ``most`` largest arrays and tensors on each of these ranks (by default all)."""
         answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
         return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
+
+    def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
+        """Where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
+
+        Raises:
+            InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
+        """
+        chosen, near = self._chosen(ranks), self._near()
+        pids = {m.rank: m.pid for m in self._base.client.membership().members if m.rank in chosen}
+        here = {rank: pid for rank, pid in sorted(pids.items()) if rank in near}
+        if not here:
+            raise InvalidRequestError("native frames can be read of ranks on this host only")
+        return native_stacks(here)
 
     def _look(self, make: Callable[[int], Payload], ranks: Sequence[int] | None) -> dict[int, Answer]:
         return dict(

@@ -56,6 +56,7 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
     if (!widget.isAttached) {
       // Notebook 7 has one document in its main area and shows nothing else there; so has JupyterLab in its simple mode.
       const area = labShell?.mode !== 'multiple-document' || settings.area === 'down' ? 'down' : 'main';
+      widget.toggleClass('jp-mod-down', area === 'down');
       const front = notebooks.currentWidget;
       const place = area === 'main' ? { mode: MODES[settings.area], ...(front && !args.restored ? { ref: front.id } : {}) } : {};
       shell.add(widget, area, place as never);

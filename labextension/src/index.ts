@@ -54,8 +54,14 @@ const plugin: JupyterFrontEndPlugin<void> = {
       const has = model.text !== '';
       if (has && !had && settings.openWithRanks) open();
       had = has;
-      app.commands.notifyCommandChanged('hvdlab:toolbar-timeline');
     });
+    // The button is in the toolbar of notebooks that have the extension loaded.
+    notebooks.widgetAdded.connect((_, notebook) => {
+      feeds.of(notebook.sessionContext).changed.connect((_, channel) => {
+        if (channel === null) app.commands.notifyCommandChanged('hvdlab:toolbar-timeline');
+      });
+    });
+    notebooks.currentChanged.connect(() => app.commands.notifyCommandChanged('hvdlab:toolbar-timeline'));
     follow(registry, ID, settings, () => {
       feeds.limit = settings.spans;
       model.shown = (settings.status && statusBar !== null) || settings.openWithRanks;

@@ -130,9 +130,11 @@ export class TimelinePanel extends Widget {
     if (this.isDisposed) return;
     const { notebooks, feeds } = this.host;
     const named = this.chosen.notebook ? notebooks.find(one => one.context.path === this.chosen.notebook) : undefined;
-    const notebook = named ?? (this.chosen.notebook ? this.notebook : notebooks.currentWidget);
+    const meant = named ?? (this.chosen.notebook ? this.notebook : notebooks.currentWidget);
+    const notebook = meant && !meant.isDisposed ? meant : null;
     if (notebook !== this.notebook) {
-      this.notebook = notebook && !notebook.isDisposed ? notebook : null;
+      this.notebook = notebook;
+      notebook?.disposed.connect(this.look, this);
       this.feed?.want(this, null);
       this.feed?.changed.disconnect(this.update_, this);
       this.feed = this.notebook && feeds.of(this.notebook.sessionContext);

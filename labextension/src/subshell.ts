@@ -14,9 +14,14 @@ export class Wire {
 
   /** Whether the kernel knows a comm target, as far as it answers. */
   async knows(target: string): Promise<boolean> {
-    const request = await this.message('comm_info_request', { target_name: target });
-    const reply = (await this.kernel.sendShellMessage(request as never, true, true).done) as KernelMessage.ICommInfoReplyMsg;
-    return reply.content.status === 'ok' && Object.keys(reply.content.comms).length > 0;
+    const { kernel } = this;
+    const idle = kernel.status === 'idle';
+    const content = { target_name: target };
+    const request = async () => kernel.sendShellMessage((await this.message('comm_info_request', content)) as never, true, true).done as Promise<KernelMessage.ICommInfoReplyMsg>;
+    const reply = await (idle ? kernel.requestCommInfo(content) : request());
+    const known = reply.content.status === 'ok' && Object.keys(reply.content.comms).length > 0;
+    if (!known && !idle) await this.close();
+    return known;
   }
 
   async say(comm: string, data: JSONObject): Promise<void> {
@@ -39,21 +44,31 @@ export class Wire {
     const idle = kernel.status === 'idle';
     if (idle && !(await kernel.info).supported_features?.includes('kernel subshells')) return null;
     if (!idle && (await kernel.spec)?.language !== 'python') return null;
-    const key = `hvdlab:subshell:${kernel.id}`;
-    const known = sessionStorage.getItem(key);
+    const known = sessionStorage.getItem(this.key);
     if (known) {
       const there = await this.control('list_subshell_request');
       if ((there?.subshell_id as string[] | undefined)?.includes(known)) return known;
     }
     const made = (await this.control('create_subshell_request'))?.subshell_id;
     if (typeof made !== 'string') return null;
-    sessionStorage.setItem(key, made);
+    sessionStorage.setItem(this.key, made);
     return made;
   }
 
-  private async control(msgType: string): Promise<Record<string, unknown> | null> {
+  private async close(): Promise<void> {
+    const id = await this.subshell;
+    this.subshell = null;
+    sessionStorage.removeItem(this.key);
+    if (id) await this.control('delete_subshell_request', { subshell_id: id });
+  }
+
+  private get key(): string {
+    return `hvdlab:subshell:${this.kernel.id}`;
+  }
+
+  private async control(msgType: string, content: object = {}): Promise<Record<string, unknown> | null> {
     const { kernel } = this;
-    const request = KernelMessage.createMessage({ msgType, channel: 'control', username: kernel.username, session: kernel.clientId, content: {} } as never);
+    const request = KernelMessage.createMessage({ msgType, channel: 'control', username: kernel.username, session: kernel.clientId, content } as never);
     const future = kernel.sendControlMessage(request as never, true, true);
     const silent = new Promise<null>(resolve => setTimeout(resolve, PATIENCE, null));
     // Kernels without subshells do not answer at all.

@@ -317,7 +317,7 @@ class Recording:
         return arrow_table(self)
 
     def metrics(self) -> DataFrame:
-        """All points of all series as a pandas table; the columns are in ``docs/reference/trace.md``.
+        """All points of all series as a pandas table; the columns are in ``docs/reference/metrics.md``.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.

@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { levels, number, quantity } from '../src/draw/units.ts';
-import { bandOf, chartsOf, gapOf, gridOf, select, stackOf, type Grid } from '../src/model/charts.ts';
+import { bandOf, chartsOf, gapOf, gridOf, partsOf, select, stackOf, type Grid } from '../src/model/charts.ts';
 import { Series, SeriesStore } from '../src/model/series.ts';
 
 const SECOND = 1e9;
@@ -100,12 +100,13 @@ test('the value at a place is that of the sorted ones', () => {
 
 test('shares are steps of a second each, stacked, and empty where there was nothing', () => {
   const second = (k: number) => (k + 0.5) * SECOND;
-  const groups = [[0.5, 0.25], [0.3, 0.25], [0.2, 0.5]].map(values => [0, 1].map(rank => series(rank, [second(0), values[0]], [second(5), values[1] + (rank ? 0.1 : -0.1) * 0])));
+  const groups = [[0.5, 0.25], [0.3, 0.25], [0.2, 0.5]].map(values => [0, 1].map(rank => series(rank, [second(0), values[0]], [second(5), values[1]])));
   const grid = stackOf(groups, 0, 10 * SECOND, 500);
   assert.deepEqual(grid.x.map(x => Math.round(x / 1e8) / 10), [0, 1, 1, 5, 6]);
   assert.deepEqual(grid.lines.map(values => values[2]), [null, null, null]);
   assert.ok(grid.lines[2].filter(value => value != null).every(value => Math.abs(value! - 1) < 1e-12));
   assert.deepEqual([grid.lines[0][0], grid.lines[1][1]], [0.5, 0.8]);
+  assert.deepEqual(partsOf(grid).map(part => Number(part.toFixed(6))), [0.375, 0.275, 0.35]);
 });
 
 test('what users report comes first, shares are one chart, and some are only shown when asked for', () => {
@@ -124,7 +125,7 @@ test('what users report comes first, shares are one chart, and some are only sho
 test('values have units, and levels are round', () => {
   assert.deepEqual([quantity(0.0241, 's'), quantity(3 * 2 ** 30, 'B'), quantity(1.2e9, 'B/s'), quantity(0.374, '1'), quantity(37, '%'), quantity(12.5, '1/s')], ['24.1 ms', '3.00 GiB', '1.20 GB/s', '37 %', '37.0 %', '12.5/s']);
   assert.deepEqual([quantity(NaN, 's'), quantity(-Infinity, '')], ['NaN', '−∞']);
-  assert.deepEqual([number(0.123456), number(42), number(1e-5), number(0)], ['0.1235', '42', '1.00·10^-5', '0']);
+  assert.deepEqual([number(0.123456), number(42), number(1e-5), number(0)], ['0.1235', '42', '1.00·10⁻⁵', '0']);
   assert.deepEqual(levels(0, 1, '', 2.5), [0, 0.5, 1]);
   assert.deepEqual(levels(0, 2.2 * 2 ** 30, 'B', 2.5), [0, 2 ** 30, 2 * 2 ** 30]);
   assert.deepEqual(levels(3, 3, '', 3), []);

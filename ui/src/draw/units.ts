@@ -25,13 +25,19 @@ export function quantity(value: number, unit: string): string {
 /** A number with four digits, in powers of ten where it is very large or very small. */
 export function number(value: number): string {
   const size = Math.abs(value);
-  if (size && (size >= 1e7 || size < 1e-3)) return value.toExponential(2).replace('e', '·10^').replace('^+', '^');
+  if (size && (size >= 1e7 || size < 1e-3)) return scientific(value);
   if (Number.isInteger(value)) return count(value);
   if (size >= 1000) return count(Math.round(value));
   return String(Number(value.toPrecision(4)));
 }
 
-const SIXTIES = [1, 2, 5, 10, 20, 50];
+/** As people write it: `1.71·10⁻⁶`. */
+function scientific(value: number): string {
+  const [digits, power] = value.toExponential(2).split('e');
+  return `${digits}·10${[...power.replace('+', '')].map(sign => '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'['-0123456789'.indexOf(sign)]).join('')}`;
+}
+
+const ROUND = [1, 2, 5, 10, 20, 50];
 
 /** About `most` round values between two, for the lines behind a chart. */
 export function levels(low: number, high: number, unit: string, most: number): number[] {
@@ -39,7 +45,7 @@ export function levels(low: number, high: number, unit: string, most: number): n
   if (!(wanted > 0) || !Number.isFinite(wanted)) return [];
   const base = unit === 'B' ? 1024 ** Math.floor(Math.log(Math.max(1, high)) / Math.log(1024)) : 1;
   const power = 10 ** Math.floor(Math.log10(wanted / base)) * base;
-  const step = SIXTIES.map(f => f * power).find(s => s >= wanted * 0.999) ?? wanted;
+  const step = ROUND.map(f => f * power).find(s => s >= wanted * 0.999) ?? wanted;
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-12) && found.length < 20; k++) found.push(Number((k * step).toPrecision(12)));
   return found;

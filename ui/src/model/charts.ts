@@ -304,3 +304,18 @@ export function stackOf(groups: readonly (readonly Series[])[], from: number, to
   }
   return { x, lines, low: 0, high: 1, broken: [], points: 0 };
 }
+
+/** How much each area of a stack is of all of them together, over the whole grid; NaN if there is nothing. */
+export function partsOf({ x, lines }: Grid): number[] {
+  const sums = lines.map((values, line) => {
+    let sum = 0;
+    for (let i = 1; i < x.length; i += 1) {
+      const value = values[i];
+      if (value == null || values[i - 1] == null) continue;
+      sum += (value - (line ? (lines[line - 1][i] ?? 0) : 0)) * (x[i] - x[i - 1]);
+    }
+    return sum;
+  });
+  const whole = sums.reduce((a, b) => a + b, 0);
+  return sums.map(sum => sum / whole);
+}

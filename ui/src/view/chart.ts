@@ -3,7 +3,7 @@ import { ticks } from '../draw/format.ts';
 import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
 import { levels, quantity } from '../draw/units.ts';
-import { bandOf, gapOf, gridOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
+import { bandOf, gapOf, gridOf, partsOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { h } from './dom.ts';
@@ -207,7 +207,7 @@ export class ChartView {
     g.restore();
   }
 
-  /** The newest value in view at the left: of one rank, or what is usual and who is furthest from it. */
+  /** At the left: the median of the newest values in view and who is furthest from it, or all of a stack's parts. */
   private texts(): void {
     const { chart, look, view } = this;
     const short = look.gutter < 90;
@@ -215,10 +215,10 @@ export class ChartView {
     const add = (text: string, style = '', title = '') => rows.push(h('div', { ...(style && { class: style }), ...(title && { title }) }, text));
     if (chart.kind === 'shares') {
       const colours = shareColours(look.palette);
-      const last = this.grid.x.length - 1;
+      const parts = partsOf(this.grid);
       this.stacked.forEach((name, i) => {
-        const value = last < 0 ? NaN : (this.grid.lines[i][last] ?? NaN) - (i ? (this.grid.lines[i - 1][last] ?? NaN) : 0);
-        const share = h('div', {}, h('i', { class: 'hvd-swatch', style: `background:${css(colours[i])}` }), ` ${short ? '' : shareName(name)} ${Number.isNaN(value) ? '' : `${Math.round(value * 100)} %`}`);
+        const value = parts[i];
+        const share = h('div', { title: t('of the time in view in which the ranks ran') }, h('i', { class: 'hvd-swatch', style: `background:${css(colours[i])}` }), ` ${short ? '' : shareName(name)} ${Number.isNaN(value) ? '' : `${Math.round(value * 100)} %`}`);
         rows.push(share);
       });
     } else {

@@ -61,13 +61,14 @@ class TimelineMagics(Magics):
         if options.help:
             print(parser.format_help())
             return
-        command = options.command
-        if options.file is not None and command not in WITH_FILE:
-            parser.error(f"`{command}` takes no file, but got `{options.file}`")
+        command: str = options.command
+        file: str = options.file or ""
+        if file and command not in WITH_FILE:
+            parser.error(f"`{command}` takes no file, but got `{file}`")
         if options.perfetto and command != "show":
             parser.error(f"--perfetto is for `show`, not for `{command}`")
         magic = "%hvd_timeline" + (f" {command}" if command != "status" else "")
-        if command in WITH_FILE and options.file is None:
+        if command in WITH_FILE and not file:
             example = "run.pftrace" if command == "save" else "run.json"
             raise UsageError(f"{magic}: say which file to write, as in `{magic} {example}`")
         pool = self.session.need_pool(magic)
@@ -75,11 +76,11 @@ class TimelineMagics(Magics):
             if command == "show":
                 self._open_perfetto(pool) if options.perfetto else self._show(pool)
             elif command == "save":
-                self._save(pool, options.file)
+                self._save(pool, file)
             elif command == "clear":
                 self._clear(pool)
             elif command == "start":
-                self._start(pool, options.file)
+                self._start(pool, file)
             elif command == "stop":
                 self._stop(pool)
             else:

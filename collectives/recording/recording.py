@@ -121,8 +121,8 @@ class Recording:
         spans = records[places]
         _check(head.rank, spans)
         rows = rows_of(spans, head.rank, offset_ns)
+        matched = self._names.assign(rows, head) if len(rows) else rows["name"]
         if len(rows):
-            matched = self._names.assign(rows, head)
             self._see(int(rows["arrival"].min()))
         self._epochs.assign(rows, head.rank, places, members)
         if len(rows):

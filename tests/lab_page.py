@@ -44,8 +44,8 @@ _SETTINGS = {
 class LabPage:
     """One notebook in JupyterLab. Cells are numbered from 0, among all cells."""
 
-    def __init__(self, open_page: Callable[[], Page]) -> None:
-        self._open = open_page
+    def __init__(self, open_page: Callable[[], Page], *, classic: bool = False) -> None:
+        self._open, self._classic = open_page, classic
         self.page = open_page()
 
     def leave(self) -> None:
@@ -58,6 +58,10 @@ class LabPage:
 
     def wait_until_idle(self) -> None:
         """Wait until the kernel is connected and waits for cells."""
+        if self._classic:
+            # What it says of a kernel that is not idle fades away once it is.
+            self.page.wait_for_selector(".jp-NotebookKernelStatus-fade", state="attached", timeout=WAIT_MS)
+            return
         # The notebook's own indicator also says idle before the kernel is connected; the status bar does not.
         self.page.wait_for_selector("text=/\\| Idle/", timeout=WAIT_MS)
 
@@ -117,17 +121,20 @@ def lab_page(
     theme: str = "",
     scale: float = 1,
     many: bool = False,
+    classic: bool = False,
+    kernel: bool = True,
 ) -> Iterator[LabPage]:
     """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
 
-    With ``many`` the page can show other things beside the notebook.
+    With ``many`` the page can show other things beside the notebook. With ``classic`` it is Notebook 7. Without ``kernel``
+    nobody waits for one.
     """
     work = directory / "work"
     work.mkdir(parents=True)
     path = work / "notebook.ipynb"
     nbformat.write(notebook, path)
     with ExitStack() as stack:
-        address, token = stack.enter_context(_server(directory, work, theme))
+        address, token = stack.enter_context(_server(directory, work, theme, classic))
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         stack.callback(browser.close)
@@ -136,17 +143,19 @@ def lab_page(
             page = browser.new_context(
                 viewport={"width": width, "height": height}, device_scale_factor=scale
             ).new_page()
-            page.goto(f"{address}/{'lab' if many else 'doc'}/tree/{path.name}?token={token}", timeout=WAIT_MS)
+            place = "notebooks" if classic else "lab/tree" if many else "doc/tree"
+            page.goto(f"{address}/{place}/{path.name}?token={token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
             return page
 
-        lab = LabPage(open_page)
-        lab.wait_until_idle()
+        lab = LabPage(open_page, classic=classic)
+        if kernel:
+            lab.wait_until_idle()
         yield lab
 
 
 @contextmanager
-def _server(directory: Path, work: Path, theme: str) -> Iterator[tuple[str, str]]:
+def _server(directory: Path, work: Path, theme: str, classic: bool) -> Iterator[tuple[str, str]]:
     settings = dict(_SETTINGS)
     if theme:
         settings["apputils-extension/themes"] = {"theme": theme}
@@ -179,7 +188,7 @@ def _server(directory: Path, work: Path, theme: str) -> Iterator[tuple[str, str]
         f"--IdentityProvider.token={token}",
     ]
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *arguments],
+        [sys.executable, "-m", "notebook" if classic else "jupyterlab", *arguments],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -190,7 +199,7 @@ def _server(directory: Path, work: Path, theme: str) -> Iterator[tuple[str, str]
         assert server.stderr is not None
         for line in server.stderr:
             log.write(line)
-            if re.search(rf":{port}/lab\?token=", line):
+            if re.search(rf":{port}/(lab|tree)\?token=", line):
                 break
         else:
             raise RuntimeError(f"JupyterLab did not start: {(directory / 'server.log').read_text()}")

@@ -1,0 +1,96 @@
+"""The widgets' scripts in a page that is no Jupyter at all, imported as VS Code's and others' widget managers do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import Page, sync_playwright
+
+from lab_page import ARGUMENTS, CHROMIUM
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+STATIC = Path(__file__).parents[2] / "widgets" / "static"
+SHARES = {"known": True, "compute": 0.5, "wait": 0.25, "work": 0.25, "slowest": False}
+TRAITS: dict[str, dict[str, Any]] = {
+    "timeline": {"limit": 1000, "height": 300, "still": "none"},
+    "metrics": {"limit": 1000, "height": 200, "still": "none"},
+    "ranks": {"rows": [], "heading": "0/0 ranks · idle", "still": "none"},
+    "strip": {
+        "pace": {
+            "ranks": [{"rank": rank, **SHARES} for rank in range(40)],
+            "heading": "40 ranks · running [7]",
+            "rate": "12.5 steps/s",
+            "note": "",
+            "stalled": "",
+            "elapsed": 3671.0,
+            "silent": 0.0,
+        },
+        "opened": 0,
+    },
+}
+
+# VS Code gives a page its colours under names of its own.
+PAGE = """<body style="background:#1f1f1f; --vscode-editor-foreground:#ccc; --vscode-editor-background:#1f1f1f"><div id="at"></div></body>"""
+
+RENDER = """async ([source, traits]) => {
+    const url = URL.createObjectURL(new Blob([source], { type: 'text/javascript' }));
+    const { default: widget } = await import(url);
+    window.sent = [];
+    const model = { get: name => traits[name], on() {}, off() {}, send: content => window.sent.push(content) };
+    widget.initialize?.({ model });
+    window.end = await widget.render({ model, el: document.getElementById('at') });
+}"""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser.new_page()
+        browser.close()
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_a_widget_needs_nothing_of_jupyter(page: Page, name: str) -> None:
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.goto("about:blank")
+    page.set_content(PAGE)
+    source = (STATIC / f"{name}.js").read_text()
+    assert not re.search(r"\b(import|require)\s*\(?['\"]", source), "it must bring all that it needs"
+    page.evaluate(RENDER, [source, TRAITS[name]])
+    root = page.wait_for_selector(f".hvd-{name}[data-theme=dark]")
+    assert root is not None
+    page.evaluate("window.end()")
+    assert page.locator("#at").inner_html() == ""
+    assert problems == []
+
+
+def test_the_strip_is_a_button_for_keys_too(page: Page) -> None:
+    page.goto("about:blank")
+    page.set_content(PAGE)
+    page.evaluate(RENDER, [(STATIC / "strip.js").read_text(), TRAITS["strip"]])
+    strip = page.locator(".hvd-strip")
+    assert "1:01:1" in strip.inner_text()
+    assert "12.5 steps/s" in str(strip.get_attribute("aria-label"))
+    assert strip.locator(".hvd-strip-rank").nth(3).get_attribute("aria-label") == (
+        "rank 3: computes 50 %, in collectives 25 %, waits 25 %"
+    )
+    strip.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press(" ")
+    strip.click()
+    assert page.evaluate("window.sent") == [{"type": "open"}], "it is asked for once"

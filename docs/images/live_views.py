@@ -1,6 +1,6 @@
 """Makes the pictures of the live views: four ranks train in JupyterLab, and rank 2 computes for longer than the others.
 
-python docs/images/live_views.py [view | panel ...]
+python docs/images/live_views.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ LOAD = "import hvdlab\n%load_ext hvdlab"
 INIT = "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()"
 CELLS = [LOAD, INIT, STEP, "hvdlab.timeline()", "hvdlab.ranks()", TRAINING, REPAIRED]
 REPAIR = CELLS.index(REPAIRED)
-PANEL_CELLS = [LOAD, INIT, STEP, TRAINING.replace("24", "60")]
 
 
 def notebook(cells: list[str]) -> nbformat.NotebookNode:
@@ -57,7 +56,7 @@ def look(lab: LabPage) -> None:
     lab.page.wait_for_timeout(900)
 
 
-def take_view(lab: LabPage, name: str) -> None:
+def take(lab: LabPage, name: str) -> None:
     """The timeline, the ranks, one collective from near, and two cells compared."""
     for cell in range(REPAIR):
         lab.finish(cell)
@@ -106,41 +105,20 @@ def take_view(lab: LabPage, name: str) -> None:
     view.screenshot(path=HERE / f"timeline-{name}-compared.png")
 
 
-def take_panel(lab: LabPage, name: str) -> None:
-    """JupyterLab with the panel under the notebook, while a cell runs."""
-    for cell in range(3):
-        lab.finish(cell)
-    lab.page.keyboard.press("Control+Shift+C")
-    lab.page.locator(".lm-CommandPalette-input").fill("Timeline of the Ranks")
-    lab.page.locator(".lm-CommandPalette-item", has_text="Timeline of the Ranks").first.click()
-    lab.page.locator(".jp-HvdlabPanel .hvd-timeline").wait_for()
-    lab.run(3)
-    lab.page.wait_for_function(
-        "() => document.querySelector('.hvd-timeline').hvdlab.lateness('grad.layer1.weight').length > 30"
-    )
-    lab.page.wait_for_timeout(500)
-    lab.page.screenshot(path=HERE / f"panel-{name}.png")
-    lab.wait_until_ended(3)
-
-
 def shrink(path: Path) -> None:
     """Few colours are enough, and a third of the size."""
     Image.open(path).convert("RGB").quantize(192).save(path, optimize=True)
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["view", "panel"]
     for name, theme in (("light", "JupyterLab Light"), ("dark", "JupyterLab Dark")):
-        for what in wanted:
-            with tempfile.TemporaryDirectory() as directory:
-                place = Path(directory) / "lab"
-                cells, width, height = (CELLS, 1180, 1900) if what == "view" else (PANEL_CELLS, 1440, 1000)
-                with lab_page(
-                    place, notebook(cells), width=width, height=height, theme=theme, scale=2
-                ) as lab:
-                    (take_view if what == "view" else take_panel)(lab, name)
-        for path in HERE.glob(f"*-{name}*.png"):
-            shrink(path)
+        with tempfile.TemporaryDirectory() as directory:
+            place = Path(directory) / "lab"
+            with lab_page(place, notebook(CELLS), width=1180, height=1900, theme=theme, scale=2) as lab:
+                take(lab, name)
+        for what in ("timeline", "ranks"):
+            for path in HERE.glob(f"{what}-{name}*.png"):
+                shrink(path)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,6 @@ export interface TimelineOptions {
   actions?: Actions;
   /** Makes the charts under the lanes, when they are first shown. */
   charts?: (parent: HTMLElement, store: Store, view: Viewport) => ChartsView;
-  /** Whether charts are shown at first, if there are any; by default where it fills its place. */
+  /** Whether charts are shown at first, if there are any; by default where it fills a place that is high enough. */
   withCharts?: boolean;
 }

@@ -25,6 +25,11 @@ const TEXTS_EVERY = 300; // ms
 const BELOW = 0.36;
 const BELOW_CHARTS = 0.24;
 const LOWEST = 0.28;
+/** A lane that is not lower than this has a name that can be read. */
+const READABLE = 22;
+const MOST_FOR_READABLE = 0.45;
+/** Charts are shown by themselves where there is this much. */
+const ENOUGH_FOR_CHARTS = 560;
 const HIGHEST_LANE = 56;
 
 /** One view of a store: toolbar, minimap, lanes, charts, legend and details. */
@@ -43,7 +48,8 @@ export class Timeline {
   private readonly minimap: Minimap;
   private readonly chartsPlace = h('div', { class: 'hvd-charts', hidden: '' });
   private charts: ChartsView | null = null;
-  private wantsCharts: boolean;
+  /** What the reader or the page asked for, if they did. */
+  private wantsCharts: boolean | undefined;
   private readonly legend = new Legend();
   private readonly panel: Panel;
   private readonly tip = new Tip();
@@ -73,7 +79,7 @@ export class Timeline {
       'aria-roledescription': t('timeline'),
       'aria-label': t('Collectives of each rank over time. Arrow keys move, plus and minus zoom, brackets go from one collective to the next, question mark tells all keys.'),
     }) as HTMLCanvasElement;
-    this.wantsCharts = options.withCharts ?? options.fill ?? false;
+    this.wantsCharts = options.withCharts;
     this.scene = new Scene(canvas, store, this.view);
     this.choice = new Choice(this.scene, text => (this.spoken.textContent = text));
     this.panel = new Panel(this.scene, this.choice, this.actions, change => this.act(change));
@@ -135,9 +141,7 @@ export class Timeline {
       next: (back: boolean) => this.act(() => choice.next(back)),
       leave: () => this.scene.canvas.focus(),
     };
-    const toolbar = new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
-    toolbar.charts(this.wantsCharts);
-    return toolbar;
+    return new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
   }
 
   private toggleHelp(on = this.help.hidden): void {
@@ -256,10 +260,12 @@ export class Timeline {
 
   private drawCharts(): void {
     const { chartsPlace: place, options } = this;
-    const shown = this.wantsCharts && !!options.charts && this.store.series.all.length > 0;
+    const wanted = this.wantsCharts ?? (!!options.fill && this.root.clientHeight >= ENOUGH_FOR_CHARTS);
+    const shown = wanted && !!options.charts && this.store.series.all.length > 0;
     if (shown && !this.charts) this.charts = options.charts!(place, this.store, this.view);
     if (place.hidden === shown) {
       place.hidden = !shown;
+      this.toolbar.charts(shown);
       this.room = 0;
     }
     if (!shown || !this.charts) return;
@@ -268,8 +274,7 @@ export class Timeline {
   }
 
   private toggleCharts(): void {
-    this.wantsCharts = !this.wantsCharts;
-    this.toolbar.charts(this.wantsCharts);
+    this.wantsCharts = this.chartsPlace.hidden;
     this.schedule();
   }
 
@@ -278,7 +283,8 @@ export class Timeline {
     const others = [this.toolbar.root, this.minimap.root, this.legend.root, this.chartsPlace].reduce((sum, one) => sum + one.offsetHeight, 0);
     const all = this.root.clientHeight;
     const below = all * (this.chartsPlace.hidden ? BELOW : BELOW_CHARTS);
-    return Math.max(all * LOWEST, all - others - Math.min(this.panel.contentHeight, below));
+    const readable = Math.min(all * MOST_FOR_READABLE, this.scene.top + READABLE * this.store.lanes.length);
+    return Math.max(all * LOWEST, readable, all - others - Math.min(this.panel.contentHeight, below));
   }
 
   /** While following, glides to what came last. */

@@ -38,6 +38,7 @@ export class Toolbar {
     this.follow = button('', '', () => commands.follow());
     this.follow.className = 'hvd-follow';
     this.graph = button('∿', t('Charts under the lanes (G)'), () => commands.charts?.());
+    this.charts(false);
     const { save, perfetto } = actions;
     const items = [
       save && { label: t('Save as Chrome trace (JSON)'), act: () => save('chrome') },

@@ -149,7 +149,7 @@ def test_spans_tell_their_line_and_lost_ones_are_counted() -> None:
 
 
 def test_each_format_has_the_same_events_and_perfetto_s_is_the_smallest(tmp_path: Path) -> None:
-    recording = recorded(list(steps(4, 50)))
+    recording = recorded(list(steps(4, 20)))
     plain, packed, perfetto = (
         save(recording, tmp_path / f"run.{kind}") for kind in ("json", "json.gz", "pftrace")
     )
@@ -274,8 +274,8 @@ def test_events_are_written_as_they_come(format: Format) -> None:
     event = {"ph": "X", "name": "A", "cat": "c", "pid": 0, "tid": 1, "dur": 1.0}
 
     def portions() -> Any:
-        for begin in range(0, 200_000, 20_000):
-            yield [{**event, "ts": float(n), "args": {"n": n * 7919}} for n in range(begin, begin + 20_000)]
+        for begin in range(0, 80_000, 8_000):
+            yield [{**event, "ts": float(n), "args": {"n": n * 7919}} for n in range(begin, begin + 8_000)]
             sizes.append(sum(written))
 
     write(portions(), Counting(), format)

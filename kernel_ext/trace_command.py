@@ -139,20 +139,26 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
     follow = client is not None and not options.once
     clear = CLEAR if follow and sys.stdout.isatty() else ""
     ended = threading.Event()
+
+    def end(reason: str) -> None:
+        ended.set()
+        recording.poke()
+
     if client is not None:
-        client.on_lost(lambda reason: ended.set())
+        client.on_lost(end)
     while True:
+        version = recording.version
         text = _summary(recording)
         if recording.count:
             text += f"\n\n{report.collectives(recording, options.n)}"
         print(f"{clear}{text}", flush=True)
         if not follow:
             return
-        version = recording.version
-        if ended.wait(EVERY):
+        if not ended.wait(EVERY):
+            recording.wait(version, ended.is_set)  # nothing new is not worth saying
+        if ended.is_set():
             print("the pool has ended")
             return
-        recording.wait(version)  # nothing new is not worth saying
 
 
 def _open(options: argparse.Namespace) -> int:

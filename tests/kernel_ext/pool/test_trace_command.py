@@ -117,3 +117,23 @@ def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path) -> None:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def test_top_goes_on_as_long_as_the_pool_does(kept: Pool) -> None:
+    command = [sys.executable, "-m", "hvdlab", "trace", "top"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "120"}
+    )
+    assert process.stdout is not None
+    try:
+        heads = (line for line in process.stdout if " spans of 2 ranks in " in line)
+        assert next(heads).startswith("20 spans")
+        assert not kept.run("api.allreduce(np.ones(3), 'loss')").errors
+        assert next(heads).startswith("22 spans")
+        kept.stop()
+        assert process.stdout.read().endswith("the pool has ended\n")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

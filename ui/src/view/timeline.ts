@@ -85,6 +85,7 @@ export class Timeline {
     this.panel = new Panel(this.scene, this.choice, this.actions, change => this.act(change));
     this.minimap = new Minimap(store, this.view, change => this.act(change));
     this.toolbar = this.makeToolbar();
+    canvas.setAttribute('aria-describedby', this.toolbar.status.id);
     this.plot = h('div', { class: 'hvd-plot' }, canvas, this.tip.root);
     this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? t('Timeline') });
     this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.help, this.spoken);

@@ -21,13 +21,15 @@ export interface ToolbarCommands {
 }
 
 const TOLD = 8000; // ms
+let made = 0;
 
 /** Title, state, search and buttons. */
 export class Toolbar {
   readonly root: HTMLElement;
   readonly search = h('input', { type: 'search', placeholder: t('Search tensors'), 'aria-label': t('Search tensors by name'), spellcheck: 'false' }) as HTMLInputElement;
-  private readonly status = h('span', { class: 'hvd-status', role: 'status' });
-  private readonly state = h('span', { class: 'hvd-state' });
+  /** Changes all the time: not a live region. */
+  readonly status = h('span', { class: 'hvd-status', id: `hvd-status-${++made}` });
+  private readonly state = h('span', { class: 'hvd-state', role: 'status' });
   private readonly found = h('span', { class: 'hvd-faint', 'aria-live': 'polite' });
   private readonly notice = h('span', { class: 'hvd-notice', role: 'status' });
   private readonly graph: HTMLButtonElement;
@@ -91,7 +93,8 @@ export class Toolbar {
     this.follow.textContent = on ? '❚❚' : '▶';
     this.follow.title = on ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    this.state.textContent = on ? t('live') : t('paused');
+    const text = on ? t('live') : t('paused');
+    if (this.state.textContent !== text) this.state.textContent = text;
     this.state.dataset.live = String(on);
   }
 

@@ -61,7 +61,12 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
       const place = area === 'main' ? { mode: MODES[settings.area], ...(front && !args.restored ? { ref: front.id } : {}) } : {};
       shell.add(widget, area, place as never);
     }
-    if (!args.restored) shell.activateById(widget.id);
+    if (!args.restored) {
+      shell.activateById(widget.id);
+      // The area below only shows it, and the palette gives the focus back to where it was.
+      const opened = widget;
+      requestAnimationFrame(() => opened.activate());
+    }
     return widget;
   }
 

@@ -119,7 +119,11 @@ export class TimelinePanel extends Widget {
   }
 
   protected onActivateRequest(): void {
-    const target = this.node.querySelector<HTMLElement>('.hvd-plot canvas') ?? this.empty;
+    this.focus();
+  }
+
+  private focus(): void {
+    const target = this.place.querySelector<HTMLElement>('.hvd-plot canvas') ?? this.empty;
     target.focus({ preventScroll: true });
   }
 
@@ -162,8 +166,10 @@ export class TimelinePanel extends Widget {
     if (this.timeline && (this.timeline.store !== store || this.withPerfetto !== withPerfetto)) this.drop();
     this.withPerfetto = withPerfetto;
     if (known && !this.timeline) this.make(store);
+    const focused = this.empty.contains(document.activeElement);
     this.place.hidden = !known;
     this.empty.hidden = known;
+    if (known && focused) this.focus();
     if (known) {
       if (this.isVisible) this.timeline?.data();
       this.ranks();

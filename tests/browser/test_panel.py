@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import TimeoutError
 
 from lab_page import CHROMIUM, LabPage, lab_page
 
@@ -182,29 +185,48 @@ def check_restart(lab: LabPage) -> None:
     wait(lab, "view.summary().spans === 3")
 
 
-def test_settings_and_keyboard(tmp_path: Path) -> None:
-    """It opens with the ranks where the user wants it, and can be used without a pointer."""
+def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
+    """It opens by itself if the user wants that, finds a place below the notebook, and needs no pointer."""
+    pytest.importorskip("notebook")
     settings = tmp_path / "settings" / "@hvdlab" / "labextension" / "plugin.jupyterlab-settings"
     settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps({"openWithRanks": True, "area": "right", "ranks": True}))
-    with lab_page(tmp_path, notebook(CELLS[:2]), width=1280, height=900, many=True) as lab:
-        for cell in (LOAD, INIT):
-            lab.finish(cell)
+    settings.write_text(json.dumps({"openWithRanks": True, "ranks": True}))
+    cells = notebook(CELLS[:2])
+    with lab_page(tmp_path, cells, width=1200, height=1000, classic=True, kernel=False) as lab:
+        run_once_connected(lab, LOAD)
+        lab.page.locator(".jp-NotebookPanel-toolbar [data-command='hvdlab:toolbar-timeline']").wait_for(
+            timeout=WAIT_MS
+        )
+        lab.finish(INIT)
         wait(lab, "view.summary().spans === 3")
         panel = lab.page.locator(".jp-HvdlabPanel")
         panel.locator(".hvd-ranks tbody tr").nth(2).wait_for(timeout=WAIT_MS)
-        beside = lab.page.locator(".jp-NotebookPanel").bounding_box()
-        box = panel.bounding_box()
-        assert beside
+        above, box = lab.page.locator(".jp-NotebookPanel").bounding_box(), panel.bounding_box()
+        assert above
         assert box
-        assert box["x"] >= beside["x"] + beside["width"] - 20
+        assert box["y"] >= above["y"] + above["height"] - 1
+        assert box["height"] > 250
         command(lab, "Timeline of the Ranks")
-        lab.page.wait_for_function(f"document.activeElement === document.querySelector('{VIEW} canvas')")
+        focused = f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
+        lab.page.wait_for_function(focused, timeout=WAIT_MS)
         length = api(lab, "view.length")
         lab.page.keyboard.press("w")
         assert api(lab, "view.length") < length
         unnamed = lab.page.evaluate(
-            """() => [...document.querySelectorAll('.jp-HvdlabTimeline :is(button, select, input, canvas, [role=button])')]
-                .filter(one => !(one.getAttribute('aria-label') || one.title || one.textContent.trim())).map(one => one.outerHTML)"""
+            """() => [...document.querySelectorAll('.jp-HvdlabTimeline :is(button, select, input, [tabindex="0"])')]
+                .filter(one => !(one.getAttribute('aria-label') || one.title || one.textContent.trim()))
+                .map(one => one.outerHTML)"""
         )
         assert unnamed == []
+
+
+def run_once_connected(lab: LabPage, cell: int) -> None:
+    """Run a cell where nothing tells when the kernel is connected: before that nothing happens."""
+    for _ in range(60):
+        lab.run(cell)
+        with contextlib.suppress(TimeoutError):
+            prompt = "document.querySelector('.jp-Notebook-cell .jp-InputPrompt').textContent"
+            lab.page.wait_for_function(f"/[*\\d]/.test({prompt})", timeout=1000)
+            lab.wait_until_ended(cell)
+            return
+    raise AssertionError("the kernel is not connected")

@@ -41,11 +41,12 @@ def _recorded(results: CellResults, cause: RootCause) -> list[str]:
     first = next((rank for rank in cause.shown or cause.ranks if rank in results.errors), None)
     if first is None or not results.errors[first].recorded:
         first = next((rank for rank, error in results.errors.items() if error.recorded), None)
-    if first is None:
+    wrong = {r: e.wrong for r, e in results.errors.items() if e.wrong}
+    if first is None or (results.errors[first].interrupted and not wrong):
         return []
     lines = ["", f"{_BOLD}The last steps of rank {first}:{_RESET}"]
     lines += [f"  {line}" for line in results.errors[first].recorded]
-    wrong = {r: e.wrong for r, e in results.errors.items() if e.wrong and r != first}
+    wrong.pop(first, None)
     if wrong:
         lines += ["First steps that are not finite:", *(f"  {line}" for line in grouped(wrong))]
     return [*lines, "`%hvd_replay` brings such a batch to the notebook."]

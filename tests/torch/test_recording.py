@@ -80,6 +80,17 @@ def test_what_goes_wrong_without_its_inputs_is_found_as_well() -> None:
         assert recorded.steps[1].wrong == "loss"
 
 
+def test_what_is_well_again_is_not_told() -> None:
+    with hvd.record() as recorded:
+        for loss in (1.0, torch.nan, 1.0, torch.inf, torch.nan):
+            recorded.batch(torch.ones(1))
+            recorded.loss(loss)
+        recorded.batch(torch.ones(1))  # and was stopped here
+        assert recorded.first_wrong is recorded.steps[3]
+        recorded.loss(1.0)
+        assert recorded.first_wrong is None
+
+
 def test_batches_are_kept_as_long_as_there_is_room() -> None:
     with hvd.record(last=5, memory=1000) as recorded:
         for _ in range(5):

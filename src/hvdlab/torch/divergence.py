@@ -85,15 +85,27 @@ class DivergenceWatch:
         # The same on all ranks, if they watch their models in the same order.
         self._name = f"divergence.{next(_numbers)}"
         self._samples: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=every)
+        self._versions: list[int] | None = None
         if optimizer is None:
             self._hook = model.register_forward_pre_hook(self._before_forward)
         else:
             self._hook = optimizer.register_step_post_hook(self._after_step)
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._seen()
-            self.step += 1
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        # Calls do not count but changes: of a step that failed, ranks have not all made the same calls.
+        versions = [parameter._version for _, parameter in self._ends()]
+        if versions == self._versions:
+            return
+        self.step += self._versions is not None
+        self._versions = versions
+        self._seen()
+
+    def _ends(self) -> list[tuple[str, torch.Tensor]]:
+        """The first and the last parameter."""
+        found = list(self._model.named_parameters())
+        return [found[0], found[-1]] if found else []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.step += 1
@@ -210,8 +222,8 @@ def watch_divergence(
     Args:
         model: Trained alike on all ranks.
         every: After how many steps the models are compared. A comparison reads all parameters once.
-        optimizer: Whose steps count. Without one, calls of the model in training mode do, and the comparison is made at
-            the beginning of the next one.
+        optimizer: Whose steps count. Without one, a step is what changes the model between two of its calls in training
+            mode, and the comparison is made at the beginning of the second.
         buffers: Compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
         process_set: The ranks that train together.
 

@@ -201,8 +201,14 @@ class Record:
 
     @property
     def first_wrong(self) -> Step | None:
-        """The first step of those kept that has something that is not finite."""
-        return next((step for step in self.steps if step.wrong), None)
+        """The first step with something that is not finite, unless all was well again later on."""
+        found = None
+        for step in reversed(self.steps):
+            if step.wrong:
+                found = step
+            elif step.loss is not None or step.norm is not None:  # it went as far as to tell
+                break
+        return found
 
     def lines(self) -> list[str]:
         """The last steps, and the first that is not finite, a line each."""

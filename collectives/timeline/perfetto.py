@@ -1,4 +1,4 @@
-"""Trace events in Perfetto's own format: a fifth of the JSON's size, and read several times faster.
+"""Trace events in Perfetto's own format: a quarter of the JSON's size, a sixteenth when it is deflated.
 
 A trace is a sequence of protobuf messages ``TracePacket``, with times in ns. Few of its fields are needed here, so they are written by
 hand: ``protos/perfetto/trace`` in Perfetto's repository has them all, with the numbers that are used below. What repeats
@@ -7,6 +7,7 @@ hand: ``protos/perfetto/trace`` in Perfetto's repository has them all, with the 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import struct
 import zlib
@@ -121,7 +122,7 @@ class _Process:
         self._tracks: dict[tuple[str, int | str], int] = {}
         self._heads: dict[tuple[int, int, str, str], bytes] = {}
         self._ends: dict[int, bytes] = {}
-        self._lanes: dict[str, list[tuple[int, int]]] = {}
+        self._lanes: dict[str, list[tuple[int, int]]] = {}  # heaps: busy until when, and which track
 
     # -- who and where ------------------------------------------------------------------------------------------------
 
@@ -168,12 +169,12 @@ class _Process:
     def _lane(self, name: str, begin: int, end: int, out: list[bytes]) -> int:
         """A track for a slice that may overlap others of its name: those with one name are shown as one."""
         lanes = self._lanes.setdefault(name, [])
-        for number, (uuid, busy) in enumerate(lanes):
-            if busy <= begin:
-                lanes[number] = uuid, end
-                return uuid
-        uuid = self._new_track(name, ASYNC_ORDER, b"", out)
-        lanes.append((uuid, end))
+        if lanes and lanes[0][0] <= begin:
+            uuid = lanes[0][1]
+            heapq.heapreplace(lanes, (end, uuid))
+        else:
+            uuid = self._new_track(name, ASYNC_ORDER, b"", out)
+            heapq.heappush(lanes, (end, uuid))
         return uuid
 
     # -- events -------------------------------------------------------------------------------------------------------

@@ -305,3 +305,18 @@ def test_what_was_cleared_is_in_no_trace() -> None:
     assert [e["args"]["cell"] for e in events if e["ph"] == "B"] == ["8"]
     assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [2.0]
     assert [e["args"]["tensor"] for e in events if e["name"] == "ALLREDUCE"] == ["y"]
+
+
+def test_thousands_of_slices_at_once_take_as_many_tracks_and_no_more() -> None:
+    place = {"name": "QUEUE", "cat": "queue", "pid": 0, "tid": 1}
+    events = []
+    for n in range(6000):
+        begin = float(n % 3000) + 10_000 * (n // 3000)
+        events += [
+            {"ph": "b", **place, "ts": begin, "args": {}},
+            {"ph": "e", **place, "ts": begin + 5000, "args": {}},
+        ]
+    found = perfetto_reading.read(PerfettoTrace().encode(events))
+    assert perfetto_reading.problems(found) == []
+    assert len(found.slices) == 6000
+    assert sum(track.name == "QUEUE" for track in found.tracks.values()) == 3000

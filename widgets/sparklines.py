@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,8 +147,7 @@ def draw(spark: Spark, height: int) -> Picture:
     return picture
 
 
-def _range(spark: Spark, rows: object) -> tuple[Values, Values]:
-    assert callable(rows)
+def _range(spark: Spark, rows: Callable[[Values], Values]) -> tuple[Values, Values]:
     none = np.isnan(spark.low).all(0)
     low = np.where(none, np.nan, np.fmin.reduce(spark.low, axis=0))
     high = np.where(none, np.nan, np.fmax.reduce(spark.high, axis=0))

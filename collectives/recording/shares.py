@@ -170,7 +170,9 @@ class Shares:
         begin, end = started[some] - origin, finish[some] - origin
         share = np.minimum(1.0, blocked[some] / (end - begin))
         inside = begin // SECOND == end // SECOND
-        for second, amount in _summed(begin[inside] // SECOND, ((end - begin) * share)[inside]):
+        for second, amount in _summed(
+            begin[inside] // SECOND, ((end - begin) * share)[inside].astype(np.float64)
+        ):
             self._blocked[second] = self._blocked.get(second, 0.0) + amount
         for i in np.flatnonzero(~inside).tolist():
             for second in range(int(begin[i]) // SECOND, int(end[i]) // SECOND + 1)[-SECONDS_KEPT:]:

@@ -136,6 +136,10 @@ def check_charts(lab: LabPage) -> None:
     tip = lab.page.locator(".hvd-metrics .hvd-tip").inner_text()
     assert "step 7" in tip
     assert "3.125" in tip  # 1 / (7 + 1) + 3
+    log = lab.page.locator("[data-chart='loss'] .hvd-chart-log")
+    log.click()
+    assert log.get_attribute("aria-pressed") == "true"
+    lab.page.locator(".hvd-metrics .hvd-charts-view").focus()
     length = api(lab, "view.length")
     lab.page.keyboard.press("w")
     assert api(lab, "view.length") < length

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { levels, number, quantity } from '../src/draw/units.ts';
+import { levels, logLevels, number, quantity } from '../src/draw/units.ts';
 import { bandOf, chartsOf, gapOf, gridOf, partsOf, select, stackOf, type Grid } from '../src/model/charts.ts';
 import { Series, SeriesStore } from '../src/model/series.ts';
 
@@ -129,4 +129,5 @@ test('values have units, and levels are round', () => {
   assert.deepEqual(levels(0, 1, '', 2.5), [0, 0.5, 1]);
   assert.deepEqual(levels(0, 2.2 * 2 ** 30, 'B', 2.5), [0, 2 ** 30, 2 * 2 ** 30]);
   assert.deepEqual(levels(3, 3, '', 3), []);
+  assert.deepEqual([logLevels(0.05, 20), logLevels(1.2, 8), logLevels(1e-9, 1)], [[0.1, 1, 10], [2, 5], [1e-9, 1e-6, 0.001, 1]]);
 });

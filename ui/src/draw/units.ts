@@ -39,6 +39,18 @@ function scientific(value: number): string {
 
 const ROUND = [1, 2, 5, 10, 20, 50];
 
+/** Powers of ten between two positive values, or a few values between if there are none or only one. */
+export function logLevels(low: number, high: number): number[] {
+  const found = [];
+  for (const digits of [[1], [1, 3], [1, 2, 5]]) {
+    found.length = 0;
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) for (const digit of digits) found.push(Number((digit * 10 ** power).toPrecision(6)));
+    const inside = found.filter(value => value >= low && value <= high);
+    if (inside.length >= 2 || digits.length === 3) return inside.filter((_, i) => i % Math.ceil(inside.length / 4) === 0);
+  }
+  return found;
+}
+
 /** About `most` round values between two, for the lines behind a chart. */
 export function levels(low: number, high: number, unit: string, most: number): number[] {
   const wanted = (high - low) / most;

@@ -2,11 +2,11 @@ import uPlot from 'uplot';
 import { ticks } from '../draw/format.ts';
 import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
-import { levels, quantity } from '../draw/units.ts';
+import { levels, logLevels, quantity } from '../draw/units.ts';
 import { bandOf, gapOf, gridOf, partsOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
-import { h } from './dom.ts';
+import { button, h } from './dom.ts';
 import { titleOf } from './chart_texts.ts';
 import { t } from './texts.ts';
 
@@ -36,6 +36,8 @@ export class ChartView {
   /** Whether what is shown is not what there is. */
   stale = true;
   visible = true;
+  private log = false;
+  private readonly toggle: HTMLButtonElement;
   private readonly store: SeriesStore;
   private readonly view: Viewport;
   private readonly choose: (rank: number) => void;
@@ -53,7 +55,11 @@ export class ChartView {
     this.store = store;
     this.view = view;
     this.place = h('div', { class: 'hvd-chart-plot' });
-    this.root = h('div', { class: 'hvd-chart', 'data-chart': chart.id, role: 'img' }, h('div', { class: 'hvd-chart-label' }, this.title, this.value), this.place);
+    this.toggle = button(t('log'), t('Logarithmic axis'), () => this.setLog(!this.log));
+    this.toggle.className = 'hvd-chart-log';
+    this.toggle.setAttribute('aria-pressed', 'false');
+    const label = h('div', { class: 'hvd-chart-label' }, this.title, this.value, chart.kind === 'ranks' && this.toggle);
+    this.root = h('div', { class: 'hvd-chart', 'data-chart': chart.id, role: 'group' }, label, this.place);
     const name = titleOf(chart.id);
     this.title.textContent = name;
     this.title.title = chart.id;
@@ -62,6 +68,12 @@ export class ChartView {
   dispose(): void {
     this.plot?.destroy();
     this.root.remove();
+  }
+
+  private setLog(on: boolean): void {
+    this.log = on;
+    this.toggle.setAttribute('aria-pressed', String(on));
+    this.draw(this.look);
   }
 
   /** The series of one of its names, by rank. */
@@ -81,7 +93,7 @@ export class ChartView {
     const band = this.chart.kind === 'ranks' && this.series().length > LINES;
     const shown = this.chart.kind === 'shares' ? [] : this.series().filter(one => !band || look.chosen.has(one.rank));
     this.collect(band, shown);
-    const key = [look.palette.background, look.palette.dark, band, shown.map(one => one.rank), look.ranks.length, [...look.chosen]].join('|');
+    const key = [look.palette.background, look.palette.dark, band, shown.map(one => one.rank), look.ranks.length, [...look.chosen], this.log].join('|');
     if (key !== this.made) {
       this.made = key;
       this.plot?.destroy();
@@ -117,10 +129,25 @@ export class ChartView {
       const values = this.grid.lines.flat().filter(value => value != null);
       [low, high] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     }
+    if (this.log) return this.logRange(high);
     if (zero && low > 0) low = 0;
     high = Math.max(high, most || -Infinity);
     const room = (high - low || Math.abs(high) || 1) * 0.08;
     return [zero && low === 0 ? -room * 0.4 : low - room, high + room];
+  }
+
+  /** What is not positive has no place on a logarithmic axis, so it is not drawn. */
+  private logRange(high: number): [number, number] {
+    let low = Infinity;
+    for (const values of this.grid.lines)
+      values.forEach((value, i) => {
+        if (value == null) return;
+        if (value <= 0) values[i] = null;
+        else if (value < low) low = value;
+      });
+    if (!(low <= high)) return [0.1, 1];
+    const room = Math.max(1.05, (high / low) ** 0.08);
+    return [low / room, high * room];
   }
 
   private options(band: boolean, shown: Series[]): uPlot.Options {
@@ -152,7 +179,7 @@ export class ChartView {
       legend: { show: false },
       cursor: { show: false },
       axes: [{ show: false }, { show: false }],
-      scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: () => this.bounds } },
+      scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: () => this.bounds, distr: this.log ? 3 : 1 } },
       series,
       bands,
       hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.marks(plot)] },
@@ -173,6 +200,7 @@ export class ChartView {
 
   private levels(): number[] {
     if (this.chart.kind === 'shares') return [0.5];
+    if (this.log) return logLevels(...this.bounds);
     return levels(...this.bounds, this.chart.unit, this.look.height > 110 ? 4 : 2.5);
   }
 

@@ -19,6 +19,7 @@ happens on the machine hits both. A figure is the median over such fours, with t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -100,8 +101,8 @@ for k in range(10**9):
     stop = bool(hvd.allreduce(torch.tensor([float(os.path.exists('stop'))]), name='stop', op=hvd.Sum)) if k % 20 == 0 else False
     if stop: break
     step(small)
-    following += pause
-    time.sleep(max(0, following - time.monotonic()))
+    following = max(following + pause, time.monotonic())
+    time.sleep(following - min(following, time.monotonic()))
 """
 
 # Looks in every frame whether the pixel in the middle of the next probe's waiting has got another colour than an empty lane.
@@ -249,7 +250,6 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     samples: list[dict[str, float]] = []
     with watched(options.ranks, SOAK.format(ranks=options.ranks, rate=options.rate)) as (lab, work):
         kernel = psutil.Process(int((work / "kernel.pid").read_text()))
-        browser = next(p for p in psutil.Process().children(recursive=True) if is_renderer(p))
         lab.run(MEASURE)
         begun = time.monotonic()
         while time.monotonic() < begun + 60 * options.minutes:
@@ -260,7 +260,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
                     "seconds": round(time.monotonic() - begun),
                     "spans": told["spans"] + told["forgotten"] + told["lost"],
                     "lost": told["lost"],
-                    **memory(kernel, browser),
+                    **memory(kernel),
                 }
             )
             print(samples[-1], flush=True)
@@ -272,12 +272,17 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     return {**growth(samples), "samples": samples}
 
 
-def is_renderer(process: psutil.Process) -> bool:
-    """Whether this is the process of the page: the largest of the browser's."""
-    return "--type=renderer" in process.cmdline() and process.memory_info().rss > 100e6
+def tab() -> float:
+    """Megabytes of the page's process: the largest of the browser's renderers, of which some are spare."""
+    found = [0.0]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "--type=renderer" in child.cmdline():
+                found.append(child.memory_full_info().pss / 1e6)
+    return max(found)
 
 
-def memory(kernel: psutil.Process, browser: psutil.Process) -> dict[str, float]:
+def memory(kernel: psutil.Process) -> dict[str, float]:
     """Megabytes and processor time of those who watch, and of those who are watched."""
     coordinator, ranks = 0.0, []
     for child in kernel.children(recursive=True):
@@ -292,7 +297,7 @@ def memory(kernel: psutil.Process, browser: psutil.Process) -> dict[str, float]:
         "kernel_cpu_s": round(times.user + times.system, 1),
         "coordinator_mb": round(coordinator, 1),
         "largest_rank_mb": round(max(ranks, default=0.0), 1),
-        "tab_mb": round(browser.memory_full_info().pss / 1e6, 1),
+        "tab_mb": round(tab(), 1),
     }
 
 
@@ -338,7 +343,8 @@ def main() -> None:
     for one in commands.choices.values():
         one.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    found = {"cores": len(os.sched_getaffinity(0)), **measures[options.command](options)}
+    load = round(os.getloadavg()[1], 1)
+    found = {"cores": len(os.sched_getaffinity(0)), "load_before": load, **measures[options.command](options)}
     print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=2))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -48,7 +48,7 @@ class Cell:
 
 
 class LiveKernel:
-    """A kernel process and a client. ``messages`` has everything by the cell it belongs to.
+    """A kernel process and a client. ``cells`` has everything by the cell it belongs to, ``others`` what belongs to none.
 
     Args:
         directory: Where it runs.
@@ -63,6 +63,7 @@ class LiveKernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
         self.cells: dict[str, Cell] = {}
+        self.others: list[tuple[float, str, dict[str, Any]]] = []
 
     def send(self, code: str) -> Cell:
         begun = time.monotonic()
@@ -92,9 +93,10 @@ class LiveKernel:
 
     def _take(self, message: dict[str, Any]) -> None:
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))
-        if cell is None:
-            return
         now, kind, content = time.monotonic(), message["msg_type"], message["content"]
+        if cell is None:
+            self.others.append((now, kind, content))
+            return
         if kind == "status" and content["execution_state"] == "idle":
             cell.ended = now
         cell.messages.append((now, kind, content))

@@ -1,0 +1,107 @@
+"""The strip in a real kernel: which messages come, and that cells run, fail and stop as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("anywidget")
+
+from live_kernel import Cell, LiveKernel
+
+STRIP = "application/vnd.jupyter.widget-view+json"
+
+LOOP = """\
+%%hvd_run {options}
+while True:
+    time.sleep(0.01)
+    if float(hvd.allreduce(torch.tensor(float(os.path.exists('{end}'))), name='end')): break
+print('ended')
+"""
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """A part of the pool may come up while the kernel that these tests share is used; others see it end."""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    directory = tmp_path_factory.mktemp("kernel")
+    kernel = LiveKernel(directory, strip=True)
+    kernel.directory = directory  # type: ignore[attr-defined]  # of this test
+    kernel.run("%load_ext hvdlab")
+    assert not kernel.run("%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()").error
+    yield kernel
+    kernel.close()
+
+
+def strips(cell: Cell) -> list[dict[str, Any]]:
+    return [one["data"] for one in cell.of("display_data") if STRIP in one["data"]]
+
+
+def updates(kernel: LiveKernel) -> list[tuple[float, dict[str, Any]]]:
+    """States of strips that went to the page."""
+    return [
+        (at, content["data"]["state"]["pace"])
+        for at, kind, content in kernel.others
+        if kind == "comm_msg" and "pace" in content["data"].get("state", {})
+    ]
+
+
+def end(kernel: LiveKernel, name: str) -> None:
+    directory: Path = kernel.directory  # type: ignore[attr-defined]  # see above
+    (directory / name).touch()
+
+
+def test_it_lives_as_long_as_its_cell(kernel: LiveKernel) -> None:
+    cell = kernel.send(LOOP.format(options="", end="first"))
+    kernel.until(lambda: len(updates(kernel)) >= 4)
+    end(kernel, "first")
+    kernel.finish(cell)
+    assert len(strips(cell)) == 1
+    assert strips(cell)[0]["text/plain"].startswith("2 ranks · running [3]")
+    times = [at for at, _ in updates(kernel)]
+    assert len(times) <= 1 + (times[-1] - times[0]) / 0.4
+    assert updates(kernel)[-1][1]["rate"].endswith("collectives/s")
+    assert cell.text() == "[0,1] ended\n"
+    last = [content for _, kind, content in cell.messages if kind in ("display_data", "update_display_data")][
+        -2:
+    ]
+    assert last[0]["data"] == {"text/plain": "", "text/html": ""}
+    assert last[1]["data"]["text/plain"].startswith("2 ranks · ")
+
+
+def test_an_interrupt_is_answered_as_without_it(kernel: LiveKernel) -> None:
+    cell = kernel.send(
+        "%%hvd_run\nprint('loops')\nwhile True: hvd.allreduce(torch.ones(10), name='x'); time.sleep(0.01)"
+    )
+    kernel.until(lambda: bool(strips(cell)))
+    kernel.interrupt()
+    kernel.finish(cell)
+    assert cell.error is not None
+    assert "ranks 0,1 were interrupted" in cell.error["evalue"]
+    assert not [one for one in cell.of("display_data") if "in collectives" in str(one)], "no summary"
+    after = kernel.run("%%hvd_run\nhvd.allreduce(torch.ones(1), op=hvd.Sum, name='sum').item()")
+    assert [one["data"]["text/plain"] for one in after.of("execute_result")] == ["[0,1] 2.0"]
+
+
+def test_a_cell_in_the_background_has_one_too(kernel: LiveKernel) -> None:
+    cell = kernel.run(LOOP.format(options="--background", end="second"))
+    kernel.until(lambda: bool(strips(cell)))
+    assert kernel.run("1 + 1").error is None
+    end(kernel, "second")
+    kernel.until(lambda: any("in collectives" in str(one) for one in cell.of("display_data")))
+    assert "[0,1] ended" in cell.text()
+
+
+def test_a_setting_turns_it_off(kernel: LiveKernel) -> None:
+    kernel.run("%env HVDLAB_STRIP=0")
+    cell = kernel.run(
+        "%%hvd_run\nfor _ in range(90): time.sleep(0.01); hvd.allreduce(torch.ones(1), name='x')"
+    )
+    assert cell.seconds > 0.8
+    assert not cell.of("display_data")

@@ -74,7 +74,7 @@ class Viewer:
         # keeps it from that, and here is nobody who would answer.
         self.elsewhere: list[str] = []
         page.route("**/*", lambda route: self._answer(route, address.partition("?")[0]))
-        page.goto(address)
+        page.goto(address, timeout=LOAD_MS)
         page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
         page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -31,8 +31,10 @@ class _Part:
 class Arrivals:
     """The messages of one cell. No I/O, and no lock."""
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self._parts = {rank: _Part() for rank in ranks}
+    def __init__(self, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> None:
+        """``before``: bytes of ranks' output that came, or were lost, before anything is looked at here."""
+        known = before or {}
+        self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
     @property
     def waiting(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.launch import Launch, settings_from
@@ -13,7 +13,8 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
-from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext import checks, leftovers
+from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.foundation import base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.keeping import Keeping
@@ -24,11 +25,13 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.members import Ended, Found
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
+from hvdlab.kernel_ext.payloads import TO_RANK, Owner, encode
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
 from hvdlab.kernel_ext.warm.messages import Exited, FromWarm
+from hvdlab.kernel_ext.warm.processes import start_time
 
 Progress = Callable[[str], None]
 
@@ -50,6 +53,7 @@ class PoolBase:
         runs: The cells.
         transcripts: What they wrote.
         companion: ipyparallel's side.
+        resumed: Cells that a process before this one has left, of a pool that was kept.
         joining: Which ranks are engines of ipyparallel.
     """
 
@@ -67,7 +71,8 @@ class PoolBase:
         self._news: list[str] = []
         self._closed = False
         self.joining = Joining(lambda rank, connection: self.runs.post(JOIN, connection.encode(), [rank]))
-        self.group = Group(base.client, died=self._died, ready=lambda rank: self.joining.add([rank]))
+        self.resumed: list[CellHandle] = []
+        self.group = Group(base.client, died=self._died, ready=self._is_ready)
         self.companion = Companion(base.warm, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
@@ -140,6 +145,7 @@ class PoolBase:
                 self.keeping = Keeping.begin(
                     base, keep, size=size, plane=plane, ports=self._ports, deadline=deadline
                 )
+                self._own(range(size))
         except BaseException:
             self.close()
             raise
@@ -147,7 +153,9 @@ class PoolBase:
         return self
 
     @classmethod
-    def attach(cls, name: str, deadline: Deadline, progress: Progress) -> PoolBase:
+    def attach(
+        cls, name: str, deadline: Deadline, progress: Progress, show: leftovers.Show | None = None
+    ) -> PoolBase:
         """Take over a pool that was kept. Raises as ``Pool.attach`` does; the pool is as it was then."""
         keeping = Keeping.claim(name)
         progress("finding the ranks")
@@ -160,7 +168,10 @@ class PoolBase:
             raise
         try:
             self.group.reconnected()
-            self.runs.resync(self.group.members.wanted, ())
+            told = self._take_cells_over(show) if show is not None else ()
+            self.runs.resync(self.group.members.wanted, told)
+            for handle in self.resumed:
+                handle.drive_in_background()
             progress("waiting for the ranks")
             if silent := self.group.wait_answered(Deadline(ANSWER_WITHIN)):
                 self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
@@ -169,6 +180,18 @@ class PoolBase:
             raise
         self.companion.bring_up_later(QUIET)
         return self
+
+    def _take_cells_over(self, show: leftovers.Show) -> list[str]:
+        """Go on with the cells that the process before this one has left. Returns their ids."""
+        self._own(self.group.pids())
+        left = leftovers.find(self.runs.questions, tuple(self.group.pids()))
+        self.resumed = [leftovers.go_on(cell, self.runs, self.transcripts, show(cell)) for cell in left]
+        return [cell.cell for cell in left]
+
+    def _own(self, ranks: Iterable[int]) -> None:
+        """Tell ranks who takes what they write: they outlive this process."""
+        pid = os.getpid()
+        self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid))), tuple(ranks))
 
     def _find(self) -> None:
         """The ranks that another process has started. Those that are missing have ended while nobody looked."""
@@ -212,6 +235,11 @@ class PoolBase:
         if not failure:
             self.companion.rank_joined(rank)
         self.joining.answered(rank, failure.decode())
+
+    def _is_ready(self, rank: int) -> None:
+        if self.keeping is not None:
+            self._own([rank])
+        self.joining.add([rank])
 
     def _died(self, rank: int, reason: str) -> None:
         self.joining.gone(rank)
@@ -294,6 +322,8 @@ class PoolBase:
         elif self._claim_end():
             self.rebuilder.close()
             self.companion.close(keep=True)
+            self.runs.leave()
+            self.runs.post(TO_RANK, encode(Owner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
             self._base.leave()
             self.keeping.release()

@@ -83,6 +83,22 @@ class Settled(Payload, frozen=True):
     cell: str
 
 
+class Owner(Payload, frozen=True):
+    """This process, on the rank's host, uses the kept pool from now on; nobody does if ``pid`` is 0.
+
+    ``started`` is when it started, in clock ticks since the boot.
+    """
+
+    pid: int
+    started: int
+
+
+class AskCells(Payload, frozen=True):
+    """Ask which cells of a pool's process before this one the rank has: :class:`Cells`."""
+
+    ticket: int
+
+
 class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
 
@@ -350,6 +366,30 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: str = ""
 
 
+class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A cell of which a rank has something that nobody has taken.
+
+    Attributes:
+        cell, label: As in :class:`RunCell`.
+        before: Bytes of its output that are not there any more.
+        dropped: Those of them that nobody has taken: it was too much to be kept.
+        running: Whether it has not ended.
+    """
+
+    cell: str
+    label: str
+    before: int
+    dropped: int
+    running: bool
+
+
+class Cells(Payload, frozen=True):
+    """Answer to :class:`AskCells`, in the order in which they came."""
+
+    ticket: int
+    cells: tuple[HeldCell, ...]
+
+
 class Stack(Payload, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
@@ -372,6 +412,8 @@ class Names(Payload, frozen=True):
 
 ToRank = (
     RunCell
+    | Owner
+    | AskCells
     | Credit
     | Resync
     | Settled
@@ -396,6 +438,7 @@ ToRank = (
 )
 ToPool = (
     Output
+    | Cells
     | CellDone
     | Done
     | Value

@@ -6,7 +6,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.inspect.views import Ranks
+from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
@@ -115,13 +116,22 @@ class Pool(Looking):
         return cls(base)
 
     @classmethod
-    def attach(cls, name: str, *, timeout: float = 60, on_progress: Progress | None = None) -> Pool:
+    def attach(
+        cls,
+        name: str,
+        *,
+        show: Callable[[LeftCell], OutputSink] | None = None,
+        timeout: float = 60,
+        on_progress: Progress | None = None,
+    ) -> Pool:
         """Go on with a pool that was started with ``keep``, by a process that has ended or called :meth:`detach`.
 
-        The ranks have all their variables. What they are running goes on; what it writes from now on is not shown.
+        The ranks have all their variables. What they are running goes on.
 
         Args:
             name: What it is called; ``hvdlab pools`` on the command line lists them.
+            show: Called with each cell whose end that process has not seen; where its output goes, the newest 4 MiB of
+                each rank and what follows. :attr:`resumed` has these cells. Without it nothing is shown of them.
             timeout: Seconds.
             on_progress: As for :meth:`start`.
 
@@ -129,7 +139,7 @@ class Pool(Looking):
             InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
             StartError: It does not answer.
         """
-        return cls(PoolBase.attach(name, Deadline(timeout), on_progress or _say_nothing))
+        return cls(PoolBase.attach(name, Deadline(timeout), on_progress or _say_nothing, show))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -142,6 +152,11 @@ class Pool(Looking):
     def ranks(self) -> Ranks:
         """Ranks that live and take cells, as numbers; ``ranks[3]`` is a view of rank 3's variables."""
         return Ranks(() if self._stopped else self._base.group.ready(), self)
+
+    @property
+    def resumed(self) -> tuple[CellHandle, ...]:
+        """Cells that :meth:`attach` found and has gone on with."""
+        return tuple(self._base.resumed)
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ from hvdlab.kernel_ext.inspect.messages import InspectAnswer
 from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.payloads import (
     TO_RANK,
+    Cells,
     Completions,
     Done,
     Inspection,
@@ -24,7 +25,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 
-Answer = Done | Value | Piece | Status | Completions | Inspection | Stack | Names | InspectAnswer
+Answer = Cells | Done | Value | Piece | Status | Completions | Inspection | Stack | Names | InspectAnswer
 
 
 @dataclass(slots=True)

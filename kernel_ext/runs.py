@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
@@ -39,7 +40,7 @@ class _Run:
     """A cell that is running.
 
     Attributes:
-        order: What the ranks were sent.
+        order: What the ranks were sent; without its source if that was by another process.
         arrivals: What has come from them.
         handle: Takes it.
         watch: Asks ranks where they are.
@@ -49,6 +50,7 @@ class _Run:
     arrivals: Arrivals
     handle: CellHandle
     watch: Watch
+    taken_over: bool = False
 
 
 class Runs:
@@ -83,6 +85,7 @@ class Runs:
         self._runs: dict[str, _Run] = {}
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
         self._connected = True
+        self._leaving = False
         self._lost_at = 0.0
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
@@ -122,13 +125,47 @@ class Runs:
         want_value: bool,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
-        arrivals, now = Arrivals(ranks), time.monotonic()
+        order = RunCell(cell, label, source, line_offset, want_value)
+        run = self._begin(order, Arrivals(ranks), ranks, sink, timeout)
+        try:
+            with self._order:
+                self._send(run)
+        except BaseException:
+            self._finished(cell, None)
+            raise
+        self._tell_dead(run)
+        return run.handle
+
+    def take_over(self, cell: str, label: str, before: Mapping[int, int], sink: OutputSink) -> CellHandle:
+        """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send what they have.
+
+        Args:
+            before: The ranks that have it, with the bytes of their output that will not come.
+        """
+        run = self._begin(RunCell(cell, label, ""), Arrivals(before, before), tuple(before), sink, None)
+        run.taken_over = True
+        self._tell_dead(run)
+        return run.handle
+
+    def leave(self) -> None:
+        """What ends from now on, ends for this process only: another one may want what ranks have of it."""
+        self._leaving = True
+
+    def _begin(
+        self,
+        order: RunCell,
+        arrivals: Arrivals,
+        ranks: Sequence[int],
+        sink: OutputSink,
+        timeout: float | None,
+    ) -> _Run:
+        cell, now = order.cell, time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
         handle = CellHandle(
             CellRun(
                 cell,
                 ranks,
-                label=label,
+                label=order.label,
                 now=now,
                 timeout=timeout,
                 stall_time=self._stall_time,
@@ -141,21 +178,17 @@ class Runs:
             look=watch.look,
             finished=lambda results: self._finished(cell, results),
         )
-        run = _Run(RunCell(cell, label, source, line_offset, want_value), arrivals, handle, watch)
+        run = _Run(order, arrivals, handle, watch)
         with self._lock:
             self._runs[cell] = run
         self._began()
-        try:
-            with self._order:
-                self._send(run)
-        except BaseException:
-            self._finished(cell, None)
-            raise
-        for rank in ranks:
+        return run
+
+    def _tell_dead(self, run: _Run) -> None:
+        for rank in run.handle.ranks:
             if reason := self._reason(rank):  # it died between the caller's look and now
-                arrivals.died(rank)
-                handle.feed(RankDied(rank, reason, time.monotonic_ns()))
-        return handle
+                run.arrivals.died(rank)
+                run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt what these ranks run; if the coordinator is lost, as soon as there is another. Any thread."""
@@ -227,7 +260,7 @@ class Runs:
             self._connected = True
         waiting = {rank for run in runs for rank in run.arrivals.waiting}
         since = self._lost_at - REPEAT_WITHIN
-        if again := [rank for rank in waiting if self._interrupted.get(rank, 0.0) > since]:
+        if again := [rank for rank in waiting if self._interrupted.get(rank, -math.inf) > since]:
             self._client.interrupt(again)
         self.questions.ask_again()
 
@@ -236,7 +269,8 @@ class Runs:
         if waiting := run.arrivals.waiting:
             if run.order.cell not in told:
                 self._client.cell_started(run.order.cell, waiting, label=run.order.label)
-            self._client.post(TO_RANK, encode(run.order), waiting)
+            if not run.taken_over:
+                self._client.post(TO_RANK, encode(run.order), waiting)
 
     def _ask_again(self, rank: int) -> None:
         """Have a rank send what is missing."""
@@ -271,7 +305,8 @@ class Runs:
                 self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         if run is not None:
             run.watch.close()
-            self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
+            if not self._leaving:
+                self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
         if idle:
             self._ended()
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.lacks import back, lacking
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
+from hvdlab.magics.running import make_sink
 from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
 from hvdlab.magics.status_table import StatusTable
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.cells.sink import OutputSink
+    from hvdlab.kernel_ext.leftovers import LeftCell
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "stop", "attach", "detach", "list")
 WITH_ARGUMENT = ("start", "resize", "restart", "attach")
@@ -120,7 +126,8 @@ class PoolMagics(Magics):
     def _attach(self, options: Any) -> None:
         with as_usage_error():
             name = options.argument or _only_pool()
-        pool = self.session.attach(name)
+        pool = self.session.attach(name, self._show_left)
+        self.session.labels.update({run.cell: run.label for run in pool.resumed})
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
         busy = [status.rank for status in pool.status() if status.state == "running"]
         if busy:
@@ -128,6 +135,14 @@ class PoolMagics(Magics):
             print(
                 f"{say_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
             )
+
+    def _show_left(self, left: LeftCell) -> OutputSink:
+        """Where the output of a cell goes that the notebook before has left: under this one."""
+        state = f"still runs on {format_ranks(left.running)}" if left.running else "has ended"
+        print(
+            f"cell {left.label or left.cell} of the notebook before {state}; what it wrote meanwhile follows"
+        )
+        return make_sink(self.session, left.ranks, "grouped", background=True)
 
     def _detach(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool detach")

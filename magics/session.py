@@ -15,6 +15,8 @@ from hvdlab.magics.progress import StartProgress
 from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
+    from hvdlab.kernel_ext.cells.sink import OutputSink
+    from hvdlab.kernel_ext.leftovers import LeftCell
     from hvdlab.kernel_ext.pool import Pool
 
 
@@ -40,7 +42,7 @@ class Session:
         self,
         shell: InteractiveShell,
         start: Callable[..., Pool] | None = None,
-        attach: Callable[[str], Pool] | None = None,
+        attach: Callable[..., Pool] | None = None,
     ) -> None:
         self.shell = shell
         self.ahead: Ahead | None = None
@@ -165,8 +167,12 @@ class Session:
         if ahead is not None:
             ahead.close()
 
-    def attach(self, name: str) -> Pool:
-        """Take a pool over that was kept. UsageError if it can't be had, or this notebook has one."""
+    def attach(self, name: str, show: Callable[[LeftCell], OutputSink]) -> Pool:
+        """Take a pool over that was kept. UsageError if it can't be had, or this notebook has one.
+
+        Args:
+            show: Where the output of a cell goes that the notebook before has left.
+        """
         if self.pool is not None:
             raise UsageError(
                 "this notebook has ranks already; `%hvd_pool stop` ends them, then others can be attached to"
@@ -175,7 +181,7 @@ class Session:
         if ahead is not None:
             ahead.close()
         with as_usage_error():
-            pool = self._attach_pool(name)
+            pool = self._attach_pool(name, show=show)
         self._broken = ""
         self._set(pool)
         return pool
@@ -223,10 +229,10 @@ def _lost(lost: Mapping[int, str]) -> str:
     return f"{format_ranks(list(lost))} {are} lost ({next(iter(lost.values()))}{more})"
 
 
-def _attach_pool(name: str) -> Pool:
+def _attach_pool(name: str, **kwargs: Any) -> Pool:
     from hvdlab.kernel_ext.pool import Pool
 
-    return Pool.attach(name)
+    return Pool.attach(name, **kwargs)
 
 
 def _start_pool(*args: Any, **kwargs: Any) -> Pool:

@@ -86,6 +86,7 @@ class FakePool:
     def __init__(
         self, np: int | None, *, launcher: str = "local", plane: str = "auto", **kwargs: Any
     ) -> None:
+        self.resumed: tuple[Any, ...] = ()
         if launcher not in ("local", "mpi"):
             raise StartError(
                 f"the launcher {launcher!r} is not installed; `pip install hvdlab[{launcher}]` adds it"

@@ -66,7 +66,7 @@ class CellHandle:
         look: Callable[[tuple[int, ...]], None] | None = None,
         finished: Callable[[CellResults], None] | None = None,
     ) -> None:
-        self.cell, self.ranks = run.cell, run.ranks
+        self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
         self._timed = sink if isinstance(sink, TimedSink) else None

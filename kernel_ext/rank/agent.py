@@ -16,14 +16,17 @@ from hvdlab.kernel_ext.inspect.messages import Examine
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
+    AskCells,
     AskNames,
     AskStack,
     AskStatus,
     CellDone,
+    Cells,
     Complete,
     Credit,
     Fetch,
     Inspect,
+    Owner,
     PullValue,
     PushPart,
     PushValue,
@@ -147,6 +150,10 @@ class RankAgent:
             self._capture.settled(mail.cell)
         elif isinstance(mail, Resync):
             self._capture.resync(mail.cells)
+        elif isinstance(mail, Owner):
+            self._capture.owned(mail.pid, mail.started)
+        elif isinstance(mail, AskCells):
+            self._reply(Cells(mail.ticket, self._capture.sent.held()))
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
@@ -172,7 +179,7 @@ class RankAgent:
 
     def _expect(self, cell: RunCell) -> None:
         """A cell came, perhaps again: a pool that may have missed mail sends what it waits for a second time."""
-        if self._capture.sent.expect(cell.cell):
+        if self._capture.sent.expect(cell.cell, cell.label):
             self._gate.expect()
             self._enqueue(cell)
 

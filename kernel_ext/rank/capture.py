@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.rank.attendance import Attendance
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.sent import Post, Sent
 
@@ -81,6 +82,7 @@ class Capture:
         self._woken = False
         self._urgent = False
         self._closed = False
+        self._attendance = Attendance()
         self._last_write = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
@@ -134,6 +136,15 @@ class Capture:
         """The pool has what it wanted of the cell. If that still runs, what it writes goes nowhere. Control thread."""
         self.sent.settled(cell)
         self.credit(cell, UNBOUNDED)
+
+    def owned(self, pid: int, started: int) -> None:
+        """This process takes what is written from now on; nobody if ``pid`` is 0. Control thread.
+
+        While nobody does, the newest output of each cell is kept and nobody waits for room.
+        """
+        self.sent.hold(False)
+        self._attendance.name(pid, started)
+        self._wake()
 
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
         """Send again what the pool has missed of these cells, as :class:`Resync` says. Control thread.
@@ -189,7 +200,7 @@ class Capture:
     def _put(self, entry: _Entry, wait: bool = True) -> None:
         size = entry[2]
         with self._lock:
-            if wait and self._total + size - self._taken > self._window:
+            if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
                 self._await_room(size)
             if self._closed:
                 return
@@ -206,7 +217,13 @@ class Capture:
         # What is larger than the window itself goes alone.
         self._urgent = True
         self._wake()
-        self._room.wait_for(lambda: self._closed or self._total - self._taken <= max(0, self._window - size))
+        self._room.wait_for(
+            lambda: (
+                self._closed
+                or self._attendance.absent
+                or self._total - self._taken <= max(0, self._window - size)
+            )
+        )
 
     def _write_in_child(self, name: str, text: str) -> None:
         """In a process that user code forked there is no thread that sends: write to the descriptor, which is ours."""
@@ -238,13 +255,13 @@ class Capture:
                     self._woken = self._urgent = False
             if not taken:
                 return
-            self.sent.output(cell, _merged(taken), size)
+            self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
 
     def _drain_fds(self) -> None:
         fds = self._fds
         assert fds is not None
         with fds.lock:
-            room = self._window - (self._total - self._taken)
+            room = self._window - (0 if self._attendance.absent else self._total - self._taken)
             for name, text in fds.read(room):
                 # Never waits: the thread that sends comes through here.
                 self._put(_entry(name, text), wait=False)
@@ -254,6 +271,7 @@ class Capture:
             selector.register(self._wake_fd, selectors.EVENT_READ)
             due, queued, watching = 0.0, False, False
             while True:
+                self._attend(selector)
                 watching = self._watch(selector, watching)
                 now = time.monotonic()
                 if self._entries and not queued:
@@ -266,16 +284,30 @@ class Capture:
                 for key, _ in selector.select(due - now if queued else None):
                     if key.fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)
+                    elif self._attendance.is_it(key.fd):
+                        if self._attendance.has_ended(selector):
+                            self.sent.hold(False)
+                            self._all_may_write()
                     else:
                         self._drain_fds()
                 if self._closed:
+                    self._attendance.close(selector)
                     return
+
+    def _attend(self, selector: selectors.BaseSelector) -> None:
+        self._attendance.update(selector)
+        if self._attendance.absent:
+            self._all_may_write()
+
+    def _all_may_write(self) -> None:
+        with self._lock:
+            self._room.notify_all()
 
     def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
         """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
-        room = self._total - self._taken < self._window
+        room = self._attendance.absent or self._total - self._taken < self._window
         if room and not watching:
             for fd in self._fds.readers:
                 selector.register(fd, selectors.EVENT_READ)

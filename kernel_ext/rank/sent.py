@@ -2,7 +2,8 @@
 
 A coordinator that dies takes mail with it. So the messages about a cell are numbered by the bytes of output before
 them, kept, and sent again from where the pool says it is. They are kept only as far as the pool has not taken them,
-hence no more than the output's window, and the end of a cell until the pool has settled it.
+hence no more than the output's window, and the end of a cell until the pool has settled it. While nobody uses a kept
+pool, the newest :data:`UNATTENDED` bytes of each cell are kept for who comes next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, Output, encode
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Output, encode
+
+UNATTENDED = 4 << 20
+"""Bytes of a cell's output that are kept while nobody takes it."""
 
 Post = Callable[[str, bytes], None]
 
@@ -25,12 +29,19 @@ class _Cell:
 
     Attributes:
         outputs: Messages that were sent and not taken, with the total that they reach.
+        label: How users know it.
+        outputs: Messages that were sent and not taken, with the total that they reach.
         total: Bytes sent.
+        before: Bytes before the first of ``outputs``.
+        dropped: Those of them that nobody has taken.
         done: Its end, if it has ended.
     """
 
+    label: str = ""
     outputs: deque[tuple[int, bytes]] = field(default_factory=deque)
     total: int = 0
+    before: int = 0
+    dropped: int = 0
     done: CellDone | None = None
 
 
@@ -45,17 +56,32 @@ class Sent:
         self._post = post
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
+        self._holding = False
 
-    def expect(self, cell: str) -> bool:
+    def held(self) -> tuple[HeldCell, ...]:
+        """What there is for who uses this rank next, and is not dropped until he is gone."""
+        with self._lock:
+            self._holding = True
+            return tuple(
+                HeldCell(cell, known.label, known.before, known.dropped, known.done is None)
+                for cell, known in self._cells.items()
+            )
+
+    def hold(self, holding: bool) -> None:
+        """Whether nothing may be dropped, since somebody was told that it is there."""
+        with self._lock:
+            self._holding = holding
+
+    def expect(self, cell: str, label: str = "") -> bool:
         """A cell came; False if it came before, and must not run again."""
         with self._lock:
             if cell in self._cells:
                 return False
-            self._cells[cell] = _Cell()
+            self._cells[cell] = _Cell(label)
             return True
 
-    def output(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:
-        """Send output of this many bytes.
+    def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> None:
+        """Send output of this many bytes; ``unattended`` if nobody is there who takes it.
 
         It is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
         does not follow on the last one would look like a loss that no repetition can mend.
@@ -67,6 +93,8 @@ class Sent:
             if known is not None:
                 known.outputs.append((before + size, body))
                 known.total = before + size
+                if unattended and not self._holding:
+                    _shorten(known)
             self._post(TO_POOL, body)
 
     def done(self, done: CellDone) -> None:
@@ -113,4 +141,12 @@ class Sent:
 
 def _forget(known: _Cell, taken: int) -> None:
     while known.outputs and known.outputs[0][0] <= taken:
-        known.outputs.popleft()
+        known.before, _ = known.outputs.popleft()
+
+
+def _shorten(known: _Cell) -> None:
+    """Keep the newest."""
+    while len(known.outputs) > 1 and known.total - known.before > UNATTENDED:
+        total, _ = known.outputs.popleft()
+        known.dropped += total - known.before
+        known.before = total

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.cells.sink import OutputSink
+from hvdlab.kernel_ext.leftovers import LeftCell, Show
+from hvdlab.kernel_ext.payloads import HeldCell
 from magics_fakes import FakePool, Notebook
 
 
@@ -15,13 +18,26 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-@pytest.fixture(autouse=True)
-def kept(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a pool called ``mine``."""
+@pytest.fixture
+def left() -> list[LeftCell]:
+    return []
 
-    def attach(name: str) -> FakePool:
+
+@pytest.fixture
+def sinks() -> list[OutputSink]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def kept(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, left: list[LeftCell], sinks: list[OutputSink]
+) -> None:
+    """There is a pool called ``mine``, with the cells that are ``left``, whose output goes to ``sinks``."""
+
+    def attach(name: str, show: Show) -> FakePool:
         if name != "mine":
             raise InvalidRequestError(f"there is no pool `{name}`; there is `mine`")
+        sinks.extend(show(cell) for cell in left)
         return FakePool(3, keep=name)
 
     monkeypatch.setattr(notebook.extension.session, "_attach_pool", attach)
@@ -41,6 +57,20 @@ def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
     assert notebook.run("%hvd_pool attach mine").stdout == "ranks 0-2 are ready, with all variables\n"
     assert "has ranks already" in notebook.run("%hvd_pool attach mine").usage_error
     assert notebook.run("%%hvd_run\nrank").result is not None
+
+
+def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
+    notebook: Notebook, left: list[LeftCell], sinks: list[OutputSink]
+) -> None:
+    running, ended = HeldCell("c", "[7]", 0, 0, True), HeldCell("c", "[7]", 0, 0, False)
+    left += [LeftCell("c", "[7]", {0: ended, 1: running}), LeftCell("d", "[8]", {2: ended})]
+    lines = notebook.run("%hvd_pool attach mine").stdout.splitlines()
+    assert lines == [
+        "cell [7] of the notebook before still runs on rank 1; what it wrote meanwhile follows",
+        "cell [8] of the notebook before has ended; what it wrote meanwhile follows",
+        "ranks 0-2 are ready, with all variables",
+    ]
+    assert len(sinks) == 2
 
 
 def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:

@@ -1,4 +1,4 @@
-"""A process that keeps a pool: ``python keeper.py RANKS [busy|talkative]``. Says ``up``; ends with its input."""
+"""A process that keeps a pool: ``python keeper.py RANKS [busy|talkative|waiting]``. Says ``up``; ends with its input."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ secret = hash(memory.tobytes())
 """
 CELLS = {
     "busy": "print('on', flush=True)\nwhile True: pass",
+    "waiting": "print('on', flush=True)\nopen(f'{os.environ[\"DOOR\"]}{me}').read()\n"
+    "for n in range(12):\n    print(str(n % 10) * (1 << 20))\nprint('the end')\nme",
     "talkative": "print('on', flush=True)\nfor written in range(1, 65):\n    print('x' * (1 << 20))",
 }
 
@@ -37,7 +39,9 @@ def main() -> None:
     pool = Pool.start(int(sys.argv[1]), keep="mine")
     assert pool.run(SET_UP).errors == {}
     if len(sys.argv) > 2:
-        pool.run(CELLS[sys.argv[2]], ranks=[0] if sys.argv[2] == "talkative" else None, out=Begun())
+        pool.run(
+            CELLS[sys.argv[2]], ranks=[0] if sys.argv[2] == "talkative" else None, out=Begun(), label="[7]"
+        )
         return
     print("up", flush=True)
     if sys.stdin.readline():

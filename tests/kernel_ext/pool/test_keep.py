@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,14 +17,16 @@ import psutil
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext import keeping
+from hvdlab.kernel_ext import keeping, leftovers
 from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Registry, table
 from pool_recorder import Recorder
 
 KEEPER = Path(__file__).with_name("keeper.py")
+SPOKEN = runpy.run_path(str(KEEPER))
 INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2) * (me + 1), op=hvd.Sum).tolist())"
 StartPool = Callable[..., Pool]
 
@@ -155,6 +158,73 @@ def test_what_runs_goes_on_and_can_be_interrupted() -> None:
         pool.interrupt()
         assert list(run.wait(30)) == [0, 1]
         check(pool, pool.pull("mine"))
+
+
+@pytest.fixture
+def doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Where cells wait; called with a rank it lets that go on."""
+    monkeypatch.setenv("DOOR", str(tmp_path / "door-"))
+    for rank in range(2):
+        os.mkfifo(tmp_path / f"door-{rank}")
+    return lambda rank: (tmp_path / f"door-{rank}").write_text("go")  # type: ignore[func-returns-value]  # its count
+
+
+def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
+    doors: Callable[[int], None],
+) -> None:
+    process = keeper("2", "waiting")
+    kill(process)
+    doors(0)
+    found: list[LeftCell] = []
+    out = Recorder()
+
+    def show(cell: LeftCell) -> Recorder:
+        found.append(cell)
+        return out
+
+    with Pool.attach("mine", show=show) as pool:
+        doors(1)
+        (run,) = pool.resumed
+        results = run.wait(60)
+        assert [results[rank] for rank in (0, 1)] == [0, 1]
+        assert (found[0].label, found[0].ranks) == ("[7]", (0, 1))
+        assert 1 in found[0].running
+        for rank in (0, 1):
+            assert out.text[rank].endswith("1" * (1 << 20) + "\nthe end\n")
+        assert pool.transcripts.find("7") is not None
+        check(pool, pool.pull("mine"))
+        assert pool.status()[0].state == "idle"
+
+
+def test_a_cell_of_a_pool_that_is_let_go_is_not_over(doors: Callable[[int], None]) -> None:
+    pool = Pool.start(2, keep="mine")
+    out, later = Recorder(), Recorder()
+    pool.run(SPOKEN["SET_UP"])
+    run = pool.start_run(SPOKEN["CELLS"]["waiting"], out=out, label="[3]")
+    out.wait_for("on", [0, 1])
+    pool.detach()
+    assert set(run.wait(30).deaths) == {0, 1}
+    for rank in (0, 1):
+        doors(rank)
+    with Pool.attach("mine", show=lambda cell: later) as pool:
+        (again,) = pool.resumed
+        assert again.cell == run.cell
+        assert list(again.wait(60)) == [0, 1]
+        assert all(later.text[rank].endswith("the end\n") for rank in (0, 1))
+    pool = Pool.start(1)
+    assert pool.resumed == ()
+    pool.stop()
+
+
+@pytest.mark.soak
+def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[int], None]) -> None:
+    process = keeper("1", "waiting")
+    kill(process)
+    with Pool.attach("mine") as pool:
+        assert pool.resumed == ()
+        doors(0)
+        assert list(pool.run("n", timeout=60)) == [11]
+        assert leftovers.find(pool._base.runs.questions, [0]) == []
 
 
 @pytest.mark.soak

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.payloads import CellDone, Done, Output, PushValue, Resync, RunCell, Settled, Stream
+from hvdlab.kernel_ext.payloads import (
+    AskCells,
+    CellDone,
+    Cells,
+    Done,
+    HeldCell,
+    Output,
+    Owner,
+    PushValue,
+    Resync,
+    RunCell,
+    Settled,
+    Stream,
+)
 from hvdlab.kernel_ext.rank.capture import WINDOW
+from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
+from hvdlab.kernel_ext.warm.processes import start_time
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -89,3 +106,69 @@ def test_a_question_that_comes_again_is_answered_once(rank: Rank) -> None:
 
     rank.play(script)
     assert [name for name, _ in rank.engine.log].count(Done.__name__) == 1
+
+
+def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank: Rank) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+    line = "x" * ((1 << 20) - 1) + "\n"
+
+    def script(pool: Pool) -> None:
+        cell = pool.start("for _ in range(20): print('x' * ((1 << 20) - 1))\ngo.wait()\nprint('end')")
+        pool.engine.mail(Owner(0, 0))  # without it the cell would wait for room: nobody gives credit
+        while (output := pool.expect(Output)).total < 20 << 20:
+            pass
+        pool.engine.mail(Owner(*me()))
+        pool.engine.mail(AskCells(7))
+        (held,) = pool.expect(Cells).cells
+        assert (held.cell, held.running) == (cell, True)
+        assert held.before == held.dropped
+        assert 0 < output.total - held.before <= UNATTENDED
+        pool.engine.mail(Resync(((cell, held.before, held.before),)))
+        said = ""
+        while len(said) < output.total - held.before:
+            said += text_of(pool.expect(Output))
+        as_written = len(said) == output.total - held.before and said in line * 6
+        assert as_written
+        go.set()
+        assert text_of(pool.expect(Output)) == "end\n"
+        assert pool.expect(CellDone).total == output.total + 4
+        pool.engine.mail(Settled(cell))
+        pool.engine.mail(AskCells(8))
+        assert pool.expect(Cells).cells == ()
+
+    rank.play(script)
+
+
+def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
+    sent = Sent(lambda topic, body: None)
+    sent.expect("a", "[1]")
+    for _ in range(3):
+        sent.output("a", [], UNATTENDED, unattended=True)
+    assert sent.held() == (HeldCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
+    sent.output("a", [], UNATTENDED, unattended=True)
+    assert sent.held()[0].before == 2 * UNATTENDED
+    sent.hold(False)
+    sent.output("a", [], UNATTENDED, unattended=True)
+    assert sent.held()[0].before == 4 * UNATTENDED
+    sent.taken("a", 5 * UNATTENDED)
+    sent.done(CellDone("a", None, 0.0))
+    assert sent.held() == (HeldCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
+
+
+def me() -> tuple[int, int]:
+    return os.getpid(), start_time(os.getpid())
+
+
+def test_the_end_of_who_attends_lets_a_cell_write_on(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+            pool.engine.mail(Owner(process.pid, start_time(process.pid)))
+            cell = pool.start("for _ in range(20): print('x' * ((1 << 20) - 1))")
+            while pool.expect(Output).total < WINDOW:
+                pass
+        while (mail := pool.engine.posted.get(timeout=PATIENCE)) and not isinstance(mail, CellDone):
+            pass
+        assert mail.cell == cell
+        assert mail.total == 20 << 20
+
+    rank.play(script)

@@ -1,0 +1,76 @@
+"""Cells that a kept pool's process before this one has left: what ranks still have of them, and how they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.events import TimePassed, Told
+from hvdlab.kernel_ext.cells.sink import OutputSink
+from hvdlab.kernel_ext.output.record import Transcripts
+from hvdlab.kernel_ext.payloads import AskCells, Cells, HeldCell
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.runs import Runs
+
+ANSWER_WITHIN = 2.0
+"""Seconds that ranks have to tell; one that is stopped does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftCell:
+    """A cell that nobody has seen the end of.
+
+    Attributes:
+        cell, label: Its id, and what users called it, such as ``[7]``.
+        parts: What each rank has of it.
+    """
+
+    cell: str
+    label: str
+    parts: dict[int, HeldCell]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have something of it."""
+        return tuple(self.parts)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Those of them that have not ended it."""
+        return tuple(rank for rank, part in self.parts.items() if part.running)
+
+    @property
+    def missing(self) -> str:
+        """A sentence about output that was too much to be kept; empty if there is none."""
+        lost = {rank: part.dropped for rank, part in self.parts.items() if part.dropped}
+        if not lost:
+            return ""
+        size = sum(lost.values()) / 2**20
+        return f"{format_ranks(tuple(lost))}: {size:.1f} MiB of what they wrote before the following were too much to be kept"
+
+
+Show = Callable[[LeftCell], OutputSink]
+
+
+def find(questions: Questions, ranks: Sequence[int]) -> list[LeftCell]:
+    """Ask these ranks. In the order in which the first of them has the cells."""
+    answers = questions.ask(AskCells, ranks, Deadline(ANSWER_WITHIN))
+    found: dict[str, LeftCell] = {}
+    for rank, answer in sorted(answers.items()):
+        for part in answer.cells if isinstance(answer, Cells) else ():
+            found.setdefault(part.cell, LeftCell(part.cell, part.label, {})).parts[rank] = part
+    return list(found.values())
+
+
+def go_on(left: LeftCell, runs: Runs, transcripts: Transcripts, sink: OutputSink) -> CellHandle:
+    """Take such a cell over. What ranks have of it comes once the pool is on the same page with them."""
+    recorder = transcripts.record(left.cell, left.label, left.ranks, sink)
+    before = {rank: part.before for rank, part in left.parts.items()}
+    handle = runs.take_over(left.cell, left.label, before, recorder)
+    recorder.driven(lambda: handle.feed(TimePassed()))
+    if left.missing:
+        handle.feed(Told(left.missing))
+    return handle

@@ -26,7 +26,9 @@ class Ranks(tuple[int, ...]):
     def __getitem__(self, index: SupportsIndex, /) -> RankView: ...
     @overload
     def __getitem__(self, index: slice, /) -> tuple[int, ...]: ...
-    def __getitem__(self, index: SupportsIndex | slice, /) -> RankView | tuple[int, ...]:
+    def __getitem__(  # pyright: ignore[reportIncompatibleMethodOverride]  # as above
+        self, index: SupportsIndex | slice, /
+    ) -> RankView | tuple[int, ...]:
         if isinstance(index, slice):
             return super().__getitem__(index)
         rank = index.__index__()

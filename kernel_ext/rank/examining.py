@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.fingerprint import threads_for
+from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.messages import (
     AskBlocks,
@@ -27,6 +28,9 @@ from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE, Window, Windows
 Question = AskLeaves | AskBlocks | Gather | Compare
 QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)
 OVER = "the examination is over"
+EVALUATED_WITHIN = 20.0
+"""Seconds that an expression may take."""
+
 REMEMBERED = 64
 """Examinations that were given up before they began, and that are remembered."""
 
@@ -109,7 +113,16 @@ class Examining:
     def _value(self, request: Examine) -> Any:
         if request.special in SPECIAL:
             return special_value(request.special)
-        return eval(request.expression, self._shell.user_global_ns, self._shell.user_ns)
+        variables = self._shell.user_ns
+        if request.expression in variables:
+            return variables[request.expression]
+        # No interrupt reaches this thread between cells, so what never returns must be left behind.
+        try:
+            return bounded(
+                lambda: eval(request.expression, self._shell.user_global_ns, variables), EVALUATED_WITHIN
+            )
+        except TookTooLong:
+            raise TookTooLong(f"{request.expression} takes longer than {EVALUATED_WITHIN:.0f} s") from None
 
     async def _serve(self, examination: Examination, windows: Windows) -> None:
         assert self._open is not None

@@ -66,6 +66,16 @@ def test_what_agrees_and_what_does_not(pool: Pool) -> None:
     assert [row.path for row in pool.diff("bad").rows] == ["[2]"]
 
 
+def test_an_expression_that_never_returns_is_left_behind(pool: Pool) -> None:
+    shorten = (
+        "import itertools, hvdlab.kernel_ext.rank.examining as examining\nexamining.EVALUATED_WITHIN = 0.3\n"
+    )
+    assert pool.run(shorten).ok
+    found = pool.diff("sum(1 for _ in itertools.count())")
+    assert "takes longer than 0 s" in repr(found)
+    assert pool.run("rank").ok
+
+
 def large_rows(found: Diff) -> list[tuple[tuple[int, ...], tuple[int, ...] | None, int, float | None]]:
     return [(row.ranks, row.first, row.count, row.largest) for row in found.rows]
 

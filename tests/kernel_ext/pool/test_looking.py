@@ -77,8 +77,11 @@ def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:
     assert "its __repr__ raised SystemExit: no" in repr(pool.ranks[0].raises)
     assert "its __repr__ took longer than" in repr(pool.ranks[0].endless)
     assert time.monotonic() - begin < 5
+    assert pool.run("import hvdlab.kernel_ext.rank.looking as looking; looking.WITHIN = 0.5").ok
     assert "looking at it takes longer than" in repr(pool.ranks[0].endless.never)
-    stopped = "import time\nwhile 'hvdlab-looking' in {t.name for t in threading.enumerate()}: time.sleep(0.01)"
+    stopped = (
+        "import time\nwhile 'hvdlab-looking' in {t.name for t in threading.enumerate()}: time.sleep(0.01)"
+    )
     assert pool.run(stopped, timeout=20).ok
 
 

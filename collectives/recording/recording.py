@@ -21,7 +21,7 @@ from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, distance, 
 from hvdlab.collectives.recording.series import Points, Series, SeriesStore
 from hvdlab.collectives.timeline.alignment import Alignment
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, ClockSample, Members, Metric
+from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, ClockSample, Event, Members, Metric
 from hvdlab.collectives.timeline.records import RECORD_BYTES, Head, RecordType, read_head, read_record
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ROWS_KEPT = 1_000_000
 UNALIGNED_KEPT = 256
+LATEST_NS = 1 << 61
 
 __all__ = ["Mark", "Recording"]
 
@@ -91,6 +92,7 @@ class Recording:
             (place, read_record(batch, head.start + place * RECORD_BYTES, head))
             for place in np.flatnonzero(records["type"] != RecordType.SPAN).tolist()
         ]
+        _check_times(records, [event for _, event in small])
         self._alignment.observe(head.clock)
         self._domains[head.rank] = head.clock
         for _, event in small:
@@ -325,6 +327,16 @@ class Recording:
         from hvdlab.collectives.recording.metric_table import metric_table
 
         return metric_table(self)
+
+
+def _check_times(records: NDArray[Any], small: list[Event]) -> None:
+    """Times that no clock has until in 73 years; sums of two of them fit 64 bits."""
+    spans = records["type"] == RecordType.SPAN
+    late = (records["submitted"][spans] >= LATEST_NS).any() or any(
+        getattr(event, "time_ns", 0) >= LATEST_NS for event in small
+    )
+    if late or any(isinstance(event, ClockSample) and abs(event.offset_ns) >= LATEST_NS for event in small):
+        raise ProtocolError("event batch: a time is impossible")
 
 
 def _check(rank: int, spans: NDArray[Any]) -> None:

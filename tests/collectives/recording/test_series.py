@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording import series as series_module
 from hvdlab.collectives.recording.series import SeriesStore, unit_of
-from hvdlab.collectives.timeline.events import Metric
+from hvdlab.collectives.timeline.events import CellBegin, ClockSample, Event, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 
 START = 5_000_000_000
@@ -112,3 +113,21 @@ def test_points_are_asked_for_in_parts() -> None:
         found += points["value"].tolist()
     assert found == [float(k) for k in range(10)]
     assert recording.points_since(3, 0)[0] == 3
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Metric("loss", 1.0, None, 1 << 63),
+        CellBegin("7", (1 << 64) - 1),
+        ClockSample(5, -(1 << 63), 7),
+        Span("x", OpKind.ALLREDUCE, DType.F32, 0, 1, 0, 4, 1 << 62, 1 << 62, 1 << 62, 1 << 62),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_impossible_times_are_refused_and_harm_nobody(event: Event) -> None:
+    recording = Recording()
+    recording.feed(0, encode(0, [event]))
+    assert recording.refused == 1
+    recording.feed(0, encode(0, [Metric("loss", 0.5, None, START), CellBegin("8", START)]))
+    assert recording.metrics()["value"].tolist() == [0.5]

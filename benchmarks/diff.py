@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f} before",
         "ranks": options.ranks,
         "hash": hashes(),
         **measure(options.ranks, options.megabytes, options.rounds),

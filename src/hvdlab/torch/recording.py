@@ -31,23 +31,24 @@ SHOWN = 3
 """Steps that are shown with an error, besides the first that is not finite."""
 
 DEEPEST = 4
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ATTRIBUTE = "_hvdlab_record"
 _records: weakref.WeakSet[Record] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
 class Input:
-    """What is kept of a tensor among a step's inputs: some elements, and a number that is finite if all of it is."""
+    """What is kept of a tensor among a step's inputs: some elements, and the least and the largest one."""
 
     path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     sample: torch.Tensor
-    total: torch.Tensor | None
+    ends: torch.Tensor | None
 
     @property
     def finite(self) -> bool:
-        return self.total is None or bool(torch.isfinite(self.total))
+        return self.ends is None or bool(torch.isfinite(self.ends).all())
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -299,15 +300,15 @@ def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch
 
 @torch.no_grad()
 def _input(path: str, tensor: torch.Tensor) -> Input:
-    plain, total = tensor.detach(), None
+    plain, ends = tensor.detach(), None
     if plain.layout is not torch.strided:
         return Input(path, tensor.dtype, tuple(tensor.shape), torch.empty(0), None)
-    if plain.is_floating_point():  # a sum is finite if all is, unless it overflows
-        total = plain.sum(dtype=torch.float64 if plain.device.type == "cpu" else torch.float32)
+    if plain.dtype in _FLOATS and plain.numel():
+        ends = torch.stack(torch.aminmax(plain))
     some = plain if plain.is_contiguous() or not plain.dim() else plain[..., :4]
     flat = some.reshape(-1)
     sample = flat[:: max(1, flat.numel() // SAMPLED)].clone()
-    return Input(path, tensor.dtype, tuple(tensor.shape), sample, total)
+    return Input(path, tensor.dtype, tuple(tensor.shape), sample, ends)
 
 
 # -- for the notebook's side --------------------------------------------------------------------------------------

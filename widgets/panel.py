@@ -92,7 +92,10 @@ class Panel:
             elif isinstance(kind, str):
                 self._answer(request, self._desk.do(kind, content))
         except (HvdlabError, OSError, ImportError) as error:
-            self._answer(request, {"error": str(error)})
+            if kind == "hello":
+                self._send({"type": "nothing", "pool": content.get("pool", OWN), "text": str(error)}, [])
+            else:
+                self._answer(request, {"error": str(error)})
 
     def pool_changed(self) -> None:
         """The notebook has another pool now, or none. Any thread."""

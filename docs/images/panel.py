@@ -43,7 +43,7 @@ def take(lab: LabPage, name: str) -> None:
     page = lab.page
     page.keyboard.press("Control+B")  # the file browser
     lab.finish(0)
-    lab.finish(1)
+    lab.finish(1)  # starts the ranks
     page.locator("[data-command='hvdlab:toolbar-timeline']").click()
     page.locator(VIEW).wait_for()
     _make_room(lab)
@@ -61,7 +61,7 @@ def _make_room(lab: LabPage) -> None:
     x, y = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
     lab.page.mouse.move(x, y)
     lab.page.mouse.down()
-    lab.page.mouse.move(x, 330, steps=4)
+    lab.page.mouse.move(x, 440, steps=4)
     lab.page.mouse.up()
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     for name, theme in (("light", "JupyterLab Light"), ("dark", "JupyterLab Dark")):
         with tempfile.TemporaryDirectory() as directory:
             place = Path(directory) / "lab"
-            with lab_page(place, notebook, width=1280, height=960, theme=theme, scale=2, many=True) as lab:
+            with lab_page(place, notebook, width=1280, height=1150, theme=theme, scale=2, many=True) as lab:
                 take(lab, name)
         path = HERE / f"panel-{name}.png"
         Image.open(path).convert("RGB").quantize(192).save(path, optimize=True)

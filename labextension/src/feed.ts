@@ -222,7 +222,7 @@ export class Feed implements IDisposable {
     if (message.header.msg_type !== 'comm_msg') return;
     const data = content.data as FromKernel;
     if (data.type === 'answer') this.answered(data);
-    else if (data.type === 'nothing') this.nothing(this.channel(data.pool));
+    else if (data.type === 'nothing') this.nothing(this.channel(data.pool), data.text ?? '');
     else if (data.type === 'rows') this.rows(data, message.buffers ?? []);
     else if (this.isHere) for (const channel of this.channels.values()) this.hello(channel); // loaded again: it knows nothing of us
     this.arrive();
@@ -244,7 +244,8 @@ export class Feed implements IDisposable {
     else question?.reject(new Error(data.error));
   }
 
-  private nothing(channel: Channel): void {
+  private nothing(channel: Channel, problem: string): void {
+    channel.problem = problem;
     channel.ended = true;
     channel.store.heading = '';
     channel.store.version++;
@@ -258,6 +259,7 @@ export class Feed implements IDisposable {
       if (channel.recording) this.renewStore(channel);
       channel.recording = data.recording;
     }
+    channel.problem = '';
     if (data.heading !== undefined) channel.ended = data.heading === 'stopped';
     const { store, stream } = channel;
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);

@@ -19,6 +19,6 @@ export interface Pool extends JSONObject {
 /** What comes from the kernel, by `type`. */
 export type FromKernel =
   | { type: 'here'; protocol: number }
-  | { type: 'nothing'; pool: string }
+  | { type: 'nothing'; pool: string; text?: string }
   | { type: 'rows'; pool: string; recording: string }
   | ({ type: 'answer'; request: string | null; error?: string } & JSONObject);

@@ -176,11 +176,11 @@ def test_pools_are_shown_side_by_side(panel: Panel, desk: Desk, page: Page) -> N
 def test_questions_are_answered(panel: Panel, page: Page) -> None:
     panel.receive({"type": "pools", "request": "7"})
     panel.receive({"type": "save", "request": "8"})
-    panel.receive(hello("nowhere", request="9"))
+    panel.receive(hello("nowhere"))
     assert page.messages == [
         {"type": "answer", "request": "7", "pools": [{"id": ""}]},
         {"type": "answer", "request": "8", "error": "can't save"},
-        {"type": "answer", "request": "9", "error": "there is no pool `nowhere`"},
+        {"type": "nothing", "pool": "nowhere", "text": "there is no pool `nowhere`"},
     ]
 
 

@@ -64,7 +64,11 @@ def main() -> None:
                     lab.finish(cell)
                 lab.run(VIEW)
                 lab.page.locator(".hvd-metrics").wait_for()
-                lab.finish(TRAIN)
+                lab.run(TRAIN)
+                lab.page.wait_for_function(
+                    "() => document.querySelector('.hvd-metrics').hvdlab.values('loss', 0).length === 170",
+                    timeout=120_000,
+                )
                 lab.page.wait_for_timeout(1500)
                 lab.page.locator(".hvd-metrics").screenshot(path=HERE / f"metrics-{name}.png")
         path = HERE / f"metrics-{name}.png"

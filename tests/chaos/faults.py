@@ -57,6 +57,13 @@ FAULTS = (
     ),
     Fault("a rank is out of memory (its limit)", "failing", "exhaust", says="MemoryError"),
     Fault(
+        "a rank is out of descriptors (its limit)",
+        "failing",
+        "exhaust_descriptors",
+        weight=1,
+        says="Too many open files",
+    ),
+    Fault(
         "the transport fails",
         "failing",
         "break",
@@ -88,6 +95,18 @@ FAULTS = (
     ),
     Fault("os._exit", "dying", "exit", 1.0, PHASES, deadly=True, weight=4, says="exit code 7"),
     Fault("restart of one rank", "restarting", "", 1.0, spots=(), outside=True, deadly=True),
+    Fault(
+        "SIGKILL, and no process can be forked",
+        "dying_unreplaced",
+        "",
+        2.0,
+        spots=(),
+        outside=True,
+        deadly=True,
+        weight=1,
+        says="too many files are open",
+    ),
+    Fault("hostile bytes on every port", "bothering", "", 5.0, spots=(), outside=True, weight=1),
 )
 
 DEATHS_OF_PARTS = (

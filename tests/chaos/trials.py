@@ -7,7 +7,9 @@ import json
 import os
 import random
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,10 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from chaos import census
 from chaos.campaign import Campaign, Hang, Sink
 from chaos.faults import STALL, Fault
 from chaos.figures import Outcome
+from forked_ranks import allow_files
+from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.output.report import report
@@ -224,6 +230,59 @@ class Trial:
             self.outcome.wrong.append(
                 f"ranks {self.victim} and {other} died, and told was: {self.outcome.said}"
             )
+
+    def dying_unreplaced(self) -> None:
+        """A rank dies, and for a while the process that ranks are forked from may open nothing."""
+        run = self.begin()
+        self.await_instant()
+        os.kill(self._pids()[self.victim], signal.SIGKILL)
+        results = self.await_end(run)
+        if set(results.deaths) != {self.victim}:
+            self.outcome.wrong.append(f"deaths are {results.deaths}")
+        warm = self.campaign.pool._base._base.warm.pid
+        before = resource.prlimit(warm, resource.RLIMIT_NOFILE)
+        allow_files(warm, 0)
+        at = time.monotonic()
+        try:
+            self.campaign.pool.repair(timeout=self.campaign.hang_after)
+            self.outcome.wrong.append("the repair did not fail")
+        except StartError as error:
+            self.told(at, time.monotonic(), str(error))
+        finally:
+            resource.prlimit(warm, resource.RLIMIT_NOFILE, before)
+
+    def bothering(self) -> None:
+        """Strangers connect to all that listens, send what is no message, and stay."""
+        self.victim = self.outcome.victim = -1
+        run = self.begin(steps=60)
+        self.await_instant()
+        at = time.monotonic()
+        with contextlib.ExitStack() as strangers:
+            path = self.campaign.pool._base._base.coordinator.address.removeprefix("unix:")
+            unix = strangers.enter_context(socket.socket(socket.AF_UNIX))
+            unix.settimeout(self.campaign.hang_after)
+            unix.connect(path)
+            unix.sendall(len(garbage := self.rng.randbytes(200)).to_bytes(4, "little") + garbage)
+            with contextlib.suppress(ConnectionResetError):
+                while unix.recv(4096):
+                    pass
+            self.outcome.report = time.monotonic() - at
+            for port in self._ports():
+                tcp = strangers.enter_context(socket.socket())
+                tcp.settimeout(0.2)  # a port that lets no stranger in does not answer
+                with contextlib.suppress(OSError):
+                    tcp.connect(("127.0.0.1", port))
+                    tcp.sendall(self.rng.randbytes(self.rng.choice((1, 64, 5000))))
+            self._goes_on(run)
+
+    def _ports(self) -> list[int]:
+        """Where processes of the pool listen on the loopback interface."""
+        found: set[int] = set()
+        for pid in census.marked(self.campaign.mark):
+            with contextlib.suppress(psutil.Error):
+                listening = psutil.Process(pid).net_connections("tcp4")
+                found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
+        return sorted(found)
 
     def restarting(self) -> None:
         run = self.begin()

@@ -273,6 +273,18 @@ def _exhaust(training: Training, order: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def _exhaust_descriptors(training: Training, order: dict[str, Any]) -> None:
+    """Open one more than there may be."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        os.open(os.devnull, os.O_RDONLY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def _break(training: Training, order: dict[str, Any]) -> None:
     raise OSError(5, "the transport failed, as the campaign wants it")
 
@@ -290,5 +302,6 @@ DEEDS: dict[str, Callable[[Training, dict[str, Any]], bool | None]] = {
     "call_c": _call_c,
     "linger": _linger,
     "exhaust": _exhaust,
+    "exhaust_descriptors": _exhaust_descriptors,
     "break": _break,
 }

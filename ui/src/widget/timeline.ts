@@ -14,6 +14,8 @@ interface Shared {
   store: Store;
   view: Viewport;
   views: Set<Timeline>;
+  /** Called once the kernel has said anything; `null` when it has. */
+  waiting: Set<() => void> | null;
 }
 
 const shared = new WeakMap<Model, Shared>();
@@ -22,10 +24,12 @@ const shared = new WeakMap<Model, Shared>();
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
-    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set() };
+    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set(), waiting: new Set() };
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
     model.on('msg:custom', ((message: { type: string; name: string; text: string }, buffers: DataView[]) => {
+      one.waiting?.forEach(begin => begin());
+      one.waiting = null;
       const tell = (text: string) => one.views.forEach(view => view.tell(text));
       if (message.type === 'file') {
         download(message.name, buffers[0]);
@@ -43,7 +47,8 @@ function initialize({ model }: { model: Model }): void {
 }
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
-  const { store, view, views } = share(model);
+  const all = share(model);
+  const { store, view, views } = all;
   const actions: Actions = {
     save: kind => {
       timeline.tell(t('saving…'));
@@ -54,8 +59,17 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const timeline: Timeline = new Timeline(el, store, { view, height: Number(model.get('height')), actions, charts: (...place) => new Charts(...place) });
   (timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = timeline.api;
   views.add(timeline);
-  const showStill = hideStill(el, String(model.get('still')));
+  // A notebook that was only opened has a picture and no kernel: the picture stays.
+  let showStill = () => {};
+  const begin = () => {
+    timeline.root.hidden = false;
+    showStill = hideStill(el, String(model.get('still')));
+  };
+  timeline.root.hidden = true;
+  if (all.waiting) all.waiting.add(begin);
+  else begin();
   return () => {
+    all.waiting?.delete(begin);
     showStill();
     views.delete(timeline);
     timeline.dispose();

@@ -1,4 +1,4 @@
-"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[649],{400(e,t,i){var a=i(261),r=i.n(a),d=i(186),o=i.n(d),n=i(378),h=i.n(n),p=i(277),l=i.n(p),v=i(497),s=i.n(v),c=i(62),x=i.n(c),u=i(689),f={};f.styleTagTransform=x(),f.setAttributes=l(),f.insert=h().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),r()(u.A,f),u.A&&u.A.locals&&u.A.locals;var g=i(957),b={};b.styleTagTransform=x(),b.setAttributes=l(),b.insert=h().bind(null,"head"),b.domAPI=o(),b.insertStyleElement=s(),r()(g.A,b),g.A&&g.A.locals&&g.A.locals},689(e,t,i){var a=i(380),r=i.n(a),d=i(381),o=(i.n(d))()(r());o.push([e.id,`.hvd-view {
+"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[649],{400(e,t,i){var a=i(261),r=i.n(a),d=i(186),o=i.n(d),n=i(378),h=i.n(n),l=i(277),p=i.n(l),v=i(497),s=i.n(v),c=i(62),x=i.n(c),u=i(689),f={};f.styleTagTransform=x(),f.setAttributes=p(),f.insert=h().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),r()(u.A,f),u.A&&u.A.locals&&u.A.locals;var g=i(957),b={};b.styleTagTransform=x(),b.setAttributes=p(),b.insert=h().bind(null,"head"),b.domAPI=o(),b.insertStyleElement=s(),r()(g.A,b),g.A&&g.A.locals&&g.A.locals},689(e,t,i){var a=i(380),r=i.n(a),d=i(381),o=(i.n(d))()(r());o.push([e.id,`.hvd-view {
   --hvd-background: var(--jp-layout-color0, var(--vscode-editor-background, #fff));
   --hvd-text: var(--jp-ui-font-color1, var(--vscode-editor-foreground, #20252e));
   --hvd-faint: #68707d;
@@ -113,6 +113,7 @@
 .hvd-view .hvd-site { color: var(--hvd-faint); font-size: 11.5px; white-space: nowrap; }
 .hvd-view .hvd-site.hvd-link { border: 0; padding: 0; color: var(--hvd-link); text-decoration: underline; text-underline-offset: 2px; text-decoration-thickness: 1px; }
 .hvd-hint { margin-left: 8px; font-weight: 400; color: var(--hvd-faint); }
+.hvd-buttons button[aria-pressed="true"] { background: var(--hvd-fill); }
 .hvd-buttons button:hover { background: var(--hvd-fill); }
 .hvd-view :focus-visible { outline: 2px solid var(--hvd-work); outline-offset: -2px; }
 .hvd-plot { position: relative; }
@@ -123,7 +124,9 @@
 .hvd-fill-parent { display: flex; flex-direction: column; height: 100%; min-height: 0; border: 0; border-radius: 0; }
 .hvd-fill-parent > * { flex: none; }
 .hvd-fill-parent > .hvd-plot { overflow: hidden auto; }
-.hvd-fill-parent > .hvd-charts { overflow: hidden auto; max-height: 40%; }
+.hvd-fill-parent > .hvd-charts:not([hidden]) { display: flex; max-height: 32%; }
+.hvd-fill-parent > .hvd-charts > * { flex: 1; display: flex; flex-direction: column; min-width: 0; }
+.hvd-fill-parent > .hvd-charts .hvd-chart-list { flex: 1; max-height: none; min-height: 0; }
 .hvd-fill-parent > .hvd-details { flex: 1 1 0; overflow: auto; align-content: flex-start; }
 .hvd-legend { display: flex; flex-wrap: wrap; gap: 2px 16px; padding: 4px 12px 7px; color: var(--hvd-faint); }
 .hvd-swatch { display: inline-block; width: 12px; height: 12px; border-radius: 2px; vertical-align: -2px; }
@@ -163,6 +166,8 @@
 .hvd-details:empty { display: none; }
 .hvd-details section { flex: 1 1 260px; min-width: 0; }
 .hvd-details .hvd-names { flex: 2 1 460px; overflow-x: auto; }
+.hvd-details .hvd-both { flex: 2 1 600px; }
+.hvd-details .hvd-both + section { flex: 1 1 350px; }
 .hvd-view h4 { margin: 0 0 5px; padding: 0; font-size: 12px; font-weight: 600; }
 .hvd-view h4 code { font-size: 12px; background: none; color: inherit; }
 .hvd-view table { border-collapse: collapse; margin: 0; width: 100%; font-size: 12px; color: inherit; border: 0; }
@@ -249,6 +254,24 @@
 .hvd-chart-value .hvd-faint { font-size: 11px; }
 .hvd-chart-far { display: block; max-width: 100%; margin: 0; padding: 0; border: 0; background: none; font: inherit; font-size: 11px; text-align: left; cursor: pointer; }
 .hvd-chart-far:hover { text-decoration: underline; }
+.hvd-chart-label { position: relative; }
+.hvd-chart-log {
+  position: absolute;
+  right: 8px;
+  bottom: 5px;
+  padding: 0 5px;
+  border: 1px solid var(--hvd-line);
+  border-radius: 4px;
+  background: var(--hvd-background);
+  color: var(--hvd-faint);
+  font: inherit;
+  font-size: 10.5px;
+  line-height: 15px;
+  cursor: pointer;
+  opacity: 0;
+}
+.hvd-chart:hover .hvd-chart-log, .hvd-chart-log:focus-visible, .hvd-chart-log[aria-pressed="true"] { opacity: 1; }
+.hvd-chart-log[aria-pressed="true"] { border-color: var(--hvd-work); color: var(--hvd-work); }
 .hvd-chart-now { font-size: 13px; }
 .hvd-chart-plot { flex: none; cursor: crosshair; }
 .hvd-chart-plot .uplot, .hvd-chart-plot .u-wrap { position: relative; }
@@ -302,6 +325,8 @@
   line-height: var(--jp-code-line-height);
   text-align: left;
 }
+/* That area would be as high as a terminal with some lines. */
+.jp-HvdlabTimeline.jp-mod-down > .jp-HvdlabPanel { min-height: 340px; }
 .jp-HvdlabTimeline > .jp-Toolbar { align-items: center; }
 .jp-HvdlabPanel-source { display: flex; align-items: center; padding: 0 4px; }
 .jp-HvdlabPanel-source select {
@@ -327,4 +352,4 @@
 .jp-HvdlabStatus { cursor: pointer; }
 .jp-HvdlabStatus .jp-StatusBar-TextItem { font-variant-numeric: tabular-nums; }
 .jp-HvdlabStatus .jp-HvdlabStatus-lost { color: var(--jp-warn-color0, #a84300); font-weight: 600; }
-`,""]),i.d(t,{},{A:o})},381(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var i="",a=void 0!==t[5];return t[4]&&(i+="@supports (".concat(t[4],") {")),t[2]&&(i+="@media ".concat(t[2]," {")),a&&(i+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),i+=e(t),a&&(i+="}"),t[2]&&(i+="}"),t[4]&&(i+="}"),i}).join("")},t.i=function(e,i,a,r,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(a)for(var n=0;n<this.length;n++){var h=this[n][0];null!=h&&(o[h]=!0)}for(var p=0;p<e.length;p++){var l=[].concat(e[p]);a&&o[l[0]]||(void 0!==d&&(void 0===l[5]||(l[1]="@layer".concat(l[5].length>0?" ".concat(l[5]):""," {").concat(l[1],"}")),l[5]=d),i&&(l[2]&&(l[1]="@media ".concat(l[2]," {").concat(l[1],"}")),l[2]=i),r&&(l[4]?(l[1]="@supports (".concat(l[4],") {").concat(l[1],"}"),l[4]=r):l[4]="".concat(r)),t.push(l))}},t}},380(e){e.exports=function(e){return e[1]}},261(e){var t=[];function i(e){for(var i=-1,a=0;a<t.length;a++)if(t[a].identifier===e){i=a;break}return i}function a(e,a){for(var r={},d=[],o=0;o<e.length;o++){var n=e[o],h=a.base?n[0]+a.base:n[0],p=r[h]||0,l="".concat(h," ").concat(p);r[h]=p+1;var v=i(l),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==v)t[v].references++,t[v].updater(s);else{var c=function(e,t){var i=t.domAPI(t);return i.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&i.update(e=t):i.remove()}}(s,a);a.byIndex=o,t.splice(o,0,{identifier:l,updater:c,references:1})}d.push(l)}return d}e.exports=function(e,r){var d=a(e=e||[],r=r||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=i(d[o]);t[n].references--}for(var h=a(e,r),p=0;p<d.length;p++){var l=i(d[p]);0===t[l].references&&(t[l].updater(),t.splice(l,1))}d=h}}},378(e){var t={};e.exports=function(e,i){var a=function(e){if(void 0===t[e]){var i=document.querySelector(e);if(window.HTMLIFrameElement&&i instanceof window.HTMLIFrameElement)try{i=i.contentDocument.head}catch(e){i=null}t[e]=i}return t[e]}(e);if(!a)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");a.appendChild(i)}},497(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},277(e,t,i){e.exports=function(e){var t=i.nc;t&&e.setAttribute("nonce",t)}},186(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(i){var a,r,d;a="",i.supports&&(a+="@supports (".concat(i.supports,") {")),i.media&&(a+="@media ".concat(i.media," {")),(r=void 0!==i.layer)&&(a+="@layer".concat(i.layer.length>0?" ".concat(i.layer):""," {")),a+=i.css,r&&(a+="}"),i.media&&(a+="}"),i.supports&&(a+="}"),(d=i.sourceMap)&&"u">typeof btoa&&(a+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(a,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},62(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}}}]);
+`,""]),i.d(t,{},{A:o})},381(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var i="",a=void 0!==t[5];return t[4]&&(i+="@supports (".concat(t[4],") {")),t[2]&&(i+="@media ".concat(t[2]," {")),a&&(i+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),i+=e(t),a&&(i+="}"),t[2]&&(i+="}"),t[4]&&(i+="}"),i}).join("")},t.i=function(e,i,a,r,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(a)for(var n=0;n<this.length;n++){var h=this[n][0];null!=h&&(o[h]=!0)}for(var l=0;l<e.length;l++){var p=[].concat(e[l]);a&&o[p[0]]||(void 0!==d&&(void 0===p[5]||(p[1]="@layer".concat(p[5].length>0?" ".concat(p[5]):""," {").concat(p[1],"}")),p[5]=d),i&&(p[2]&&(p[1]="@media ".concat(p[2]," {").concat(p[1],"}")),p[2]=i),r&&(p[4]?(p[1]="@supports (".concat(p[4],") {").concat(p[1],"}"),p[4]=r):p[4]="".concat(r)),t.push(p))}},t}},380(e){e.exports=function(e){return e[1]}},261(e){var t=[];function i(e){for(var i=-1,a=0;a<t.length;a++)if(t[a].identifier===e){i=a;break}return i}function a(e,a){for(var r={},d=[],o=0;o<e.length;o++){var n=e[o],h=a.base?n[0]+a.base:n[0],l=r[h]||0,p="".concat(h," ").concat(l);r[h]=l+1;var v=i(p),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==v)t[v].references++,t[v].updater(s);else{var c=function(e,t){var i=t.domAPI(t);return i.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&i.update(e=t):i.remove()}}(s,a);a.byIndex=o,t.splice(o,0,{identifier:p,updater:c,references:1})}d.push(p)}return d}e.exports=function(e,r){var d=a(e=e||[],r=r||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=i(d[o]);t[n].references--}for(var h=a(e,r),l=0;l<d.length;l++){var p=i(d[l]);0===t[p].references&&(t[p].updater(),t.splice(p,1))}d=h}}},378(e){var t={};e.exports=function(e,i){var a=function(e){if(void 0===t[e]){var i=document.querySelector(e);if(window.HTMLIFrameElement&&i instanceof window.HTMLIFrameElement)try{i=i.contentDocument.head}catch(e){i=null}t[e]=i}return t[e]}(e);if(!a)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");a.appendChild(i)}},497(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},277(e,t,i){e.exports=function(e){var t=i.nc;t&&e.setAttribute("nonce",t)}},186(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(i){var a,r,d;a="",i.supports&&(a+="@supports (".concat(i.supports,") {")),i.media&&(a+="@media ".concat(i.media," {")),(r=void 0!==i.layer)&&(a+="@layer".concat(i.layer.length>0?" ".concat(i.layer):""," {")),a+=i.css,r&&(a+="}"),i.media&&(a+="}"),i.supports&&(a+="}"),(d=i.sourceMap)&&"u">typeof btoa&&(a+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(a,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},62(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}}}]);

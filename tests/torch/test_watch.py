@@ -374,6 +374,6 @@ def norms(steps: int) -> list[tuple[Any, Any]]:
 
 def test_ranks_see_the_norm_of_the_reduced_gradients() -> None:
     with Ranks(2, imports=["hvdlab.torch"]) as ranks:
-        first, second = ranks.run(norms, 4)
+        first, second = ranks.run(norms, 4, timeout=60)
     assert first == second
     assert [step for step, _ in first] == [1, 2, 3, 4]

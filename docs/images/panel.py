@@ -26,7 +26,7 @@ optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), 
 """
 TRAINING = """\
 %%hvd_run
-for number in range(60):
+for number in range(500):
     data = torch.randn(64, 512)
     time.sleep(0.05 + 0.05 * (hvd.rank() == 2))   # rank 2 reads from a slow disk
     optimizer.zero_grad()

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdlab.collectives.fingerprint import SIZE, fingerprint
 from hvdlab.kernel_ext.inspect.arrays import ArraySource, array_source
-from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, type_name
+from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, is_scalar_type, type_name
 from hvdlab.kernel_ext.rank.failures import one_line
 
 MOST_LEAVES = 20_000
@@ -193,7 +193,7 @@ def _key(key: Any) -> str:
 
 def _sequence(value: Any) -> Parts:
     items = list(_iterate(value))
-    if len(items) > LONG and all(map(is_scalar, items)):
+    if len(items) > LONG and all(map(is_scalar_type, set(map(type, items)))):
         return Long(items)
     return [(f"[{number}]", item) for number, item in enumerate(items)]
 

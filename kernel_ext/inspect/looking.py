@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.inspect.overview import BUDGET, Overview, TensorTable
 from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.inspect.special import SPECIAL
 from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import Completions, Names
+from hvdlab.kernel_ext.payloads import Names
 from hvdlab.kernel_ext.questions import Answer
 
 if TYPE_CHECKING:
@@ -94,11 +94,6 @@ class Looking:
         raise NotImplementedError
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        raise NotImplementedError
-
-    def complete(
-        self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
-    ) -> Completions | None:
         raise NotImplementedError
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:

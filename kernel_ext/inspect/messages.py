@@ -185,6 +185,7 @@ class View(Payload, frozen=True):
         lines: What kind of value it is, then more about it.
         nbytes: Size of its arrays, or of itself.
         cell: Id of the cell that was running: the value may have been changing.
+        names: Its attributes.
     """
 
     ticket: int
@@ -192,6 +193,7 @@ class View(Payload, frozen=True):
     nbytes: int = 0
     error: str = ""
     cell: str = ""
+    names: tuple[str, ...] = ()
 
 
 class AskVariables(Payload, frozen=True):

@@ -22,7 +22,11 @@ _TORCH = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 
 def is_scalar(value: Any) -> bool:
     """Whether :func:`content` knows it."""
-    kind = type(value)
+    return is_scalar_type(type(value))
+
+
+def is_scalar_type(kind: type) -> bool:
+    """Whether :func:`content` knows values of this type."""
     return (
         issubclass(kind, tuple(_PLAIN))
         or kind in _CONSTANTS

@@ -22,6 +22,9 @@ class Ranks(tuple[int, ...]):
         made._pool = pool
         return made
 
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
+        return tuple, (tuple(self),)  # a copy is just numbers
+
     @overload  # type: ignore[override]  # said above
     def __getitem__(self, index: SupportsIndex, /) -> RankView: ...
     @overload
@@ -99,10 +102,8 @@ class ValueView:
         return ValueView(self._pool, self._rank, f"({self._expression})[{key!r}]")
 
     def __dir__(self) -> Iterable[str]:
-        code = f"{self._expression}."
-        found = self._pool.complete(code, len(code), rank=self._rank)
-        names = [match.rpartition(".")[2] for match in found.matches] if found is not None else []
-        return ["pull", *names]
+        found = self._pool.view(self._expression, [self._rank]).get(self._rank)
+        return ["pull", *(found.names if found is not None else ())]
 
     def __repr__(self) -> str:
         found = self._pool.view(self._expression, [self._rank]).get(self._rank)

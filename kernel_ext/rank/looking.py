@@ -37,6 +37,8 @@ WITHIN = 5.0
 MOST_PARTS = 2000
 """Leaves of one variable that are looked at for an overview."""
 
+MOST_NAMES = 500
+
 
 class Looker:
     """Answers questions about variables.
@@ -68,7 +70,8 @@ class Looker:
         if isinstance(question, AskView):
             value = eval(question.expression, self._shell.user_global_ns, self._shell.user_ns)
             lines = tuple(describe(value))
-            return View(question.ticket, lines, size_of(value, _nbytes(value)), cell=cell)
+            names = tuple(name for name in dir(value) if not name.startswith("_"))[:MOST_NAMES]
+            return View(question.ticket, lines, size_of(value, _nbytes(value)), cell=cell, names=names)
         if isinstance(question, AskVariables):
             return Variables(question.ticket, self._variables(question.budget), cell)
         return self._tensors(question, cell)

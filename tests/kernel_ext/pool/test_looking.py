@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -65,6 +66,7 @@ def test_ranks_are_numbers_still(pool: Pool) -> None:
     assert pool.ranks == (0, 1)
     assert list(pool.ranks) == [0, 1]
     assert pool.ranks[:1] == (0,)
+    assert type(copy.deepcopy(pool.ranks)) is tuple
     assert pool.ranks[1] == 1
     with pytest.raises(IndexError, match="there is no rank 7; the pool has ranks 0,1"):
         pool.ranks[7]

@@ -38,12 +38,15 @@ class Desk(Protocol):
 
     def recording(self, pool: str) -> Recording | None:
         """That of a pool; ``None`` if there are no ranks now."""
+        ...
 
     def pools(self) -> list[dict[str, Any]]:
         """All pools that can be shown."""
+        ...
 
     def do(self, what: str, content: Content) -> dict[str, Any]:
         """Anything else, such as saving; returns the answer."""
+        ...
 
 
 @dataclass

@@ -14,6 +14,8 @@ SECOND = 1_000_000_000
 SECONDS_KEPT = 600
 """What comes later than this is not added to the seconds that it was in."""
 INTERVALS_KEPT = 65_536
+ARRIVALS_KEPT = 16_384
+"""Collectives of which it is known when they were asked for; only those under way lately can still turn out otherwise."""
 
 
 class Shares:
@@ -188,6 +190,8 @@ class Shares:
         for one in every:
             one.forget(before)
         kept = self._finish >= before
+        if len(kept) > ARRIVALS_KEPT:
+            kept[:-ARRIVALS_KEPT] = False
         if not kept.all():
             self._arrival, self._finish = self._arrival[kept], self._finish[kept]
         for known in (self._blocked, self._said):

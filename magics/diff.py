@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 def diff_parser() -> MagicParser:
     parser = MagicParser("%hvd_diff", "Compare variables, models, optimizers or their parts over the ranks.")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="variables or expressions without blanks, such as model.fc"
+        "names", nargs="*", metavar="NAME", help="variables or expressions, such as model.fc or 'a + b'"
     )
     parser.add_argument("--ranks", metavar="0,2-3,::2", help="these ranks only")
     parser.add_argument("--rng", action="store_true", help="the states of random, numpy and torch")
@@ -27,6 +29,12 @@ def diff_parser() -> MagicParser:
         "--env", action="store_true", help="versions of libraries, environment variables, torch's settings"
     )
     return parser
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line with their quotes, as in ``state['rate']``; what is quoted as a whole may have blanks."""
+    words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""", line)
+    return [word[1:-1] if re.fullmatch(r"""'[^']*'|"[^"]*\"""", word) else word for word in words]
 
 
 @magics_class
@@ -42,7 +50,7 @@ class DiffMagics(Magics):
     def hvd_diff(self, line: str) -> Diff | None:
         """Show on which ranks a variable differs, in what, where first and by how much."""
         parser = diff_parser()
-        options = parser.parse(line)
+        options = parser.parse(shlex.join(words_of(line)))
         if options.help:
             print(parser.format_help())
             return None

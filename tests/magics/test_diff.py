@@ -51,6 +51,11 @@ def test_the_table_is_not_longer_than_a_screen(notebook: Notebook, asked: list[t
     assert result._repr_html_().count("<tr>") == 21
 
 
+def test_names_may_have_quotes(notebook: Notebook, asked: list[tuple[Any, ...]]) -> None:
+    notebook.run("%hvd_diff state['rate'] \"a + b\" state['the rate']")
+    assert [name for name, _, _ in asked] == ["state['rate']", "a + b", "state['the rate']"]
+
+
 def test_something_must_be_named(notebook: Notebook, asked: list[tuple[Any, ...]]) -> None:
     assert "say what to compare" in str(notebook.run("%hvd_diff").error)
     assert "did you mean --rng?" in str(notebook.run("%hvd_diff --rgn").error)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
@@ -17,12 +14,11 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ra
 from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import TimePassed
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.inspect.views import Ranks
 from hvdlab.kernel_ext.leftovers import LeftCell
+from hvdlab.kernel_ext.measuring import Measuring
 from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import (
@@ -37,12 +33,13 @@ from hvdlab.kernel_ext.payloads import (
     Stack,
     Status,
 )
-from hvdlab.kernel_ext.recording import Recording, save_trace
+from hvdlab.kernel_ext.recording import Recording
+from hvdlab.kernel_ext.running import Running
+from hvdlab.kernel_ext.sizing import Sizing
 from hvdlab.kernel_ext.status import RankStatus
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
-    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.kernel_ext.warm.ahead import WarmPool
 
@@ -50,7 +47,7 @@ ANSWER_WITHIN = 1.0
 """Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
 
 
-class Pool(Looking):
+class Pool(Running, Measuring, Sizing, Looking):
     """Ranks. Made by :meth:`start`; all methods may be called from any thread.
 
     Attributes:
@@ -257,178 +254,6 @@ class Pool(Looking):
                 self._base.runs.answers_again(rank, cell)
         return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
 
-    # -- timeline -------------------------------------------------------------------------------------------------
-
-    @property
-    def timeline(self) -> Path | None:
-        """The file that a timeline is being written to."""
-        return self._timeline.path if self._timeline is not None else None
-
-    def start_timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
-
-        Raises:
-            InvalidRequestError: One is being written already.
-            OSError: The file can't be created.
-        """
-        self._check_running()
-        with self._changing:
-            if self._timeline is not None:
-                raise InvalidRequestError(
-                    f"a timeline is being written to {self._timeline.path} already; stop it first."
-                )
-            self._timeline = Recording(self.client, Path(path).absolute())
-            return self._timeline.path
-
-    def stop_timeline(self) -> Path | None:
-        """Complete the file that :meth:`start_timeline` began, and return it; None if there is none.
-
-        Raises:
-            OSError: The disk failed; the file holds what was written before.
-        """
-        with self._changing:
-            recording, self._timeline = self._timeline, None
-        if recording is None:
-            return None
-        recording.stop()
-        return recording.path
-
-    # -- cells ----------------------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        source: str,
-        *,
-        ranks: Sequence[int] | None = None,
-        label: str = "",
-        line_offset: int = 1,
-        out: OutputSink | None = None,
-        timeout: float | None = None,
-        want_value: bool = True,
-    ) -> CellResults:
-        """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
-
-        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` tell.
-
-        Args:
-            source: Python source, with IPython's magics and ``!``.
-            ranks: Where; by default everywhere.
-            label: How users know the cell, such as ``[7]``.
-            line_offset: Lines of the notebook's cell above ``source``.
-            out: Takes the output.
-            timeout: Seconds after which the ranks are interrupted.
-            want_value: Whether the last expression's values are wanted.
-
-        Raises:
-            InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
-        """
-        return self._dispatch(source, ranks, label, line_offset, out, timeout, want_value).wait()
-
-    def start_run(
-        self,
-        source: str,
-        *,
-        ranks: Sequence[int] | None = None,
-        label: str = "",
-        line_offset: int = 1,
-        out: OutputSink | None = None,
-        timeout: float | None = None,
-        want_value: bool = True,
-    ) -> CellHandle:
-        """Like :meth:`run`, in the background: returns at once.
-
-        Raises:
-            StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
-        """
-        handle = self._dispatch(source, ranks, label, line_offset, out, timeout, want_value)
-        try:
-            with checks.limits_told("the cell could not be run in the background"):
-                handle.drive_in_background()
-        except StartError:
-            handle.interrupt()
-            handle.wait()
-            raise
-        return handle
-
-    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
-        self._base.runs.interrupt(self._chosen(ranks))
-
-    def _dispatch(
-        self,
-        source: str,
-        ranks: Sequence[int] | None,
-        label: str,
-        line_offset: int,
-        out: OutputSink | None,
-        timeout: float | None,
-        want_value: bool,
-    ) -> CellHandle:
-        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
-        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
-        try:
-            handle = self._base.runs.dispatch(
-                cell,
-                chosen,
-                source,
-                label=label,
-                line_offset=line_offset,
-                sink=recorder,
-                timeout=timeout,
-                want_value=want_value,
-            )
-        except BaseException:
-            self._base.transcripts.forget(cell)
-            raise
-        recorder.driven(lambda: handle.feed(TimePassed()))
-        return handle
-
-    # -- what was measured ----------------------------------------------------------------------------------------
-
-    @overload
-    def trace(self, *, arrow: Literal[False] = False) -> DataFrame: ...
-    @overload
-    def trace(self, *, arrow: Literal[True]) -> Any: ...
-    def trace(self, *, arrow: bool = False) -> Any:
-        """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
-
-        ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
-        what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
-
-        Args:
-            arrow: As a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
-
-        Raises:
-            ModuleNotFoundError: pandas, or pyarrow, is not installed.
-        """
-        recording = self.client.recording
-        return recording.arrow() if arrow else recording.table()
-
-    def metrics(self) -> DataFrame:
-        """All that the ranks measured, as a pandas table with a row per point.
-
-        The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
-        (missing if none was said) and ``unit``. The newest points of each series are kept;
-        ``table.attrs["dropped"]`` says how many are missing.
-        """
-        return self.client.recording.metrics()
-
-    def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
-        """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
-
-        Args:
-            path: A name that ends in ``.json`` or ``.json.gz`` (Chrome's format) or ``.pftrace`` (Perfetto's, the smallest).
-            format: One of these, for a file whose name says something else.
-
-        Returns:
-            The file's whole path.
-
-        Raises:
-            InvalidRequestError: There is no such format.
-            OSError: It could not be written; a file that was there stays as it was.
-        """
-        return save_trace(self.client, path, format)
-
     # -- variables ------------------------------------------------------------------------------------------------
 
     def push(self, /, ranks: Sequence[int] | None = None, **values: Any) -> None:
@@ -489,53 +314,6 @@ class Pool(Looking):
                 f"rank {missing[0]} is lost ({lost[missing[0]]}); `%hvd_pool repair` or pool.repair() replaces it."
             )
         raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
-
-    # -- size -----------------------------------------------------------------------------------------------------
-
-    def resize(self, np: int, *, timeout: float = 60) -> None:
-        """Change the number of ranks. Those that stay keep their process and variables.
-
-        Raises:
-            InvalidRequestError: This size can't be had; nothing has changed.
-            StartError: A new rank did not start; the others are as before.
-        """
-        self._check_running()
-        wanted = checks.check_size(np)
-        with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
-            self._base.check_resizable(wanted)
-            self._base.group.want(range(wanted), Deadline(timeout))
-            self._base.note_kept()
-
-    def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
-        """Start lost ranks again under their old numbers, with empty memory. Returns them.
-
-        Raises:
-            StartError: One did not start; it stays lost.
-        """
-        self._check_running()
-        deadline = Deadline(timeout)
-        with self._changing:
-            self._base.group.settle(deadline)
-            lost = self._base.group.members.lost
-            if lost:
-                self._base.check_replaceable()
-                self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
-            return lost
-
-    def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
-        """End ranks (by default all), whatever they are doing, and start them again with empty memory."""
-        self._check_running()
-        with self._changing:
-            self._base.check_replaceable()
-            wanted = self._base.group.members.wanted
-            chosen = wanted if ranks is None else tuple(ranks)
-            if unknown := sorted(set(chosen) - set(wanted)):
-                raise InvalidRequestError(
-                    f"there is no rank {unknown[0]}; the pool has {format_ranks(wanted)}."
-                )
-            deadline = Deadline(timeout)
-            self._base.group.end(chosen, deadline)
-            self._base.group.want(wanted, deadline, replace_lost=True)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Links:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 return False
-            await poller.poll(remaining * 1000)
+            await poller.poll(int(remaining * 1000) + 1)
         return True
 
     def _all_up(self) -> bool:

@@ -1,0 +1,116 @@
+"""What a pool does with cells."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.events import TimePassed
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.base import PoolBase
+
+
+class Running:
+    """The part of a pool that runs cells; :class:`~hvdlab.kernel_ext.pool.Pool` has the rest."""
+
+    _base: PoolBase
+
+    def run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+    ) -> CellResults:
+        """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
+
+        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` tell.
+
+        Args:
+            source: Python source, with IPython's magics and ``!``.
+            ranks: Where; by default everywhere.
+            label: How users know the cell, such as ``[7]``.
+            line_offset: Lines of the notebook's cell above ``source``.
+            out: Takes the output.
+            timeout: Seconds after which the ranks are interrupted.
+            want_value: Whether the last expression's values are wanted.
+
+        Raises:
+            InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
+        """
+        return self._dispatch(source, ranks, label, line_offset, out, timeout, want_value).wait()
+
+    def start_run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+    ) -> CellHandle:
+        """Like :meth:`run`, in the background: returns at once.
+
+        Raises:
+            StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
+        """
+        handle = self._dispatch(source, ranks, label, line_offset, out, timeout, want_value)
+        try:
+            with checks.limits_told("the cell could not be run in the background"):
+                handle.drive_in_background()
+        except StartError:
+            handle.interrupt()
+            handle.wait()
+            raise
+        return handle
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
+        self._base.runs.interrupt(self._chosen(ranks))
+
+    def _dispatch(
+        self,
+        source: str,
+        ranks: Sequence[int] | None,
+        label: str,
+        line_offset: int,
+        out: OutputSink | None,
+        timeout: float | None,
+        want_value: bool,
+    ) -> CellHandle:
+        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
+        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
+        try:
+            handle = self._base.runs.dispatch(
+                cell,
+                chosen,
+                source,
+                label=label,
+                line_offset=line_offset,
+                sink=recorder,
+                timeout=timeout,
+                want_value=want_value,
+            )
+        except BaseException:
+            self._base.transcripts.forget(cell)
+            raise
+        recorder.driven(lambda: handle.feed(TimePassed()))
+        return handle
+
+    # -- what the rest of a pool has ------------------------------------------------------------------------------
+
+    def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        raise NotImplementedError

@@ -12,6 +12,7 @@ import pytest
 from live_kernel import LiveKernel
 
 SET_UP = "%%hvd_run\nimport os\nx = {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nx['pid']"
+LATER = "%%hvd_run --background\nprint('began')\nopen(os.environ['DOOR']).read()\nprint('meanwhile')\n6 * 7"
 LOOK = "%%hvd_run\nassert x == {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nprint('intact')"
 
 
@@ -54,6 +55,41 @@ def test_variables_outlive_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         kernel.run("%unload_ext hvdlab")
         _, alive = psutil.wait_procs(ranks_of(tmp_path), timeout=5)
         assert alive == []
+    finally:
+        kernel.close()
+        for process in ranks_of(tmp_path):
+            process.kill()
+
+
+@pytest.mark.soak
+def test_what_a_cell_does_while_no_kernel_is_there_appears_under_the_attach(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "")
+    monkeypatch.setenv("DOOR", str(tmp_path / "door"))
+    os.mkfifo(tmp_path / "door")
+    kernel = LiveKernel(tmp_path)
+    try:
+        kernel.run("%load_ext hvdlab")
+        kernel.run("%hvd_pool start 1 --keep mine")
+        kernel.run(SET_UP)
+        kernel.run(LATER)
+        kernel.manager.restart_kernel(now=True)
+        kernel.client.wait_for_ready(timeout=60)
+        (tmp_path / "door").write_text("go")
+        kernel.run("%load_ext hvdlab")
+        cell = kernel.run(
+            "%hvd_pool attach\n"
+            "from hvdlab.magics.extension import extension_of\n"
+            "_ = extension_of(get_ipython()).session.pool.resumed[0].wait(60)"
+        )
+        assert cell.error is None, cell.error
+        assert "of the notebook before" in cell.text()
+        assert "meanwhile" in cell.text()
+        assert "42" in cell.text()
+        kernel.run("%hvd_pool stop")
+        kernel.run("%unload_ext hvdlab")
     finally:
         kernel.close()
         for process in ranks_of(tmp_path):

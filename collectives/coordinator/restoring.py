@@ -46,6 +46,7 @@ class Restoring:
         self.resumed: dict[int, m.Resume] = {}
         self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        self.ran_in: dict[int, int] = {}  # the processes that the client knew then
         self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
         self.ended: dict[
             tuple[str, int], None
@@ -116,6 +117,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
     restoring = state.restoring
     restoring.recalled = True
     restoring.cells = message.cells
+    restoring.ran_in = {member.rank: member.pid for member in message.members}
     if restoring.active:
         for member in message.members:
             restoring.alive[member.rank] = member.pid
@@ -195,6 +197,8 @@ def _begin_cells(state: CoordinatorState) -> None:
     for cell, on in restoring.cells:
         for rank in on:
             there = rank in ranks and ranks[rank].tracked and rank not in restoring.renewed
-            if there and (cell, rank) not in restoring.ended:
+            # A connection that the client has given up may be read late, and speak of a process that died since then.
+            same = there and restoring.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
+            if same and (cell, rank) not in restoring.ended:
                 state.cells.begin(cell, rank)
     restoring.cells = ()

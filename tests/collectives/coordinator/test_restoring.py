@@ -281,6 +281,18 @@ def test_cells_go_on_and_ends_count_even_if_the_client_has_not_heard_of_them() -
     assert "ZeroDivisionError" in abort.text
 
 
+def test_a_cell_of_a_process_that_died_is_not_one_of_its_successor() -> None:
+    successor = Successor(None, tracked=True)
+    successor.connect(0, pid=77)
+    successor.says(0, m.Resume((), (0,)))
+    successor.comes(1, cells=("c7",), alive=(0, 1))
+    successor.client(m.Recall((0, 1), members(0, 1), cells=(("c7", (1,)),)))
+    successor.wait()
+    # Over a connection that the client gave up before it knew that rank 0 had died.
+    successor.client(m.Recall((0, 1), members(0, 1), cells=(("c7", (0, 1)),)))
+    assert [successor.state.cells.active(rank) for rank in (0, 1)] == [False, True]
+
+
 def test_elastic_training_goes_on() -> None:
     successor = Successor(2)
     world = m.KnownSet(0, 7, (0, 1))

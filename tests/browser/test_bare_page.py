@@ -48,9 +48,16 @@ RENDER = """async ([source, traits]) => {
     const url = URL.createObjectURL(new Blob([source], { type: 'text/javascript' }));
     const { default: widget } = await import(url);
     window.sent = [];
-    const model = { get: name => traits[name], on() {}, off() {}, send: content => window.sent.push(content) };
+    const heard = {};
+    const on = (event, act) => { heard[event] = act; };
+    const model = { get: name => traits[name], on, off() {}, send: content => window.sent.push(content) };
     widget.initialize?.({ model });
     window.end = await widget.render({ model, el: document.getElementById('at') });
+    // The kernel says that there is nothing yet: until it says anything, a still picture would stay in the view's place.
+    const empty = { after: 0, from: 0, count: 0, namesFrom: 0, names: [], sites: [], marks: [], lost: 0, clockErrors: [],
+        seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0 };
+    const none = () => new DataView(new ArrayBuffer(0));
+    heard['msg:custom']?.({ type: 'rows', ...empty }, [none(), none()]);
 }"""
 
 

@@ -45,6 +45,17 @@ def wait_for(set_id: int) -> None:
     api.synchronize(operation)
 
 
+operations: list[api.Operation] = []
+
+
+def begin(set_id: int) -> None:
+    operations.append(api.allreduce_async(np.ones(4), "begun", op=api.Sum, process_set=set_id))
+
+
+def finish() -> None:
+    api.synchronize(operations.pop())
+
+
 def join(set_id: int) -> int:
     return api.join(set_id)
 
@@ -140,9 +151,9 @@ def test_a_deadlock_over_a_set_that_is_joined_is_found(four: Ranks) -> None:
 def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
     with Ranks(4) as ranks:
         left, right = ranks.run(add, [0, 1])[0], ranks.run(add, [2, 3])[0]
-        waiting = ranks.start(reduce, left, ranks=[0])
+        ranks.run(begin, left, ranks=[0])
         ranks.kill(1)
-        (error,) = waiting.outcomes(20)
+        (error,) = ranks.outcomes(finish, ranks=[0])
         assert isinstance(error, AbortedError)
         assert error.cause.kind is CauseKind.RANK_DIED
         assert ranks.run(reduce, right, ranks=[2, 3]) == [2.0, 2.0]

@@ -84,9 +84,16 @@ class Examining:
 
     def _put(self, question: Question | int) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
-            self._loop.call_soon_threadsafe(self._questions.put_nowait, question)
+            self._loop.call_soon_threadsafe(self._deliver, question)
 
     # -- main thread --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, question: Question | int) -> None:
+        # The examination may have ended since the question came: then nobody would take it out.
+        if isinstance(question, int) or self.again(question.lot) is not None:
+            self._questions.put_nowait(question)
+        else:
+            self._reply(Done(question.ticket, OVER))
 
     async def run(self, request: Examine) -> None:
         """Examine a value, answer, and stay with it until it is released or the pool seems to be gone."""

@@ -1,0 +1,35 @@
+"""Every question about an examination is answered, also one that comes in the moment of its end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from hvdlab.kernel_ext.inspect.messages import AskLeaves, Examine, Examined, Leaves
+from hvdlab.kernel_ext.payloads import Done, ToPool
+from hvdlab.kernel_ext.rank.examining import OVER, Examining
+
+
+def test_a_question_that_comes_with_the_end_is_answered() -> None:
+    answers: list[ToPool] = []
+
+    async def scenario() -> None:
+        def reply(answer: ToPool) -> None:
+            answers.append(answer)
+            if isinstance(answer, Examined):
+                examining.ask(AskLeaves(8, 5, 0))
+            elif isinstance(answer, Leaves):
+                # As from another thread, while the rank is still busy with the question before.
+                examining.release(5)
+                examining.ask(AskLeaves(9, 5, 0))
+
+        shell = SimpleNamespace(user_ns={"x": [1, 2, 3]}, user_global_ns={})
+        examining = Examining(shell, asyncio.get_running_loop(), lambda: 0, lambda: 1, reply)
+        await examining.run(Examine(5, "x"))
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert [type(answer) for answer in answers] == [Examined, Leaves, Done]
+    last = answers[-1]
+    assert isinstance(last, Done)
+    assert (last.ticket, last.error) == (9, OVER)

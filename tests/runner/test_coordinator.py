@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCRIPT = """
-    import os, pathlib, signal, sys
+    import os, pathlib, signal, sys, time
     import numpy as np
     from hvdlab.collectives import api, context
     from hvdlab.collectives.errors import AbortedError
@@ -23,7 +23,13 @@ SCRIPT = """
     rank = context.init().rank
     for step in range(3):
         api.barrier()
-        if rank == 0:
+        # Rank 1 must have left it, or else the barrier would be lost there and be over here.
+        left = pathlib.Path(f"{__file__}.{step}")
+        if rank == 1:
+            left.touch()
+        else:
+            while not left.exists():
+                time.sleep(0.001)
             kill_the_coordinator()
         while True:
             try:

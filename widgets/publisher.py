@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.rows import Rows
 from hvdlab.widgets.messages import pack_marks, pack_rows
 from hvdlab.widgets.points import POINTS_PER_MESSAGE, SeriesNews
 from hvdlab.widgets.rank_rows import RankNews
@@ -56,7 +57,7 @@ class Publisher:
         self._since: tuple[int, int] | None = None  # a row and a point
         self._heard = False
         self._row = self._name = self._stamp = 0
-        self._skipped = 0
+        self._skipped = self._cleared = 0
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
         self._starting = threading.Lock()
@@ -103,7 +104,7 @@ class Publisher:
         recording = self._recording
         again = [time.monotonic() + seconds for seconds in AGAIN]
         version, told = -1, recording.version
-        drawn, drawn_at, picture_due = (-1, -1), time.monotonic(), False
+        drawn, drawn_at, picture_due = (-1, -1, -1), time.monotonic(), False
         while not self._closing.is_set():
             if recording.closed and version == recording.version and self._since is None:
                 break
@@ -128,7 +129,7 @@ class Publisher:
             if self._heard or again:
                 self._flush()
             # Ranks that do nothing still say every second how much memory they use.
-            if drawn != (drawn := (recording.end, self._stamp)):
+            if drawn != (drawn := (recording.end, self._stamp, recording.cleared_end)):
                 drawn_at, picture_due = time.monotonic(), True
             elif picture_due and time.monotonic() - drawn_at >= QUIET:
                 picture_due = False
@@ -172,18 +173,34 @@ class Publisher:
                 return
             self._closing.wait(INTERVAL)
 
+    def _rows(self, most: int) -> tuple[int, Rows, int]:
+        """Rows that come next, the number of the first, and before which number all were cleared then."""
+        recording = self._recording
+        while True:
+            cleared = recording.cleared_end
+            first, rows = recording.rows_since(self._row, most)
+            if recording.cleared_end == cleared:
+                return first, rows, cleared
+
     def _send_rows(self, news: dict[str, Any], most: int) -> None:
         recording = self._recording
-        first, rows = recording.rows_since(self._row, most)
+        first, rows, cleared = self._rows(most)
         names = recording.names[self._name :]
         sites = recording.sites[self._name : self._name + len(names)]
+        if cleared != self._cleared:
+            self._cleared, self._stamp = (
+                cleared,
+                0,
+            )  # views forget all marks then; those that go on are told again
         stamp, marks = recording.marks_since(self._stamp)
+        if (before := recording.cleared_ns) is not None:
+            marks = [(number, mark) for number, mark in marks if mark.end_ns is None or mark.end_ns > before]
         series, points = self._series.take(POINTS_PER_MESSAGE if self._with_points else 0)
         origin = recording.origin_ns or 0
         self._skipped = (
             max(self._skipped, first - recording.cleared)
             if self._row == 0
-            else self._skipped + first - self._row
+            else self._skipped + first - min(first, max(self._row, cleared))
         )
         message = {
             "type": "rows",
@@ -194,6 +211,7 @@ class Publisher:
             "names": names,
             "sites": sites,
             "marks": pack_marks(marks, origin),
+            "cleared": cleared,
             "lost": recording.lost + self._skipped,
             "clockErrors": list(recording.clock_errors().items()),
         }

@@ -48,6 +48,7 @@ class Recording:
             number; 0 is the empty one. A name that several lines use has several numbers.
         refused: Batches that could not be read.
         cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
+        cleared_end: Number of the first row after the last :meth:`clear`.
     """
 
     def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
@@ -56,7 +57,7 @@ class Recording:
         self.names = self._names.names
         self.sites = self._names.sites
         self.refused = 0
-        self.cleared = 0
+        self.cleared = self.cleared_end = 0
         self.cleared_ns: int | None = None
         self._label = label
         self._rows = RowStore(limit)
@@ -220,7 +221,7 @@ class Recording:
     def clear(self) -> int:
         """Forget the rows, and in what is saved all that happened before now. Returns how many rows there were.
 
-        Views that show them go on to, and points of series stay.
+        Views that show them forget them, too; points of series stay.
         """
         with self._changed:
             last = self._rows.since(self._rows.end - 1)[1]
@@ -228,6 +229,7 @@ class Recording:
                 self.cleared_ns = int((last["arrival"] + distance(last, "finished"))[0])
             count = self._rows.clear()
             self.cleared += count
+            self.cleared_end = self._rows.end
             self._wake()
             return count
 

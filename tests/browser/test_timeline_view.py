@@ -289,3 +289,25 @@ def test_charts_are_on_the_same_time_axis(page: Page) -> None:
     page.keyboard.press("g")
     frames(page)
     assert charts.is_visible()
+
+
+def test_a_cleared_recording_empties_the_picture(page: Page) -> None:
+    ink = """() => {
+        const count = canvas => {
+            const { data } = canvas.getContext('2d').getImageData(200, 0, canvas.width - 200, canvas.height);
+            return new Set(new Uint32Array(data.buffer)).size;
+        };
+        return [...document.querySelectorAll('.hvd-timeline canvas')].map(count);
+    }"""
+    page.keyboard.press("m")
+    before = page.evaluate(ink)
+    page.evaluate("() => { view.store.clear(); view.data(); }")
+    page.wait_for_function("document.querySelector('.hvd-details').childElementCount === 0")
+    frames(page)
+    assert page.evaluate("view.api.summary().spans") == 0
+    assert page.evaluate("view.api.lateness('loss')") == []
+    assert all(now < was for now, was in zip(page.evaluate(ink), before, strict=True)), (
+        "something is drawn still"
+    )
+    assert "77 oldest dropped" in page.locator(".hvd-status").inner_text()
+    assert hosts(page) == [("near", [0, 1], False), ("far", [2, 3], False)]

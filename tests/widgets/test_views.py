@@ -55,7 +55,7 @@ class Browser:
         self.names: list[str] = []
         self.rows: list[tuple[int, int, float]] = []
         self.marks: dict[int, dict[str, Any]] = {}
-        self.lost = 0
+        self.lost = self.cleared = 0
         self.quiet = 0
         self.messages = 0
 
@@ -69,6 +69,9 @@ class Browser:
             if message["after"] > len(self.rows):
                 return  # the script asks for what it has missed; that is not answered while a cell runs
             self.lost = message["lost"]
+            if message["cleared"] > self.cleared:
+                self.cleared = message["cleared"]
+                self.marks = {}
             self.names[message["namesFrom"] :] = message["names"]
             self.marks |= dict(message["marks"])
             known = len(self.rows) - message["from"]
@@ -161,6 +164,31 @@ def test_cells_are_told_when_they_begin_and_again_when_they_end(
     assert browser.marks[0]["end"] is None
     recording.feed(0, encode(0, [CellEnd("7", START_NS + 500, True)]))
     browser.wait(lambda: browser.marks[0]["end"] == 500)
+
+
+def test_what_was_cleared_is_told_to_open_views_and_not_sent_to_others(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    recording.feed(0, encode(0, [CellBegin("6", START_NS), CellEnd("6", START_NS + 500, True)]))
+    feed(recording, count=5)
+    browser.wait(lambda: len(browser.rows) == 800 and len(browser.marks) == 5)
+    browser.wait(lambda: browser.quiet == 1)
+    recording.clear()
+    browser.wait(lambda: browser.cleared == 800)
+    assert {mark["text"] for mark in browser.marks.values()} == {"7"}, "cell [7] runs, [6] is forgotten"
+    browser.wait(lambda: browser.quiet == 2)
+    feed(recording, count=1, seed=1)
+    browser.wait(lambda: len(browser.rows) == 960)
+    assert browser.lost == 0
+    with browser.changed:
+        browser.rows, browser.marks = [], {}
+    sender.hello(0)  # the page was loaded again
+    browser.wait(lambda: len(browser.rows) == 960)
+    assert [row[0] for row in browser.rows].count(-1) == 800
+    assert {mark["text"] for mark in browser.marks.values()} == {"7"}
+    assert browser.lost == 0
 
 
 def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(

@@ -12,10 +12,10 @@ function setUp() {
   const store = new Store();
   const stream = new Stream(store, model);
   /** Rows `from` to `to` - 1; row k arrives at k. */
-  const message = (from: number, to: number, after = from) => {
+  const message = (from: number, to: number, after = from, cleared = 0) => {
     const view = new DataView(new ArrayBuffer((to - from) * ROW_BYTES));
     for (let k = from; k < to; k++) view.setFloat64((k - from) * 8, k, true);
-    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], sites: [''], marks: [], lost: 0, clockErrors: [], ...NO_POINTS };
+    const text = { type: 'rows', after, from, count: to - from, namesFrom: 0, names: [''], sites: [''], marks: [], cleared, lost: 0, clockErrors: [], ...NO_POINTS };
     return stream.receive(text as never, [view, new DataView(new ArrayBuffer(0))]);
   };
   /** Points `from` to `to` - 1 of the one series; point k is measured at k. */
@@ -57,6 +57,27 @@ test('what exists no more is not asked for', () => {
   message(200, 201, 102);
   assert.deepEqual(arrivals(), [100, 101, 200]);
   assert.deepEqual(sent, []);
+});
+
+test('what was cleared is forgotten, once, and what comes then is not', () => {
+  const { message, arrivals, sent, store } = setUp();
+  message(0, 3);
+  store.marks.set(0, { kind: 'cell', rank: 0, begin: 0, end: 2, text: '[1]', ok: true });
+  const before = store.version;
+  assert.equal(message(3, 3, 3, 3), true);
+  assert.deepEqual([arrivals(), store.count, store.marks.size, store.forgotten], [[], 0, 0, 0]);
+  assert.ok(store.version > before);
+  message(3, 6, 3, 3);
+  assert.deepEqual(arrivals(), [3, 4, 5]);
+  // It was cleared between what came and what comes.
+  message(9, 10, 6, 8);
+  assert.deepEqual([arrivals(), store.begin, sent.length], [[9], 9, 0]);
+});
+
+test('who comes when all was cleared has nothing to forget', () => {
+  const { message, arrivals, store } = setUp();
+  message(5, 6, 0, 5);
+  assert.deepEqual([arrivals(), store.cleared], [[5], 0]);
 });
 
 test('points come with the rows; who missed some, or what they are of, asks for them', () => {

@@ -51,6 +51,14 @@ export class Lane {
     this.flags = grown(this.flags, size);
   }
 
+  /** Forgets everything. */
+  clear(): void {
+    this.dropped += this.n;
+    this.n = 0;
+    this.timesLast = 0;
+    for (const track of [this.work, this.wait, this.late]) track.clear();
+  }
+
   /** Forgets the oldest `count` rows and what was drawn of them. */
   drop(count: number): void {
     const k = Math.min(count, this.n);

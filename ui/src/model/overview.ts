@@ -18,10 +18,17 @@ export class Overview {
   late = new Float32Array(0);
   private making: { from: number; to: number; lane: number; version: number; work: Float32Array; wait: Float32Array; late: Float32Array } | null = null;
   private version = -1;
+  private cleared = 0;
   private begun = -Infinity;
 
   /** Does a part of what is to be done; true if the numbers are others than before. `now` in ms. */
   step(store: Store, steps: number, now: number): boolean {
+    if (this.cleared !== store.cleared) {
+      this.cleared = store.cleared;
+      this.making = null;
+      for (const shares of [this.work, this.wait, this.late]) shares.fill(0);
+      return true;
+    }
     if (!this.making) {
       if (this.version === store.version && this.work.length === steps) return false;
       if ((now - this.begun < EVERY && this.work.length === steps) || !store.count || steps < 1) return false;

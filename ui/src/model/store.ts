@@ -92,7 +92,10 @@ export class Store {
   end = -Infinity;
   /** Grows with each change. */
   version = 0;
+  /** How often everything was forgotten since somebody wanted that. */
+  cleared = 0;
   private byRank: Lane[] = [];
+  private droppedBefore = 0;
   private readonly watched = new Set<Changed>();
 
   constructor(limit = 1_000_000) {
@@ -100,7 +103,24 @@ export class Store {
   }
 
   get forgotten(): number {
+    return this.dropped - this.droppedBefore;
+  }
+
+  private get dropped(): number {
     return this.lanes.reduce((sum, lane) => sum + lane.dropped, 0);
+  }
+
+  /** Forgets all rows and marks that are here; ranks, names and series stay. */
+  clear(): void {
+    for (const lane of this.lanes) lane.clear();
+    this.droppedBefore = this.dropped;
+    this.marks.clear();
+    this.count = 0;
+    this.begin = Infinity;
+    this.end = -Infinity;
+    this.cleared++;
+    this.version++;
+    this.changed(-Infinity);
   }
 
   /** Lets a view know from when on the picture has changed since it last looked. */

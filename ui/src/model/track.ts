@@ -124,6 +124,13 @@ export class Track {
     else this.tried = 0;
   }
 
+  clear(): void {
+    this.n = 0;
+    this.sum[0] = 0;
+    this.density = null;
+    this.tried = 0;
+  }
+
   /** The interval that is nearest to `time` and at most `slack` away, or -1. */
   at(time: number, slack = 0): number {
     const i = firstAbove(this.end, time, 0, this.n);

@@ -32,7 +32,7 @@ export class Panel {
   update(palette: Palette): void {
     // Who has the keyboard here goes on with it.
     if (this.root.matches(':focus-within')) return;
-    if (this.scene.store.count) this.root.replaceChildren(...this.nodes(palette));
+    this.root.replaceChildren(...(this.scene.store.count ? this.nodes(palette) : []));
   }
 
   /** How high it would like to be. */

@@ -67,6 +67,7 @@ export class Timeline {
   private shownEnd = -Infinity;
   private toldVersion = -1;
   private toldMoments = -1;
+  private cleared = 0;
 
   constructor(parent: HTMLElement, store: Store, options: TimelineOptions = {}) {
     this.store = store;
@@ -98,6 +99,11 @@ export class Timeline {
   /** The store has changed. */
   data(): void {
     const { store, view } = this;
+    if (this.cleared !== store.cleared) {
+      this.cleared = store.cleared;
+      this.choice.forget();
+      this.hover(-1, -1);
+    }
     const glides = view.following && Number.isFinite(this.shownEnd);
     view.data(Math.min(store.begin, store.end), glides ? Math.max(this.shownEnd, view.to) : store.end);
     this.schedule();

@@ -24,6 +24,8 @@ interface Message {
   /** Where each of the names is used: `cell [7] line 4`, or nothing if it is not known. */
   sites: string[];
   marks: [number, Mark][];
+  /** Whoever has rows before this number must forget them: somebody wanted that. */
+  cleared: number;
   lost: number;
   clockErrors: [number, number][];
   seriesFrom: number;
@@ -41,6 +43,7 @@ interface Message {
 /** Rows that come twice are taken once; the kernel sends them again as long as it has not heard from here. */
 export class Stream {
   private next = 0;
+  private cleared = 0;
   private asked = false;
   private readonly store: Store;
   private readonly model: Model;
@@ -57,6 +60,10 @@ export class Stream {
   /** Returns whether something has changed. */
   receive(message: Message, buffers: DataView[]): boolean {
     const { store } = this;
+    if (message.cleared > this.cleared) {
+      this.cleared = message.cleared;
+      if (this.next) store.clear();
+    }
     store.lostBefore = message.lost;
     if (message.ranks) store.ranks = message.ranks;
     if (message.heading !== undefined) store.heading = message.heading;

@@ -24,6 +24,7 @@ from hvdlab.kernel_ext.payloads import (
     Cells,
     Complete,
     Credit,
+    Express,
     Fetch,
     Inspect,
     Owner,
@@ -172,6 +173,8 @@ class RankAgent:
             self._examining.ask(mail)
         elif isinstance(mail, LOOKS):
             self._looker.ask(mail)
+        elif isinstance(mail, (Complete, Inspect)) and (self._cell or self._jobs):
+            self._look_aside(mail)
         elif isinstance(mail, RunCell):
             self._expect(mail)
         else:
@@ -193,6 +196,12 @@ class RankAgent:
                 return
         if all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
             self._enqueue(question)
+
+    def _look_aside(self, question: Complete | Inspect) -> None:
+        def look() -> None:
+            self._reply(completion.while_busy(self._shell, question))
+
+        threading.Thread(target=look, name="hvdlab-looking", daemon=True).start()
 
     def _enqueue(self, job: ToRank) -> None:
         self._jobs.append(job)
@@ -262,7 +271,11 @@ class RankAgent:
         if isinstance(job, PushValue):
             self._reply(values.push(self._shell, job, self._parcels.take))
         elif isinstance(job, PullValue):
+            if self._lending.given_up(job.ticket):
+                return
             answer, parts = values.pull(self._shell, job)
+            if self._lending.given_up(job.ticket):
+                return
             if parts:
                 self._lending.lend(answer, parts)
             self._reply(answer)
@@ -274,6 +287,8 @@ class RankAgent:
             self._reply(completion.complete(self._shell, job))
         elif isinstance(job, Inspect):
             self._reply(completion.inspect(self._shell, job))
+        elif isinstance(job, Express):
+            self._reply(completion.express(self._shell, job))
 
     @property
     def main_thread(self) -> int:

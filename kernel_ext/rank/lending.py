@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -24,6 +25,9 @@ NOT_SHARED = "the memory of the pool's process can't be looked into"
 
 PATIENCE = 60.0
 """Seconds without a question after which a value is no longer kept for a pool that seems to be gone."""
+
+REMEMBERED = 64
+"""Questions that were given up before they were answered, and that are remembered."""
 
 
 @dataclass(slots=True)
@@ -110,12 +114,20 @@ class Lending:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lots: dict[int, _Lot] = {}
+        self._given_up: deque[int] = deque(maxlen=REMEMBERED)
+        self._leaving = False
         self._guard = threading.Lock()
         self._window: Window | None = None
 
     def lend(self, answer: Value, parts: Sequence[memoryview]) -> None:
         """Keep the parts that an answer speaks of. Main thread, before the answer is sent."""
-        self._lots[answer.ticket] = _Lot(answer, tuple(parts), self._loop.create_future())
+        lot = self._lots[answer.ticket] = _Lot(answer, tuple(parts), self._loop.create_future())
+        if self.given_up(answer.ticket):  # seen here, or else give_back() has seen the lot
+            _resolve(lot.returned)
+
+    def given_up(self, ticket: int) -> bool:
+        """Whether the pool has said that it does not wait for this answer any more, or the rank leaves. Any thread."""
+        return self._leaving or ticket in self._given_up
 
     async def returned(self, ticket: int) -> None:
         """Wait until the pool has everything, or seems to be gone. Main thread."""
@@ -159,7 +171,11 @@ class Lending:
             return Piece(fetch.ticket, None, window.write(data))
 
     def give_back(self, ticket: int | None = None) -> None:
-        """The pool needs this (or nothing) any longer."""
+        """The pool needs this, be it lent yet or not, no longer; without a ticket the rank leaves."""
+        if ticket is None:
+            self._leaving = True
+        else:
+            self._given_up.append(ticket)
         for number, lot in list(self._lots.items()):
             if ticket in (None, number):
                 self._loop.call_soon_threadsafe(_resolve, lot.returned)

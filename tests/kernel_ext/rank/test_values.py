@@ -191,6 +191,41 @@ def test_a_value_that_nobody_fetches_is_kept_for_a_while_only(
     rank.play(script)
 
 
+def test_a_pull_that_is_given_up_while_a_cell_runs_does_not_hold_the_rank(rank: Rank) -> None:
+    rank.run("import threading\nx = b'x' * 5_000_000\nbegun, go = threading.Event(), threading.Event()")
+
+    def script(pool: Pool) -> None:
+        names = rank.shell.user_ns
+        cell = pool.start("begun.set(); go.wait(10)")
+        assert names["begun"].wait(10)
+        pool.engine.mail(PullValue(5, ("x",)))
+        pool.engine.mail(Release(5))
+        pool.engine.settle()
+        names["go"].set()
+        pool.finish(cell)
+        assert load(pool.ask(PullValue(6, ("len(x)",)), Value).pickles[0]) == 5_000_000
+
+    rank.play(script)
+
+
+def test_a_pull_that_is_given_up_while_the_value_is_made_does_not_hold_the_rank(rank: Rank) -> None:
+    rank.run(
+        "import threading\nbegun, go = threading.Event(), threading.Event()\n"
+        "def make():\n    begun.set()\n    go.wait(10)\n    return b'x' * 5_000_000"
+    )
+
+    def script(pool: Pool) -> None:
+        names = rank.shell.user_ns
+        pool.engine.mail(PullValue(5, ("make()",)))
+        assert names["begun"].wait(10)
+        pool.engine.mail(Release(5))
+        pool.engine.settle()
+        names["go"].set()
+        assert load(pool.ask(PullValue(6, ("1 + 1",)), Value).pickles[0]) == 2
+
+    rank.play(script)
+
+
 def test_a_large_value_is_brought_in_pieces(rank: Rank) -> None:
     numpy = pytest.importorskip("numpy")
     parts = dump_parts((numpy.arange(1000 * 1000), "small"))

@@ -85,6 +85,8 @@ class Client:
         self._on_membership: list[Callable[[Membership], Any]] = []
         self._on_events: list[Callable[[int, bytes], Any]] = []
         self._on_stall: list[Callable[[Stall], Any]] = []
+        self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
+        self._paused: dict[int, str] = {}
         self._on_lost: list[Callable[[str], Any]] = []
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         self._labels: dict[str, str] = {}
@@ -241,6 +243,15 @@ class Client:
     def on_stall(self, callback: Callable[[Stall], Any]) -> None:
         """Call this when a collective has been waiting for long."""
         self._call(lambda: self._on_stall.append(callback))
+
+    @property
+    def paused(self) -> Mapping[int, str]:
+        """Ranks whose user looks around there, and why, as it reads after ``rank 3 is``. What waits for them does not stall."""
+        return self._paused
+
+    def on_paused(self, callback: Callable[[Mapping[int, str]], Any]) -> None:
+        """Call this with :attr:`paused` whenever that has changed."""
+        self._call(lambda: self._on_paused.append(callback))
 
     def on_lost(self, callback: Callable[[str], Any]) -> None:
         """Call this with the reason whenever the coordinator is lost; not after :meth:`close`."""
@@ -476,6 +487,10 @@ class Client:
             )
             for on_stall in self._on_stall:
                 self._invoke(on_stall, stall)
+        elif isinstance(message, m.PausedRanks):
+            self._paused = dict(zip(message.ranks, message.reasons, strict=False))
+            for on_paused in self._on_paused:
+                self._invoke(on_paused, self._paused)
 
     def _take_world(self, message: m.World) -> None:
         if message.restoring and self._again:

@@ -35,7 +35,8 @@ _SIZES = (1, 2, 2, 3, 3, 4)
 ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
     "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
-    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "settle",
+    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "pause", "go_on",
+    "settle",
 )  # fmt: skip
 _NAMES = (None, None, "a", "b", "c")
 _CALM = frozenset({"kill", "cut", "leave", "resize", "restart", "withdraw", "tear"})
@@ -96,7 +97,9 @@ class Schedule:
         return [
             me
             for me in self.living()
-            if (me.blocked is None or me.blocked.outcome is not None) and (me.cells or not self.tracked)
+            if (me.blocked is None or me.blocked.outcome is not None)
+            and (me.cells or not self.tracked)
+            and not me.state.memory.paused
         ]
 
     def someone(self) -> SimRank | None:
@@ -211,6 +214,17 @@ class Schedule:
         if waiting:
             me.blocked = self.chance.choice(waiting)
             me.state.blocked(me.blocked, 0.5)
+
+    def do_pause(self) -> None:
+        """A user looks around in a rank, which does nothing meanwhile."""
+        me = self.someone()
+        if me is not None:
+            me.state.paused(("at a prompt",))
+
+    def do_go_on(self) -> None:
+        for me in self.living():
+            if me.state.memory.paused and self.chance.random() < 0.5:
+                me.state.paused(())
 
     def do_cell(self) -> None:
         if self.tracked and self.living():
@@ -336,6 +350,8 @@ class Schedule:
             entry = me.blocked
             if entry is None or entry.outcome is not None or entry.request.group or entry.phase != ANNOUNCED:
                 continue
+            if me.state.memory.paused:
+                continue
             others = [o for o in self.members(me, entry.request.process_set) if o is not me]
             names = (entry.name,) if entry.request.kind is OpKind.JOIN else (entry.name, "join.noname")
             stuck[me] = [o for o in others if not any(_has(o, entry.request.process_set, n) for n in names)]
@@ -349,6 +365,11 @@ class Schedule:
     def finish(self) -> None:
         """Users give up what is left; then what remains of the group works, goes, and leaves nothing behind."""
         sim = self.sim
+        for me in self.living():
+            if me.state.memory.paused:
+                me.state.paused(())
+        self.rest()
+        assert not sim.coordinator.pauses
         for _ in range(4):
             for me in self.living():
                 while me.cells:

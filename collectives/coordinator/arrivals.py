@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import elastic
+from hvdlab.collectives.coordinator import elastic, pauses
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
@@ -24,6 +24,8 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         state.history.limit = state.options.history_bytes
         outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         outbox.send((peer,), state.world())
+        if state.pauses:
+            outbox.send((peer,), pauses.told(state))
         if hello.events:
             state.history.subscribe(peer, outbox)
         return
@@ -63,7 +65,7 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
         return
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     sets = state.sets.containing(rank.rank)
-    depart(state, rank)
+    depart(state, rank, now)
     if rank.leaving:
         state.membership.leave(rank)
     else:
@@ -102,9 +104,10 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
             state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
 
 
-def depart(state: CoordinatorState, rank: RankPeer) -> None:
+def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget what is kept of a rank's connection."""
     del state.by_peer[rank.peer]
+    pauses.end(state, rank.rank, now)
     state.signatures.forget(rank.definitions)
     state.cells.drop(rank.rank)
     state.elastic.drop(rank.rank)

@@ -27,3 +27,8 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
     """Connections of those of these ranks that live."""
     living = state.membership.ranks
     return tuple(living[rank].peer for rank in ranks if rank in living)
+
+
+def put_off(begun: float, since: float, now: float) -> float:
+    """When a wait would have begun if the time between ``since`` and ``now`` had not passed."""
+    return begun + now - since if begun < since else now

@@ -30,6 +30,7 @@ class Connections:
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
         next_sweep: When :meth:`sweep` is due.
+        excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
@@ -38,6 +39,7 @@ class Connections:
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
         self.next_sweep = NEVER
+        self.excused: Callable[[int], bool] = lambda peer: False
         self._options = options
         self._log = log
         self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
@@ -183,7 +185,9 @@ class Connections:
             silence = now - connection.heard
             if silence < options.ping_after:
                 upcoming = min(upcoming, connection.heard + options.ping_after)
-            elif silence >= options.dead_after and not connection.may_live():
+            elif silence >= options.dead_after and not (
+                self.excused(connection.peer) or connection.may_live()
+            ):
                 self._log(f"{connection.name} has been silent for {silence:.0f} s")
                 self.lose(connection, f"no sign of life for {silence:.0f} s", events)
             else:

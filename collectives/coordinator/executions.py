@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from hvdlab.collectives.coordinator.common import put_off
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.signatures import Defined
 from hvdlab.collectives.protocol import messages as m
@@ -64,6 +65,12 @@ class Executions:
         """A rank has given a sign of life."""
         for operation in self._operations.values():
             operation.silent.discard(rank)
+
+    def put_off(self, since: float, now: float) -> None:
+        """All of it has begun later than was said: the time in between does not count. Who was asked is asked again."""
+        for operation in self._operations.values():
+            operation.since = put_off(operation.since, since, now)
+            operation.asked = None
 
     def look(self, state: CoordinatorState, now: float, every: float) -> tuple[list[Stuck], list[float]]:
         """Ask the members of what takes long; what is to be told, and when to look again."""

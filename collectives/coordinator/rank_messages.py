@@ -11,6 +11,7 @@ from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscri
 from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer, Wait
+from hvdlab.collectives.coordinator.pauses import on_paused, on_resumed
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.restoring import on_resume
 from hvdlab.collectives.errors import CauseKind
@@ -25,7 +26,7 @@ Reaction = Callable[["CoordinatorState", RankPeer, Any, float], None]
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
     """A rank leaves in order. Others that wait are told; otherwise the set goes on until it is used again."""
     sets = state.sets.containing(rank.rank)
-    depart(state, rank)
+    depart(state, rank, now)
     state.membership.leave(rank)
     state.outbox.effects.append(CloseConnection(rank.peer))
     said = f" ({message.reason})" if message.reason else ""
@@ -149,6 +150,8 @@ TO_RANKS: dict[type, Reaction] = {
     m.Resume: on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
+    m.Paused: on_paused,
+    m.Resumed: on_resumed,
     m.Pong: _on_pong,
     m.Bye: _on_bye,
     m.Ping: _on_ping,

@@ -58,7 +58,7 @@ def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> Non
 
 def free_from_idle(state: CoordinatorState) -> None:
     """End what others wait for and ranks without a cell will not submit."""
-    idle = state.cells.idle
+    idle = state.cells.idle - state.pauses.reasons.keys()
     for ps in list(state.sets):
         if ps.matcher.debts:
             for rank in idle & ps.matcher.debts.ranks:

@@ -83,6 +83,7 @@ class Server:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
+        self.connections.excused = self.state.is_paused
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory

@@ -81,7 +81,9 @@ def _plane_failure(rank: int, text: str) -> str:
 
 def end_deadlock(state: CoordinatorState) -> None:
     """End the epochs in which ranks wait for each other."""
-    stuck = find_deadlock(state.sets.by_id, state.membership.ranks, state.cells.idle)
+    # Where a user looks around, things are not stuck: what is typed there may be what others wait for.
+    ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}
+    stuck = find_deadlock(state.sets.by_id, ranks, state.cells.idle - state.pauses.reasons.keys())
     if stuck:
         text = describe_deadlock(stuck)
         for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():

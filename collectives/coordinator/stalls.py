@@ -44,6 +44,12 @@ class Stalls:
         """A rank waits for the end of what it executes."""
         self.due = min(max(since + self._every, now), math.inf if self.due is None else self.due)
 
+    def put_off(self, since: float, now: float) -> None:
+        """What waits has begun later than was said, and is to be looked at anew."""
+        if self.due is not None:
+            self.due = now
+        self.executions.put_off(since, now)
+
     def look(self, state: CoordinatorState, now: float) -> None:
         """Report or end what waits for long, and find out when to look again."""
         upcoming: list[float] = []

@@ -27,6 +27,7 @@ from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.pauses import Pauses
 from hvdlab.collectives.coordinator.planes import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
@@ -80,6 +81,7 @@ class CoordinatorState:
         self.blocked: set[int] = set()  # ranks that wait
         self._check_due: float | None = None
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
+        self.pauses = Pauses()
         self.holding = Holding()
         self.fusion_threshold = self.options.fusion_threshold
         self.flush_delay = self.options.flush_delay
@@ -134,7 +136,8 @@ class CoordinatorState:
                 times.append(since + self.options.dispute_grace)
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
-        for time in (self.stalls.due, self.holding.due, self.membership.next_report(), self._check_due):
+        stall = None if self.pauses else self.stalls.due
+        for time in (stall, self.holding.due, self.membership.next_report(), self._check_due):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -199,6 +202,11 @@ class CoordinatorState:
             return None
         return ps
 
+    def is_paused(self, peer: int) -> bool:
+        """Whether the user looks around in the rank of this connection."""
+        rank = self.by_peer.get(peer)
+        return rank is not None and rank.rank in self.pauses
+
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _release_plain(self, now: float) -> bool:
@@ -243,7 +251,7 @@ class CoordinatorState:
         if self.check_blocked:
             self.check_blocked = False
             set_changes.end_deadlock(self)
-        if self.stalls.due is not None and now >= self.stalls.due:
+        if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.stalls.look(self, now)
         set_changes.end_failures(self, now)
         if self.restoring.active:
@@ -282,6 +290,7 @@ class CoordinatorState:
         assert self.by_peer == {peer.peer: peer for peer in ranks.values()}
         assert not self.by_peer.keys() & self.membership.clients.keys()
         assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
+        assert self.pauses.reasons.keys() <= ranks.keys()
         assert not self.outbox.effects
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references

@@ -26,6 +26,7 @@ from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
@@ -282,6 +283,33 @@ class Engine:
     def pending(self) -> list[PendingCollective]:
         """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
         return self._guarded.pending(_monotonic_ns())
+
+    # -- looking around -------------------------------------------------------------------------------------------
+
+    def pause(self, reason: str = "being looked at") -> None:
+        """The user looks around in this rank: until :meth:`resume` no clock of a stall runs anywhere, and nobody is told
+        to wait in vain for it.
+
+        May be called again for another reason before that. Any thread; does not wait.
+        """
+        self._guarded.tell(lambda state: state.paused((*state.memory.paused, reason)))
+
+    def resume(self, reason: str = "being looked at") -> None:
+        """What :meth:`pause` was called for is over; nothing happens if it was not. Any thread; does not wait."""
+
+        def resume(state: RankState) -> None:
+            left = list(state.memory.paused)
+            if reason in left:
+                left.remove(reason)
+                state.paused(tuple(left))
+
+        self._guarded.tell(resume)
+
+    @property
+    def paused(self) -> str:
+        """Why the user looks around here, as it reads after ``rank 3 is``; empty if nobody does."""
+        reasons = self._guarded.state.memory.paused
+        return reasons[-1] if reasons else ""
 
     # -- metrics --------------------------------------------------------------------------------------------------
 

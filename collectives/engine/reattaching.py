@@ -19,11 +19,13 @@ class Memory:
     Attributes:
         sets: Ranks of the process sets that were added in this world, by id, also of those without this rank.
         regroup: What this rank waits for to be answered in elastic training, or ``None``.
+        paused: Why the user looks around here; empty if nobody does.
     """
 
     def __init__(self) -> None:
         self.sets: dict[int, tuple[int, ...]] = {}
         self.regroup: m.Regroup | None = None
+        self.paused: tuple[str, ...] = ()
         self._last_set = 0
         self._adding: tuple[tuple[int, ...], ...] = ()
         self._removing: tuple[int, ...] = ()

@@ -184,6 +184,11 @@ class RankState:
         entry.waited = 0.0
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
+    def paused(self, reasons: tuple[str, ...]) -> None:
+        """The user looks around here, for the last of these reasons; not any more if there is none."""
+        self.memory.paused = reasons
+        self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
+
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
         """Give up on everything pending: ask to end the epoch. What is submitted from now on is held for a later one."""
         group = self.sets.get(set_id)
@@ -262,6 +267,8 @@ class RankState:
         """There is a successor: what it has to know first. ``alive`` are the ranks that lived as far as this one knows."""
         # What these say of the time in between is part of the answer.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
+        if self.memory.paused:
+            self._messages.insert(0, m.Paused(self.memory.paused[-1]))
         if self.memory.regroup is not None:
             self._messages.insert(0, self.memory.regroup)
         return self.memory.tell(self.sets, alive, elastic=self.elastic)
@@ -361,5 +368,5 @@ def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
     return []
 
 
-_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd)
+_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
 _REACTIONS: dict[type, Reaction] = {**ON_ORDERS, **ON_EPOCHS, m.Regrouped: _on_regrouped}

@@ -220,6 +220,16 @@ class Blocked(Message, frozen=True):
     executing: bool = False
 
 
+class Paused(Message, frozen=True):
+    """The user looks around here (at a prompt, in a debugger): nobody who waits for this rank waits in vain."""
+
+    reason: str
+
+
+class Resumed(Message, frozen=True):
+    """The user does not look around here any more."""
+
+
 class Withdraw(Message, frozen=True):
     """This rank gives up waiting (interrupt, timeout): end the epoch with this cause."""
 
@@ -539,6 +549,13 @@ class Stalled(Message, frozen=True):
     collective: AbortedCollective
 
 
+class PausedRanks(Message, frozen=True):
+    """The ranks that are paused now, lowest first, each with its reason; sent to clients on each change."""
+
+    ranks: tuple[int, ...]
+    reasons: tuple[str, ...]
+
+
 FromRank = (
     Hello
     | Resume
@@ -549,6 +566,8 @@ FromRank = (
     | Announce
     | Duplicate
     | Blocked
+    | Paused
+    | Resumed
     | Withdraw
     | PlaneFailed
     | CellBegin
@@ -585,4 +604,5 @@ ToPeer = (
     | World
     | RankEvents
     | Stalled
+    | PausedRanks
 )

@@ -20,6 +20,8 @@ from pathlib import Path
 import nbformat
 from playwright.sync_api import Page, sync_playwright
 
+from cut_wire import CutWire
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = [
     "--headless",
@@ -31,7 +33,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-WAIT_MS = 30_000
+WAIT_MS = 60_000
 
 EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
 
@@ -123,11 +125,12 @@ def lab_page(
     many: bool = False,
     classic: bool = False,
     kernel: bool = True,
+    wire: CutWire | None = None,
 ) -> Iterator[LabPage]:
     """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
 
     With ``many`` the page can show other things beside the notebook. With ``classic`` it is Notebook 7. Without ``kernel``
-    nobody waits for one.
+    nobody waits for one. With a ``wire`` the page talks to the server over that.
     """
     work = directory / "work"
     work.mkdir(parents=True)
@@ -135,6 +138,8 @@ def lab_page(
     nbformat.write(notebook, path)
     with ExitStack() as stack:
         address, token = stack.enter_context(_server(directory, work, theme, classic))
+        if wire is not None:
+            address = stack.enter_context(wire.to(address))
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         stack.callback(browser.close)

@@ -30,7 +30,7 @@ function makeWidget(host: Host): TimelineWidget {
   content.changed.connect(name);
   name();
   widget.toolbar.addItem('source', new SourceSelect(content, host));
-  widget.toolbar.addItem('heading', new HeadingText(content));
+  widget.toolbar.addItem('heading', new HeadingText(content, trans));
   widget.toolbar.addItem('spacer', Toolbar.createSpacerItem());
   return widget;
 }

@@ -45,6 +45,7 @@ export class Feed implements IDisposable {
   private kernel: Kernel.IKernelConnection | null = null;
   private wire: Wire | null = null;
   private isHere = false;
+  private isAway = false;
   private gone = false;
   private readonly timer: number;
   /** Rows that the newest store may have. */
@@ -56,6 +57,7 @@ export class Feed implements IDisposable {
     session.statusChanged.connect(this.status, this);
     session.connectionStatusChanged.connect(this.connection, this);
     document.addEventListener('visibilitychange', this.seen);
+    window.addEventListener('online', this.online);
     this.timer = window.setInterval(() => this.renew(), RENEW);
     this.attach();
   }
@@ -63,6 +65,11 @@ export class Feed implements IDisposable {
   /** Whether the extension is loaded in the kernel. */
   get here(): boolean {
     return this.isHere;
+  }
+
+  /** Whether the kernel can't be heard now: the network or the server is away. */
+  get away(): boolean {
+    return this.isAway && this.isHere;
   }
 
   get isDisposed(): boolean {
@@ -74,6 +81,7 @@ export class Feed implements IDisposable {
     this.gone = true;
     clearInterval(this.timer);
     document.removeEventListener('visibilitychange', this.seen);
+    window.removeEventListener('online', this.online);
     this.kernel?.iopubMessage.disconnect(this.receive, this);
     Signal.clearData(this);
   }
@@ -126,6 +134,7 @@ export class Feed implements IDisposable {
     this.kernel?.iopubMessage.disconnect(this.receive, this);
     this.lose();
     this.kernel = kernel;
+    this.isAway = false;
     this.wire = kernel && new Wire(kernel);
     if (!kernel) return;
     kernel.iopubMessage.connect(this.receive, this);
@@ -174,6 +183,11 @@ export class Feed implements IDisposable {
   }
 
   private connection(_: ISessionContext, status: Kernel.ConnectionStatus): void {
+    const away = status !== 'connected';
+    if (away !== this.isAway) {
+      this.isAway = away;
+      this.changed.emit(null);
+    }
     if (status !== 'connected' || !this.kernel) return;
     if (this.isHere) for (const channel of this.channels.values()) this.hello(channel);
     else void this.seek(this.kernel);
@@ -181,11 +195,20 @@ export class Feed implements IDisposable {
 
   private readonly seen = () => {
     // A page that was hidden for long was forgotten by the kernel, and may have missed something.
-    if (!document.hidden) for (const channel of this.channels.values()) this.hello(channel);
+    if (document.hidden) return;
+    this.online();
+    for (const channel of this.channels.values()) this.hello(channel);
+  };
+
+  /** JupyterLab tries some times to connect again and then never more; the network may have been away for longer. */
+  private readonly online = () => {
+    if (this.isHere && this.kernel?.connectionStatus === 'disconnected') void this.kernel.reconnect().catch(() => undefined);
   };
 
   private renew(): void {
     if (document.hidden || !this.isHere) return;
+    this.online();
+    if (this.isAway) return;
     for (const channel of this.channels.values()) {
       const rows = this.wanted(channel);
       if (rows !== null) this.say({ type: 'hello', pool: channel.pool, recording: channel.recording, rows });
@@ -199,7 +222,8 @@ export class Feed implements IDisposable {
   }
 
   private hello(channel: Channel): void {
-    if (this.isHere && this.wanted(channel) !== null) channel.stream.hello();
+    // When it is connected again it says hello anyway.
+    if (this.isHere && !this.isAway && this.wanted(channel) !== null) channel.stream.hello();
   }
 
   private say(data: JSONObject): void {

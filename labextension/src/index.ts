@@ -44,7 +44,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     launcher?.add({ command: 'hvdlab:open-timeline', category: trans.__('Other'), rank: 20 });
     if (restorer) void restorer.restore(tracker, { command: 'hvdlab:open-timeline', args: ({ content }) => ({ ...content.choice, restored: true }), name: () => 'timeline' });
 
-    const model = new RanksModel(notebooks, feeds);
+    const model = new RanksModel(notebooks, feeds, trans);
     if (statusBar) {
       const item = new RanksItem(model, trans, () => open());
       statusBar.registerStatusItem(`${ID}:ranks`, { item, align: 'left', rank: 60, isActive: () => settings.status && model.text !== '', activeStateChanged: model.stateChanged });

@@ -58,6 +58,7 @@ export class TimelinePanel extends Widget {
   private readonly views = new WeakMap<Store, Viewport>();
   private emptyText = '';
   private heard = new Map<number, string>();
+  private wasAway = false;
 
   constructor(host: Host) {
     super();
@@ -172,6 +173,7 @@ export class TimelinePanel extends Widget {
     if (known && focused) this.focus();
     if (known) {
       if (this.isVisible) this.timeline?.data();
+      this.timeline!.away = !!feed?.away;
       this.ranks();
       this.announce();
     } else this.explain(!!feed?.here);
@@ -224,6 +226,9 @@ export class TimelinePanel extends Widget {
       said.push(state === 'here' ? trans.__('rank %1 is there', rank) : state === 'lost' ? trans.__('rank %1 is lost', rank) : trans.__('rank %1 left', rank));
     }
     this.heard = now;
+    const away = !!this.feed?.away;
+    if (away !== this.wasAway) said.push(away ? trans.__('connection lost') : trans.__('connected again'));
+    this.wasAway = away;
     if (said.length) this.spoken.textContent = said.join(', ');
   }
 

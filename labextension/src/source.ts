@@ -1,6 +1,7 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { Widget } from '@lumino/widgets';
 import { h } from '../../ui/src/view/dom.ts';
+import { headingOf } from './heading.ts';
 import type { Host, TimelinePanel } from './panel.ts';
 import { OWN, type Pool } from './protocol.ts';
 
@@ -75,12 +76,13 @@ export class SourceSelect extends Widget {
 export class HeadingText extends Widget {
   private readonly text = h('span');
 
-  constructor(panel: TimelinePanel) {
+  constructor(panel: TimelinePanel, trans: TranslationBundle) {
     super();
     this.addClass('jp-HvdlabPanel-heading');
     this.node.append(this.text);
     const fill = () => {
-      const text = panel.shown?.channel.store.heading ?? '';
+      const { shown } = panel;
+      const text = shown ? headingOf(shown.feed, shown.channel, trans) : '';
       if (this.text.textContent !== text) this.text.textContent = text;
     };
     panel.changed.connect(fill);

@@ -4,19 +4,23 @@ import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 import type { Channel, Feed, Feeds } from './feed.ts';
+import { headingOf } from './heading.ts';
 import { OWN } from './protocol.ts';
 
 /** The ranks of the notebook in front, in a line. */
 export class RanksModel extends VDomModel {
   text = '';
   lost = false;
+  away = false;
   private feed: Feed | null = null;
   private readonly feeds: Feeds;
   private readonly notebooks: INotebookTracker;
+  private readonly trans: TranslationBundle;
   private wanted = true;
 
-  constructor(notebooks: INotebookTracker, feeds: Feeds) {
+  constructor(notebooks: INotebookTracker, feeds: Feeds, trans: TranslationBundle) {
     super();
+    this.trans = trans;
     this.feeds = feeds;
     this.notebooks = notebooks;
     notebooks.currentChanged.connect(this.look, this);
@@ -50,11 +54,11 @@ export class RanksModel extends VDomModel {
   private update(_?: Feed, channel?: Channel | null): void {
     if (channel && channel.pool !== OWN) return;
     const own = this.feed?.here ? this.feed.channel(OWN) : null;
-    const text = own && !own.ended ? own.store.heading : '';
+    const away = !!this.feed?.away;
+    const text = own && !own.ended ? headingOf(this.feed!, own, this.trans) : '';
     const lost = !!own && own.store.ranks.some(row => row.state === 'lost');
-    if (text === this.text && lost === this.lost) return;
-    this.text = text;
-    this.lost = lost;
+    if (text === this.text && lost === this.lost && away === this.away) return;
+    Object.assign(this, { text, lost, away });
     this.stateChanged.emit();
   }
 }
@@ -72,19 +76,25 @@ export class RanksItem extends VDomRenderer<RanksModel> {
   }
 
   render(): React.ReactElement | null {
-    const { text, lost } = this.model;
+    const { text, lost, away } = this.model;
     if (!text) return null;
+    const { trans } = this;
+    const title = away
+      ? trans.__('The kernel can not be reached now. Its ranks go on; what they do is shown as soon as it is there again.')
+      : lost
+        ? trans.__('Ranks were lost; show the timeline of the ranks')
+        : trans.__('Show the timeline of the ranks');
     const act = (event: React.KeyboardEvent) => {
       if (event.key === 'Enter' || event.key === ' ') this.click();
     };
     return React.createElement(TextItem, {
       source: text,
-      title: lost ? this.trans.__('Ranks were lost; show the timeline of the ranks') : this.trans.__('Show the timeline of the ranks'),
+      title,
       onClick: this.click,
       onKeyDown: act,
       role: 'button',
       tabIndex: 0,
-      className: lost ? 'jp-HvdlabStatus-lost' : '',
+      className: lost || away ? 'jp-HvdlabStatus-lost' : '',
     } as never);
   }
 }

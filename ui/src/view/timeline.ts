@@ -68,6 +68,7 @@ export class Timeline {
   private toldVersion = -1;
   private toldMoments = -1;
   private cleared = 0;
+  private isAway = false;
 
   constructor(parent: HTMLElement, store: Store, options: TimelineOptions = {}) {
     this.store = store;
@@ -113,6 +114,13 @@ export class Timeline {
   hide(hidden: boolean): void {
     this.hidden = hidden;
     this.schedule();
+  }
+
+  /** While nothing can come, it does not say that it is live. */
+  set away(away: boolean) {
+    if (away === this.isAway) return;
+    this.isAway = away;
+    this.toolbar.following(this.view.following, away);
   }
 
   /** Says something to the reader, for some seconds. */
@@ -312,7 +320,7 @@ export class Timeline {
     const { store } = this;
     const changed = this.toldVersion !== store.version;
     this.toldVersion = store.version;
-    this.toolbar.following(this.view.following);
+    this.toolbar.following(this.view.following, this.isAway);
     if (changed) this.toolbar.update(store);
     this.legend.update(store, this.palette);
     this.panel.update(this.palette);

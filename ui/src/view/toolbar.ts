@@ -89,13 +89,13 @@ export class Toolbar {
     this.found.textContent = text;
   }
 
-  following(on: boolean): void {
+  following(on: boolean, away: boolean): void {
     this.follow.textContent = on ? '❚❚' : '▶';
     this.follow.title = on ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    const text = on ? t('live') : t('paused');
+    const text = away ? t('no connection') : on ? t('live') : t('paused');
     if (this.state.textContent !== text) this.state.textContent = text;
-    this.state.dataset.live = String(on);
+    this.state.dataset.live = String(on && !away);
   }
 
   /** What is shown, what was dropped and how far the clocks may be off. */

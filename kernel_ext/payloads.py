@@ -48,6 +48,7 @@ class RunCell(Payload, frozen=True):
             line numbers are those that the notebook shows.
         line_offset: Number of lines of the notebook's cell above the source (the magic line).
         want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
+        file: What the frontend's debugger calls the whole cell.
     """
 
     cell: str
@@ -57,6 +58,7 @@ class RunCell(Payload, frozen=True):
     want_value: bool = True
     value_limit: int = 1 << 20
     store_history: bool = True
+    file: str = ""
 
 
 class Credit(Payload, frozen=True):
@@ -174,6 +176,13 @@ class Inspect(Payload, frozen=True):
     code: str
     cursor: int
     detail: int = 0
+
+
+class Express(Payload, frozen=True):
+    """Ask for :class:`Expressed`: expressions of a client, by its names for them."""
+
+    ticket: int
+    expressions: dict[str, str]
 
 
 class AskStack(Payload, frozen=True):
@@ -357,6 +366,13 @@ class Inspection(Payload, frozen=True):
     data: dict[str, Any]
 
 
+class Expressed(Payload, frozen=True):
+    """Answer to Express: for each name what Jupyter's protocol wants in ``user_expressions``."""
+
+    ticket: int
+    results: dict[str, Any]
+
+
 class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Where one function stands: ``place`` is ``cell [7]`` or a file's path, ``text`` the line if it is at hand."""
 
@@ -425,6 +441,7 @@ ToRank = (
     | AskStatus
     | Complete
     | Inspect
+    | Express
     | AskStack
     | AskNames
     | Examine
@@ -446,6 +463,7 @@ ToPool = (
     | Status
     | Completions
     | Inspection
+    | Expressed
     | Stack
     | Names
     | Examined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
@@ -27,6 +27,8 @@ from hvdlab.kernel_ext.payloads import (
     AskStatus,
     Complete,
     Completions,
+    Express,
+    Expressed,
     Inspect,
     Inspection,
     Names,
@@ -275,7 +277,7 @@ class Pool(Running, Measuring, Sizing, Looking):
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
     ) -> Completions | None:
-        """Completions from a rank's variables (by default the first one's); ``None`` if it is busy."""
+        """Completions from a rank's variables (by default the first one's); ``None`` if it does not answer."""
         answers = self._base.runs.questions.ask(
             lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
         )
@@ -284,11 +286,24 @@ class Pool(Running, Measuring, Sizing, Looking):
     def inspect(
         self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
     ) -> Inspection | None:
-        """Documentation from a rank's variables (by default the first one's); ``None`` if it is busy."""
+        """Documentation from a rank's variables (by default the first one's); ``None`` if it does not answer."""
         answers = self._base.runs.questions.ask(
             lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
         )
         return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+
+    def express(
+        self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
+    ) -> dict[str, Any] | None:
+        """Values of expressions on a rank (by default the first one) as Jupyter's protocol has them, by their names.
+
+        ``None`` if it does not answer.
+        """
+        asked = dict(expressions)
+        answers = self._base.runs.questions.ask(
+            lambda ticket: Express(ticket, asked), self._one(rank), Deadline(timeout)
+        )
+        return next((a.results for a in answers.values() if isinstance(a, Expressed)), None)
 
     def _near(self) -> set[int]:
         """Ranks that share memory with this process."""

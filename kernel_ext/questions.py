@@ -16,6 +16,7 @@ from hvdlab.kernel_ext.payloads import (
     Cells,
     Completions,
     Done,
+    Expressed,
     Inspection,
     Names,
     Piece,
@@ -25,7 +26,19 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 
-Answer = Cells | Done | Value | Piece | Status | Completions | Inspection | Stack | Names | InspectAnswer
+Answer = (
+    Cells
+    | Done
+    | Value
+    | Piece
+    | Status
+    | Completions
+    | Inspection
+    | Expressed
+    | Stack
+    | Names
+    | InspectAnswer
+)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ class Running:
         out: OutputSink | None = None,
         timeout: float | None = None,
         want_value: bool = True,
+        store_history: bool = True,
+        file: str = "",
     ) -> CellResults:
         """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
 
@@ -45,11 +47,15 @@ class Running:
             out: Takes the output.
             timeout: Seconds after which the ranks are interrupted.
             want_value: Whether the last expression's values are wanted.
+            store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+            file: What a frontend's debugger calls the cell that ``source`` is the end of.
 
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
-        return self._dispatch(source, ranks, label, line_offset, out, timeout, want_value).wait()
+        return self._dispatch(
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file
+        ).wait()
 
     def start_run(
         self,
@@ -61,13 +67,17 @@ class Running:
         out: OutputSink | None = None,
         timeout: float | None = None,
         want_value: bool = True,
+        store_history: bool = True,
+        file: str = "",
     ) -> CellHandle:
         """Like :meth:`run`, in the background: returns at once.
 
         Raises:
             StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
         """
-        handle = self._dispatch(source, ranks, label, line_offset, out, timeout, want_value)
+        handle = self._dispatch(
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file
+        )
         try:
             with checks.limits_told("the cell could not be run in the background"):
                 handle.drive_in_background()
@@ -90,6 +100,8 @@ class Running:
         out: OutputSink | None,
         timeout: float | None,
         want_value: bool,
+        store_history: bool,
+        file: str,
     ) -> CellHandle:
         cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
         recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
@@ -103,6 +115,8 @@ class Running:
                 sink=recorder,
                 timeout=timeout,
                 want_value=want_value,
+                store_history=store_history,
+                file=file,
             )
         except BaseException:
             self._base.transcripts.forget(cell)

@@ -123,9 +123,11 @@ class Runs:
         sink: OutputSink,
         timeout: float | None,
         want_value: bool,
+        store_history: bool = True,
+        file: str = "",
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
-        order = RunCell(cell, label, source, line_offset, want_value)
+        order = RunCell(cell, label, source, line_offset, want_value, store_history=store_history, file=file)
         run = self._begin(order, Arrivals(ranks), ranks, sink, timeout)
         try:
             with self._order:

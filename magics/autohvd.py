@@ -17,6 +17,8 @@ INSERTED = "%%hvd_run\n"
 class AutoRun:
     """An input transformer: puts ``%%hvd_run`` over cells that have no cell magic, and takes ``%%local`` off."""
 
+    has_side_effects = True  # IPython then does not try it on cells that are being typed
+
     def __init__(self) -> None:
         self.on = False
 
@@ -43,7 +45,7 @@ class AutoMagics(Magics):
 
     def __init__(self, session: Session, auto: AutoRun) -> None:
         super().__init__(session.shell)
-        self._auto = auto
+        self._session, self._auto = session, auto
 
     @line_magic
     def autohvd(self, line: str) -> None:
@@ -51,6 +53,8 @@ class AutoMagics(Magics):
         choice = line.strip().lower()
         if choice not in ("", "on", "off"):
             raise UsageError(f"%autohvd takes `on`, `off` or nothing, not `{choice}`")
+        if self._session.ranks_by_default:
+            raise UsageError("%autohvd: in this kernel cells run on the ranks anyway; %%local runs one here")
         self._auto.on = choice != "off" if choice else not self._auto.on
         print(
             "cells run on all ranks; %%local runs one here" if self._auto.on else "cells run in the notebook"

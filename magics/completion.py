@@ -58,7 +58,7 @@ class RankCompleter:
         if shell.Completer is not None:
             shell.Completer.custom_matchers.append(self.matcher)
         kernel = getattr(shell, "kernel", None)
-        if kernel is not None:
+        if kernel is not None and not self._session.ranks_by_default:  # that kernel asks ranks by itself
             self._kernel_inspect = kernel.do_inspect
             kernel.do_inspect = self._inspect
 
@@ -107,7 +107,7 @@ class RankCompleter:
     ) -> tuple[Any, str, int] | None:
         pool = self._session.pool
         at = rank_source(cell, offset, everywhere=self._everywhere())
-        if pool is None or at is None or pool.state != "idle":  # a rank that computes does not answer
+        if pool is None or at is None or pool.state not in ("idle", "running"):
             return None
         try:
             answer = ask(pool, *at)

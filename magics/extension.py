@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -18,6 +19,7 @@ from hvdlab.magics.panel import PanelComms, load_panel
 from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.replay import ReplayMagics
 from hvdlab.magics.session import Session
+from hvdlab.magics.spmd import KernelRanks
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
 from hvdlab.magics.whos import WhosMagics
@@ -77,6 +79,8 @@ class Extension:
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)
         self.shell.input_transformers_cleanup.append(self._auto)
+        if (take_ranks := self._kernel_takes_ranks()) is not None:
+            take_ranks(KernelRanks(self.session))
         self._completer.load()
         add_finder(self._pool)
         self._panel = load_panel(self.session)
@@ -89,6 +93,8 @@ class Extension:
     def unload(self) -> None:
         """Stop the pool and remove the magics."""
         delattr(self.shell, _ATTRIBUTE)
+        if (take_ranks := self._kernel_takes_ranks()) is not None:
+            take_ranks(None)
         panel, self._panel = self._panel, None
         if panel is not None:
             panel.close()
@@ -100,6 +106,13 @@ class Extension:
             for name in names:
                 self.shell.magics_manager.magics[kind].pop(name, None)
         self.session.close()
+
+    def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
+        """How a kernel whose cells run on ranks takes them."""
+        found: Callable[[KernelRanks | None], None] | None = getattr(
+            getattr(self.shell, "kernel", None), "take_ranks", None
+        )
+        return found
 
     def _pool(self) -> Pool | None:
         return self.session.pool

@@ -54,7 +54,9 @@ def run_cell(
             session, ranks, options.output, background=options.background, source=source, strip=(pool, label)
         ),
         "timeout": options.timeout,
+        "store_history": session.store_history,
     }
+    session.running_label = label
     if options.background:
         with as_usage_error():
             run = pool.start_run(source, **arguments)
@@ -69,6 +71,7 @@ def run_cell(
 
 
 def _conclude(session: Session, results: CellResults, name: str | None, *, quiet: bool) -> CellResults | None:
+    results.plain = session.ranks_by_default
     if name:
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:
@@ -106,7 +109,7 @@ def make_sink(
         Watched(publisher) if publisher is not None and strip is not None and wanted(os.environ) else None
     )
     cell = uuid.uuid4().hex[:12]
-    sink = _foreground_sink(watched or publisher, ranks, output, cell)
+    sink = _foreground_sink(watched or publisher, ranks, output, cell, plain=session.ranks_by_default)
     if limit := shown_limit(os.environ):
         sink = LimitedSink(sink, ranks, limit)
     if watched is not None and strip is not None:
@@ -119,12 +122,16 @@ def make_sink(
     return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
 
 
-def _foreground_sink(publisher: Publisher | None, ranks: Sequence[int], output: str, cell: str) -> TimedSink:
+def _foreground_sink(
+    publisher: Publisher | None, ranks: Sequence[int], output: str, cell: str, *, plain: bool
+) -> TimedSink:
     if output == "tabs":
         return PagesSink(
             ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
         )
-    screen: Screen = TerminalScreen(ranks) if publisher is None else NotebookScreen(publisher, ranks, cell)
+    screen: Screen = (
+        TerminalScreen(ranks) if publisher is None else NotebookScreen(publisher, ranks, cell, plain=plain)
+    )
     return MergingSink(LineMerger(ranks, merge=output == "grouped"), screen)
 
 

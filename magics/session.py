@@ -10,7 +10,9 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
+from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.magics.ahead import Ahead
+from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
 from hvdlab.magics.strips import Strips
 
@@ -34,7 +36,10 @@ class Session:
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
         strips: The live strips under cells.
-        watchers: Called whenever there is another pool, or none.
+        store_history: Whether that cell is one of the notebook's history.
+        ranks_by_default: Plain cells run on the ranks.
+        running_label: What users call the cell that ran last on the ranks.
+        watchers: Called whenever there is another pool, or none. Any thread.
         leaving: What is to be closed when the extension is unloaded.
     """
 
@@ -47,11 +52,16 @@ class Session:
         self.shell = shell
         self.ahead: Ahead | None = None
         self.raw_cell = ""
+        self.store_history = True
+        self.ranks_by_default = False
+        self.running_label = ""
         self.labels: dict[str, str] = {}
         self.strips = Strips()
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
         self._pool: Pool | None = None
+        self._coming: Coming | None = None
+        self._wishes: Callable[[], Wishes] = Wishes
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
         self._attach_pool = attach or _attach_pool
@@ -78,6 +88,7 @@ class Session:
 
     def need_pool(self, what: str) -> Pool:
         """The pool; UsageError if there is none."""
+        self._wait_for_coming()
         if self.pool is None:
             if self._broken:
                 raise UsageError(self._gone())
@@ -107,11 +118,12 @@ class Session:
         Raises:
             UsageError: It can't be had, with the remedy.
         """
+        self._wait_for_coming()
         pool = self.pool
         if pool is None:
             if self._broken and np is None and not new:
                 raise UsageError(self._gone())
-            return self._start(np, launcher or "local", plane or "auto", hosts, keep, say)
+            return self._start(np, launcher, plane, hosts, keep, say)
         if keep is not None and not pool.name:
             raise UsageError(
                 "--keep: the ranks that run were started without it and end with this notebook; `%hvd_pool stop` ends "
@@ -157,6 +169,9 @@ class Session:
         """Stop the pool, if there is one, and what was started ahead."""
         self.strips.close()
         self.leaving.close()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.close()
         pool, self._pool = self._pool, None
         ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":
@@ -173,6 +188,7 @@ class Session:
         Args:
             show: Where the output of a cell goes that the notebook before has left.
         """
+        self._wait_for_coming()
         if self.pool is not None:
             raise UsageError(
                 "this notebook has ranks already; `%hvd_pool stop` ends them, then others can be attached to"
@@ -186,40 +202,92 @@ class Session:
         self._set(pool)
         return pool
 
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def begin(self, wishes: Callable[[], Wishes]) -> None:
+        """Begin to start a pool in the background. What is wrong with it is told when it is needed.
+
+        Args:
+            wishes: What it is to be like, also of a later one if nothing else is said; called on another thread.
+        """
+        self._wishes = wishes
+        ahead, self.ahead = self.ahead, None
+
+        def start(say: Callable[[str], None]) -> Pool:
+            warm = ahead.take() if ahead is not None else None
+            try:
+                arguments = _arguments(wishes(), None, None, None, None)
+            except BaseException:
+                if warm is not None:
+                    warm.close()
+                raise
+            return self._start_pool(**arguments, warm=warm, keep=None, on_progress=say)
+
+        self._coming = Coming(start, self._come)
+
+    def _come(self, coming: Coming, pool: Pool) -> None:
+        self._set(pool)
+
+    def _wait_for_coming(self) -> None:
+        coming = self._coming
+        if coming is None:
+            return
+        try:
+            with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
+                coming.wait(progress)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; the ranks go on starting") from None
+        except BaseException:
+            self._coming = None
+            raise
+        self._coming = None
+
+    def _alone(self) -> bool:
+        """Whether nothing is shown under the cell that runs but what its ranks will show."""
+        cell = self.raw_cell.lstrip()
+        return cell.startswith("%%hvd_run") or (self.ranks_by_default and not cell.startswith("%"))
+
     def _start(
         self,
         np: int | None,
-        launcher: str,
-        plane: str,
+        launcher: str | None,
+        plane: str | None,
         hosts: str | None,
         keep: str | None,
         say: Callable[[str], None],
     ) -> Pool:
-        from hvdlab.kernel_ext.checks import default_size
-
-        chosen = np is not None or hosts is not None
-        np = np if chosen else default_size()
+        with as_usage_error():
+            wishes = self._wishes()
+        chosen = any(one is not None for one in (np, hosts, wishes.np, wishes.hosts))
+        arguments = _arguments(wishes, np, launcher, plane, hosts)
         ahead, self.ahead = self.ahead, None
         warm = ahead.take() if ahead is not None else None
-        alone = self.raw_cell.lstrip().startswith("%%hvd_run")
         try:
-            with as_usage_error(), StartProgress(self.shell, alone=alone) as progress:
-                pool = self._start_pool(
-                    np,
-                    launcher=launcher,
-                    plane=plane,
-                    hosts=hosts,
-                    warm=warm,
-                    keep=keep,
-                    on_progress=progress,
-                )
+            with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
+                pool = self._start_pool(**arguments, warm=warm, keep=keep, on_progress=progress)
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
         self._broken = ""
         self._set(pool)
         if not chosen:
-            say(f"started {np} ranks (-np chooses how many)")
+            say(f"started {arguments['np']} ranks (-np chooses how many)")
         return pool
+
+
+def _arguments(
+    wishes: Wishes, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
+) -> dict[str, Any]:
+    """Of ``Pool.start``: what is said now, else what is wished for, else what is usual."""
+    from hvdlab.kernel_ext.checks import default_size
+
+    hosts = hosts or wishes.hosts
+    np = np if np is not None else wishes.np
+    return {
+        "np": default_size() if np is None and hosts is None else np,
+        "launcher": launcher or wishes.launcher or "local",
+        "plane": plane or wishes.plane or "auto",
+        "hosts": hosts,
+    }
 
 
 def _lost(lost: Mapping[int, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,25 +55,35 @@ class LiveKernel:
         directory: Where it runs.
         strip: Whether cells get a live strip. Whether one comes depends on how quick the machine is, so tests that look
             at all displays do without.
+        name: Which kernel.
+        environment: Variables that are set for it.
     """
 
-    def __init__(self, directory: Path, *, strip: bool = False) -> None:
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=str(directory), env=os.environ | {"HVDLAB_STRIP": str(int(strip))})
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        strip: bool = False,
+        name: str = "python3",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.manager = KernelManager(kernel_name=name)
+        given = {"HVDLAB_STRIP": str(int(strip)), **(environment or {})}
+        self.manager.start_kernel(cwd=str(directory), env=os.environ | given)
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
         self.cells: dict[str, Cell] = {}
         self.others: list[tuple[float, str, dict[str, Any]]] = []
 
-    def send(self, code: str) -> Cell:
+    def send(self, code: str, **options: Any) -> Cell:
         begun = time.monotonic()
-        cell = Cell(self.client.execute(code), begun)
+        cell = Cell(self.client.execute(code, **options), begun)
         self.cells[cell.msg_id] = cell
         return cell
 
-    def run(self, code: str, timeout: float = 60) -> Cell:
-        cell = self.send(code)
+    def run(self, code: str, timeout: float = 60, **options: Any) -> Cell:
+        cell = self.send(code, **options)
         self.finish(cell, timeout)
         return cell
 

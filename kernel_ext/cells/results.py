@@ -105,6 +105,7 @@ class CellResults(Sequence[Any]):
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
+        plain: Shown as the value itself where all ranks agree, as in a notebook without ranks.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class CellResults(Sequence[Any]):
     ) -> None:
         self.ranks = tuple(ranks)
         self.label, self.name = label, "_"
+        self.plain = False
         self.errors: dict[int, CellError] = {
             r: d.error for r, d in sorted(done.items()) if d.error is not None
         }
@@ -298,6 +300,11 @@ class CellResults(Sequence[Any]):
             else:
                 group.append(rank)
         return [(tuple(ranks), data) for ranks, data in found]
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any] | None:
+        """The value's own representations, if it is to be shown plainly; None leaves it to the others."""
+        groups = self.groups() if self.plain else []
+        return dict(groups[0][1]) if len(groups) == 1 and groups[0][0] == self.ranks else None
 
     def __repr__(self) -> str:
         groups = self.groups()

@@ -7,8 +7,24 @@ from typing import Any
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
 
-from hvdlab.kernel_ext.payloads import Complete, Completions, Inspect, Inspection
+from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.payloads import Complete, Completions, Express, Expressed, Inspect, Inspection
 from hvdlab.kernel_ext.rank.display import wire_bundle
+
+WITHIN = 5.0
+"""Seconds after which looking is given up while a cell runs."""
+
+
+def while_busy(shell: Any, question: Complete | Inspect) -> Completions | Inspection:
+    """Answer while a cell runs on the main thread. Not on the control thread: looking may run the user's code."""
+    try:
+        if isinstance(question, Complete):
+            return bounded(lambda: complete(shell, question), WITHIN)
+        return bounded(lambda: inspect(shell, question), WITHIN)
+    except TookTooLong:
+        if isinstance(question, Complete):
+            return Completions(question.ticket, (), question.cursor, question.cursor)
+        return Inspection(question.ticket, False, {})
 
 
 def complete(shell: Any, request: Complete) -> Completions:
@@ -40,3 +56,9 @@ def inspect(shell: Any, request: Inspect) -> Inspection:
     except Exception:  # noqa: BLE001  # a user's property or __getattr__ may raise anything
         return Inspection(request.ticket, False, {})
     return Inspection(request.ticket, True, wire_bundle(data))
+
+
+def express(shell: Any, request: Express) -> Expressed:
+    """Evaluate a client's expressions, as IPython does: an error is a result, too."""
+    results = shell.user_expressions(request.expressions)
+    return Expressed(request.ticket, {name: wire_bundle(result) for name, result in results.items()})

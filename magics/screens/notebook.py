@@ -26,6 +26,7 @@ class NotebookScreen:
         ranks: The ranks of the cell; a single rank gets no labels.
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
+        plain: Displays that all ranks have made alike get no label, as in a notebook without ranks.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class NotebookScreen:
         ranks: Sequence[int],
         cell: str,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        plain: bool = False,
     ) -> None:
-        self._publisher, self._ranks = publisher, set(ranks)
+        self._publisher, self._ranks, self._plain = publisher, set(ranks), plain
         self._labelled = len(self._ranks) > 1
         self._areas = Areas(f"hvdlab-{cell}")
         self._outbox = Outbox(publisher, clock)
@@ -57,7 +60,7 @@ class NotebookScreen:
             self._display(self._labelled_data(piece), display.metadata, known, update=True)
             return
         area, exists = self._areas.place(piece.ranks, display.display_id)
-        if self._labelled and not exists and not _is_text(display):
+        if self._gets_label(piece) and not exists and not _is_text(display):
             heading = {"text/html": label_html(piece.ranks), "text/plain": f"{format_ranks(piece.ranks)}:"}
             self._display(heading, {}, f"{area}-label")
         self._display(self._labelled_data(piece), display.metadata, area, update=exists)
@@ -106,9 +109,12 @@ class NotebookScreen:
     ) -> None:
         self._outbox.call(partial(self._publisher.display, data, metadata, area, update=update))
 
+    def _gets_label(self, piece: Shown) -> bool:
+        return self._labelled and not (self._plain and set(piece.ranks) == self._ranks)
+
     def _labelled_data(self, piece: Shown) -> dict[str, Any]:
         data = piece.display.data
-        if not self._labelled or not _is_text(piece.display):
+        if not self._gets_label(piece) or not _is_text(piece.display):
             return data
         prefix = label(piece.ranks)
         return {"text/plain": "\n".join(prefix + line for line in str(data["text/plain"]).split("\n"))}

@@ -1,0 +1,1 @@
+"""The kernel whose cells run on all ranks."""

@@ -1,0 +1,107 @@
+"""Answers to a client while a cell runs: from the thread that takes its messages, not from the one that runs cells."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from hvdlab.collectives.errors import HvdlabError
+
+KINDS = {
+    "complete_request": "complete_reply",
+    "inspect_request": "inspect_reply",
+    "is_complete_request": "is_complete_reply",
+    "kernel_info_request": "kernel_info_reply",
+}
+"""Requests that may be answered while a cell runs, and what answers them."""
+
+
+class AsideAnswers:
+    """Part of a kernel, before ipykernel's own classes.
+
+    ipykernel from 7 on takes messages on a thread of its own; in older ones everything waits for the cell.
+    """
+
+    session: Any
+    iopub_socket: Any
+    shell_stream: Any
+    log: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._main = threading.current_thread()
+        self._running = threading.Lock()
+        self._runs: Any = None  # the request whose cell runs
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="hvdlab-aside")
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The content of the answer to a request; None if it has to wait. Not on the main thread."""
+        raise NotImplementedError
+
+    @contextmanager
+    def running(self, request: Any) -> Iterator[None]:
+        """While the cell of this request runs. Main thread."""
+        self._runs = request
+        try:
+            yield
+        finally:
+            with self._running:  # nothing is said about this cell's state after this
+                self._runs = None
+
+    async def shell_channel_thread_main(self, msg: Any) -> None:
+        """A message came on the shell channel. Its thread."""
+        request = self._request(msg) if self._runs is not None else None
+        if request is None:
+            await super().shell_channel_thread_main(msg)  # type: ignore[misc]  # of ipykernel's class
+            return
+        task = asyncio.create_task(self._answer(msg, *request))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _request(self, msg: Any) -> tuple[str, dict[str, Any]] | None:
+        """The kind and content of what may be answered now. It is not taken for received: that may come only once."""
+        _, frames = self.session.feed_identities(msg, copy=False)
+        try:
+            peeked = self.session.deserialize(frames, content=False, copy=False)
+        except ValueError:  # ipykernel will say so
+            return None
+        header = peeked["header"]
+        if header["msg_type"] not in KINDS or header.get("subshell_id") is not None:
+            return None
+        return header["msg_type"], self.session.unpack(peeked["content"])
+
+    async def _answer(self, msg: Any, kind: str, content: dict[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._helper, self.answer_aside, kind, content)
+        except HvdlabError:  # the ranks are gone; the cell will tell
+            answer = None
+        if answer is None:
+            await super().shell_channel_thread_main(msg)  # type: ignore[misc]  # of ipykernel's class
+            return
+        idents, frames = self.session.feed_identities(msg, copy=False)
+        request = self.session.deserialize(frames, copy=False)
+        self._say("busy", request)
+        self.session.send(self.shell_stream, KINDS[kind], answer, request, ident=idents)
+        with self._running:
+            self._say("idle", request)
+            if self._runs is not None:  # clients take the last state for the kernel's
+                self._say("busy", self._runs)
+
+    def _say(self, state: str, request: Any) -> None:
+        self.session.send(
+            self.iopub_socket,
+            "status",
+            {"execution_state": state},
+            parent=request,
+            ident=self._topic("status"),
+        )
+
+    def _topic(self, topic: str) -> bytes:
+        found: bytes = super()._topic(topic)  # type: ignore[misc]  # of ipykernel's class
+        return found

@@ -1,0 +1,203 @@
+"""The kernel: IPython's own, whose cells run on the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ipykernel.ipkernel import IPythonKernel
+
+import hvdlab
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.payloads import Completions
+from hvdlab.kernel_ext.spmd.aside import AsideAnswers
+from hvdlab.kernel_ext.spmd.router import CellRouter
+from hvdlab.kernel_ext.spmd.routing import asks_ranks
+from hvdlab.kernel_ext.spmd.side import RankSide
+from hvdlab.kernel_ext.spmd.wishes import np_of_request, wishes_for
+
+_Base: Any = (
+    IPythonKernel  # it has hardly any annotations, and those of ways to be overridden that it does not use
+)
+_OUR_MAGIC = ("%hvd", "%%hvd", "%%local", "%autohvd")
+_TYPES = "_jupyter_types_experimental"
+
+
+class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
+    """A kernel in which plain cells run on all ranks, ``%%local`` ones here.
+
+    Its shell has the magics loaded; a cell for the ranks becomes a call of ``%%hvd_run``, so that output, errors,
+    interrupts and prompts are the same in both. Completion and inspection come from the first rank.
+    """
+
+    implementation = "hvdlab"
+    implementation_version = hvdlab.__version__
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._side: RankSide | None = None
+        self._router = CellRouter()
+
+    @property
+    def banner(self) -> str:
+        """What a console shows at its start."""
+        return f"hvdlab {hvdlab.__version__}: cells run on all ranks, %%local ones in the kernel\n{super().banner}"
+
+    def start(self) -> None:
+        """Load the magics and begin to start ranks, then serve."""
+        super().start()
+        # First of all transformers: lines are counted as the user sees them.
+        self.shell.input_transformers_cleanup.insert(0, self._router)
+        self.shell.extension_manager.load_extension("hvdlab")
+        if self._side is not None:
+            self._side.begin(wishes_for)
+
+    def take_ranks(self, side: RankSide | None) -> None:
+        """The extension brings the ranks; None when it is unloaded: cells then run here."""
+        self._side = side
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    async def do_execute(
+        self,
+        code: str,
+        silent: bool,
+        store_history: bool = True,
+        user_expressions: Mapping[str, str] | None = None,
+        allow_stdin: bool = False,
+        *,
+        cell_meta: Any = None,
+        cell_id: Any = None,
+    ) -> dict[str, Any]:
+        """Run a cell where it belongs; what a client wants to know afterwards is asked of the first rank."""
+        side = self._side
+        if side is None:
+            alone: dict[str, Any] = await super().do_execute(
+                code,
+                silent,
+                store_history,
+                user_expressions,
+                allow_stdin,
+                cell_meta=cell_meta,
+                cell_id=cell_id,
+            )
+            return alone
+        self._router.cell, self._router.options = code, _options(cell_meta)
+        side.cell(code, store_history=store_history and not silent)
+        try:
+            with self.running(self.get_parent("shell")):
+                reply: dict[str, Any] = await super().do_execute(
+                    code, silent, store_history, {}, allow_stdin, cell_meta=cell_meta, cell_id=cell_id
+                )
+                if user_expressions and reply["status"] == "ok":
+                    reply["user_expressions"] = side.evaluate(user_expressions)
+        finally:
+            self._router.cell = None
+        return reply
+
+    def show_help(self, name: str, detail: int) -> None:
+        """``name?``: what the first rank knows about it, in the frontend's pager."""
+        found = self._side.inspect(name, len(name), detail) if self._side is not None else None
+        if found is not None and found.found:
+            self.shell.payload_manager.write_payload({"source": "page", "data": found.data, "start": 0})
+        else:
+            print(f"Object `{name}` not found.")
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def do_complete(self, code: str, cursor_pos: int | None) -> dict[str, Any]:
+        """Completions from the first rank, with our own magics; from this process for what runs here."""
+        cursor = len(code) if cursor_pos is None else cursor_pos
+        if self._side is None or not asks_ranks(code):
+            return dict(super().do_complete(code, cursor))
+        answer = self._side.complete(code, cursor)
+        here = self._magics_here(code, cursor)
+        if answer is None or not answer.matches:
+            if here is not None:
+                return here
+            if answer is None:
+                return self._unknown(cursor, self._silence())
+        reply = _reply(answer if answer is not None else Completions(0, (), cursor, cursor))
+        if here is not None and here["cursor_start"] == reply["cursor_start"]:
+            reply["matches"] += [name for name in here["matches"] if name not in reply["matches"]]
+            reply["metadata"][_TYPES] += here["metadata"].get(_TYPES, [])
+        return reply
+
+    def do_inspect(
+        self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
+    ) -> dict[str, Any]:
+        """Documentation from the first rank; from this process for what runs here."""
+        if self._side is None or not asks_ranks(code):
+            return dict(super().do_inspect(code, cursor_pos, detail_level, omit_sections))
+        answer = self._side.inspect(code, cursor_pos, detail_level)
+        if answer is None:
+            data = {"text/plain": self._silence()}
+            return {"status": "ok", "found": True, "data": data, "metadata": {}}
+        return {"status": "ok", "found": answer.found, "data": answer.data, "metadata": {}}
+
+    def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What can be said while a cell runs, on another thread; None for what has to wait for its end."""
+        if kind == "complete_request" and asks_ranks(content["code"]):
+            return self.do_complete(content["code"], content["cursor_pos"])
+        if kind == "inspect_request" and asks_ranks(content["code"]):
+            return self.do_inspect(content["code"], content["cursor_pos"], content.get("detail_level", 0))
+        if kind == "is_complete_request":
+            return dict(self.do_is_complete(content["code"]))
+        if kind == "kernel_info_request":
+            return {"status": "ok", **self.kernel_info}
+        return None
+
+    def _magics_here(self, code: str, cursor: int) -> dict[str, Any] | None:
+        """Our own magics, which ranks do not have."""
+        word = code[:cursor].rpartition("\n")[2].lstrip()
+        if not word.startswith("%") or " " in word or threading.current_thread() is not self._main:
+            return None
+        reply = dict(super().do_complete(code, cursor))
+        kept = [name for name in reply["matches"] if name.startswith(_OUR_MAGIC)]
+        if not kept:
+            return None
+        types = [one for one in reply["metadata"].get(_TYPES, []) if one["text"].startswith(_OUR_MAGIC)]
+        return {**reply, "matches": kept, "metadata": {_TYPES: types}}
+
+    def _silence(self) -> str:
+        """Why the first rank said nothing."""
+        label = self._side.busy_with() if self._side is not None else ""
+        if label:
+            return f"rank 0 runs cell {label} and does not answer; ask again when that has ended"
+        return "rank 0 does not answer: the ranks are starting, or there are none (`%hvd_pool status` tells)"
+
+    @staticmethod
+    def _unknown(cursor: int, why: str) -> dict[str, Any]:
+        return {
+            "status": "ok",
+            "matches": [],
+            "cursor_start": cursor,
+            "cursor_end": cursor,
+            "metadata": {"hvdlab": why},
+        }
+
+
+def _options(cell_meta: Any) -> str:
+    """Options of ``%%hvd_run`` that a client gives with a cell."""
+    try:
+        np = np_of_request(cell_meta)
+    except InvalidRequestError:  # a client's own metadata under our name; the cell is to run all the same
+        return ""
+    return f"-np {np}" if np is not None else ""
+
+
+def _reply(answer: Completions) -> dict[str, Any]:
+    types = answer.types or ("",) * len(answer.matches)
+    return {
+        "status": "ok",
+        "matches": list(answer.matches),
+        "cursor_start": answer.start,
+        "cursor_end": answer.end,
+        "metadata": {
+            _TYPES: [
+                {"start": answer.start, "end": answer.end, "text": text, "type": kind, "signature": ""}
+                for text, kind in zip(answer.matches, types, strict=True)
+            ]
+        },
+    }

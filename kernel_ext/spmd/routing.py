@@ -1,0 +1,107 @@
+"""Where a cell of the kernel runs: on the ranks, in the kernel itself, or first a little here and then there.
+
+A pure function of the cell's text. Ranks are whole IPython shells, so that their magics and ``!`` work there; only
+what is about the pool, the frontend or the environment that all ranks share is done once, here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_OURS = re.compile(r"%(?:hvd_\w+|autohvd|(?:re|un)?load_ext\s+hvdlab)\b")
+"""Lines that control hvdlab."""
+
+_ONCE = re.compile(
+    r"""
+      [!%](?:pip3?|conda|mamba|micromamba|uv)\b       # ranks share the environment: eight installers would fight over it
+    | !python3?\ -m\ pip\b
+    | %(?:load|loadpy|recall|rep|rerun|edit|history|hist|notebook|save|connect_info|qtconsole|quickref|lsmagic)\b
+    | (?:exit|quit)(?:\(\))?\s*$                      # ends the frontend's session
+    """,
+    re.VERBOSE,
+)
+"""Lines that are about the frontend, its history or the environment."""
+
+_CELLS_HERE = re.compile(r"%%(?:hvd_\w+|writefile|file|html|HTML|javascript|js|latex|markdown|svg|SVG)\b")
+"""Cell magics that run here: ours, what writes one file, and what only shows the cell in the frontend."""
+
+_LOCAL = re.compile(r"%%local\s*$")
+_HELP = re.compile(r"\s*(?:(\?\??)\s*([\w.]+)|([\w.]+)\s*(\?\??))\s*$")
+_LOOK = re.compile(r"\s*(?:\?\??\s*[%\w.*]+|[%\w.*]+\s*\?\??)\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """A cell that only asks what something is: ``name?``, or ``name??`` with ``detail`` 1."""
+
+    name: str
+    detail: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the parts of a cell run.
+
+    Attributes:
+        here: Runs in the kernel, first.
+        ranks: Runs on the ranks; blank lines stand for what is above it in the cell. Empty if nothing does.
+        first_only: It is looked at something, for which one rank is enough.
+        help: Is asked of a rank instead.
+    """
+
+    here: str = ""
+    ranks: str = ""
+    first_only: bool = False
+    help: Help | None = None
+
+
+def route(cell: str) -> Route:
+    """Where this cell runs."""
+    lines = cell.splitlines(keepends=True)
+    first = next((index for index, line in enumerate(lines) if line.strip()), None)
+    if first is None:
+        return Route(here=cell)
+    head = lines[first].rstrip()
+    if _LOCAL.match(head):
+        # An empty line in its place: an ordinary cell, with its own line numbers.
+        return Route(here="".join([*lines[:first], "\n", *lines[first + 1 :]]))
+    if _CELLS_HERE.match(head) or head.startswith("%%local"):
+        return Route(here=cell)
+    if len([line for line in lines if line.strip()]) == 1 and _LOOK.match(head):
+        return _look(cell, head)
+    return _split(cell, lines)
+
+
+def asks_ranks(cell: str) -> bool:
+    """Whether names in this cell, complete or not, are those of the ranks."""
+    where = route(cell)
+    return bool(where.ranks) or where.help is not None
+
+
+def _look(cell: str, line: str) -> Route:
+    if re.search(r"%{1,2}(?:hvd_|local\b|autohvd\b)", line):
+        return Route(here=cell)
+    if match := _HELP.match(line):
+        mark = match[1] or match[4]
+        return Route(help=Help(match[2] or match[3], len(mark) - 1))
+    return Route(ranks=cell, first_only=True)
+
+
+def _split(cell: str, lines: list[str]) -> Route:
+    """Lines at the top that are done here, and the rest."""
+    code = (
+        index
+        for index, line in enumerate(lines)
+        if line.strip() and not line.lstrip().startswith("#") and not _done_here(line)
+    )
+    begin = next(code, None)
+    if begin is None:  # nothing for ranks to do, be it that there are only comments
+        return Route(here=cell)
+    if not any(_done_here(line) for line in lines[:begin]):
+        return Route(ranks=cell)
+    return Route(here="".join(lines[:begin]), ranks="\n" * begin + "".join(lines[begin:]))
+
+
+def _done_here(line: str) -> bool:
+    return bool(_OURS.match(line) or _ONCE.match(line))

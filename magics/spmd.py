@@ -1,0 +1,66 @@
+"""What the kernel whose cells run on all ranks needs of the magics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.magics.session import Session
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.payloads import Completions, Inspection
+    from hvdlab.kernel_ext.pool import Pool
+
+A = TypeVar("A")
+
+PATIENCE = 5.0
+"""Seconds that a rank has to answer; its first completion imports jedi."""
+
+
+class KernelRanks:
+    """The ranks of such a kernel: its session's pool."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        session.ranks_by_default = True
+
+    def begin(self, wishes: Callable[[], Wishes]) -> None:
+        """Begin to start ranks."""
+        self._session.begin(wishes)
+
+    def cell(self, code: str, *, store_history: bool) -> None:
+        """The kernel is going to run this cell."""
+        self._session.raw_cell = code
+        self._session.store_history = store_history
+
+    def complete(self, code: str, cursor: int) -> Completions | None:
+        """Completions from the first rank."""
+        return self._ask(lambda pool: pool.complete(code, cursor, timeout=PATIENCE))
+
+    def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
+        """Documentation from the first rank."""
+        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=PATIENCE))
+
+    def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
+        """Expressions of a client."""
+        found = self._ask(lambda pool: pool.express(expressions))
+        if found is not None:
+            return dict(found)
+        why = {"ename": "NoAnswer", "evalue": "the first rank does not answer", "traceback": []}
+        return {name: {"status": "error", **why} for name in expressions}
+
+    def busy_with(self) -> str:
+        """The label of the cell that runs."""
+        pool = self._session.current
+        return self._session.running_label if pool is not None and pool.state == "running" else ""
+
+    def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
+        pool = self._session.current
+        if pool is None or pool.state not in ("idle", "running"):
+            return None
+        try:
+            return ask(pool)
+        except HvdlabError:  # it broke down, or has no ranks; the next cell says so
+            return None

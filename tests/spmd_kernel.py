@@ -1,0 +1,22 @@
+"""The kernel whose cells run on all ranks, for tests: found by Jupyter without being installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+KERNELSPEC = Path(__file__).resolve().parents[1] / "kernel_ext" / "spmd" / "kernelspec"
+
+
+def kernelspec_in(directory: Path, patch: pytest.MonkeyPatch, *, np: int = 2) -> Path:
+    """Let Jupyter find the kernel in this directory; it starts ``np`` ranks, without what they could preload."""
+    kernels = directory / "kernels"
+    kernels.mkdir()
+    (kernels / "hvdlab").symlink_to(KERNELSPEC)
+    patch.setenv("JUPYTER_PATH", str(directory))
+    patch.setenv("IPYTHONDIR", str(directory / "ipython"))
+    patch.setenv("HVDLAB_NP", str(np))
+    patch.setenv("HVDLAB_STRIP", "0")
+    patch.setenv("HVDLAB_PRELOAD", "")
+    return directory

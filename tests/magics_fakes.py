@@ -180,6 +180,7 @@ class FakePool:
         line_offset: int,
         out: Any,
         timeout: float | None,
+        **details: Any,
     ) -> CellHandle:
         chosen = {r: self._ranks[r] for r in ranks}
         for rank in chosen.values():

@@ -136,6 +136,13 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
             return {"status": "ok", "found": True, "data": data, "metadata": {}}
         return {"status": "ok", "found": answer.found, "data": answer.data, "metadata": {}}
 
+    def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The cells of this notebook; entries of this session bear its number, whichever way they were asked for."""
+        reply = dict(super().do_history(*args, **kwargs))
+        own = self.shell.history_manager.session_number
+        reply["history"] = [(session or own, *rest) for session, *rest in reply["history"]]
+        return reply
+
     def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
         """What can be said while a cell runs, on another thread; None for what has to wait for its end."""
         if kind == "complete_request" and asks_ranks(content["code"]):

@@ -1,0 +1,173 @@
+"""The kernel with two ranks, as clients see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from live_kernel import Cell, LiveKernel
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Processes come and go in the kernel that all these tests share; test_lifetime.py sees them end with it."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"), name="hvdlab")
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(started: LiveKernel) -> LiveKernel:
+    """A kernel whose ranks know ``rank``."""
+    cell = started.run("import os, sys, time\nrank = int(os.environ['RANK'])")
+    assert cell.error is None, cell.error
+    return started
+
+
+def ask(kernel: LiveKernel, msg_id: str) -> dict[str, Any]:
+    """The answer to a request, which may come before that of a running cell."""
+    while True:
+        reply = kernel.client.get_shell_msg(timeout=30)
+        if reply["parent_header"]["msg_id"] == msg_id:
+            return dict(reply["content"])
+        if (owner := kernel.cells.get(reply["parent_header"]["msg_id"])) is not None:
+            owner.reply = reply["content"]
+
+
+def value(cell: Cell) -> str:
+    (result,) = cell.of("execute_result")
+    return str(result["data"]["text/plain"])
+
+
+def test_cells_run_on_all_ranks_and_show_once_what_they_agree_on(kernel: LiveKernel) -> None:
+    assert kernel.run("print('hello')").lines() == ["[0,1] hello"]
+    assert value(kernel.run("6 * 7")) == "42"
+    assert value(kernel.run("rank")) == "[0] 0\n[1] 1"
+    assert value(kernel.run("_ + 1, __")) == "[0] (1, 42)\n[1] (2, 42)"
+
+
+def test_a_display_that_ranks_agree_on_has_no_label(kernel: LiveKernel) -> None:
+    cell = kernel.run("from IPython.display import HTML, display\ndisplay(HTML('<b>here</b>'))")
+    assert [d["data"]["text/html"] for d in cell.of("display_data")] == ["<b>here</b>"]
+    cell = kernel.run("display(HTML(f'<b>{rank}</b>'))")
+    shown = [d["data"]["text/html"] for d in cell.of("display_data")]
+    assert len(shown) == 4
+    assert "rank 0" in shown[0]
+
+
+def test_local_cells_run_in_the_kernel(kernel: LiveKernel) -> None:
+    kernel.run("%%local\nhere = 'kernel'")
+    assert value(kernel.run("%%local\nhere, 'rank' in globals()")) == "('kernel', False)"
+    assert kernel.run("here").reply["ename"] == "NameError"
+
+
+def test_some_ranks_and_their_magics(kernel: LiveKernel) -> None:
+    assert kernel.run("%%hvd_rank 1\nprint(rank)").lines() == ["1"]
+    timed = kernel.run("%%time\nx = rank")
+    assert any("Wall time" in line for line in timed.lines())
+    assert value(kernel.run("x")) == "[0] 0\n[1] 1"
+
+
+def test_control_lines_run_here_and_the_rest_on_the_ranks(kernel: LiveKernel) -> None:
+    cell = kernel.run("%hvd_pool resize 3\nint(os.environ['WORLD_SIZE']) if 'os' in globals() else 3")
+    assert cell.lines() == ["ranks 0-2 are ready"]
+    assert value(cell) == "3"
+    cell = kernel.run("%hvd_pool resize 2\nx = 1\n1 / 0")
+    assert "line 3" in "\n".join(cell.reply["traceback"])
+
+
+def test_a_client_may_say_how_many_ranks_with_a_cell(kernel: LiveKernel) -> None:
+    session = kernel.client.session
+    content = {"code": "import os\nint(os.environ['WORLD_SIZE'])", "silent": False, "store_history": True}
+    message = session.msg("execute_request", {**content, "user_expressions": {}, "allow_stdin": False})
+    message["metadata"] = {"hvdlab": {"np": 3}}
+    cell = kernel.cells[message["header"]["msg_id"]] = Cell(message["header"]["msg_id"], time.monotonic())
+    kernel.client.shell_channel.send(message)
+    kernel.finish(cell)
+    assert value(cell) == "3"
+    assert kernel.run("%hvd_pool resize 2").lines() == ["ranks 0,1 are ready"]
+
+
+def test_an_error_is_the_root_cause(kernel: LiveKernel) -> None:
+    cell = kernel.run("if rank == 1:\n    raise ValueError('bad batch')")
+    assert (cell.reply["status"], cell.reply["ename"], cell.reply["evalue"]) == (
+        "error",
+        "ValueError",
+        "bad batch",
+    )
+    assert "rank 1" in "\n".join(cell.reply["traceback"])
+    assert "line 2" in "\n".join(cell.reply["traceback"])
+
+
+def test_what_was_sent_after_an_error_is_not_run(kernel: LiveKernel) -> None:
+    first, second = kernel.send("time.sleep(0.5)\n1 / 0"), kernel.send("never = 1")
+    kernel.finish(first)
+    kernel.finish(second)
+    assert second.reply["status"] == "aborted"
+    failing, third = kernel.send("time.sleep(0.5)\n1 / 0", stop_on_error=False), kernel.send("3")
+    kernel.finish(failing)
+    kernel.finish(third)
+    assert value(third) == "3"
+
+
+def test_expressions_are_evaluated_on_the_first_rank(kernel: LiveKernel) -> None:
+    reply = kernel.run("y = rank + 5", user_expressions={"y": "y", "bad": "no_such"}).reply
+    assert reply["user_expressions"]["y"]["data"] == {"text/plain": "5"}
+    assert reply["user_expressions"]["bad"]["ename"] == "NameError"
+
+
+def test_counts_and_history_are_the_notebooks(kernel: LiveKernel) -> None:
+    before = kernel.run("1").reply["execution_count"]
+    assert kernel.run("2", store_history=False).reply["execution_count"] == before
+    silent = kernel.run("z = 5", silent=True)
+    assert silent.of("execute_input") == []
+    assert kernel.run("z").reply["execution_count"] == before + 1
+    reply = ask(kernel, kernel.client.history(hist_access_type="tail", n=2, raw=True, output=False))
+    assert [entry[2] for entry in reply["history"]] == ["1", "z"]
+    assert value(kernel.run(f"Out[{before + 1}]")) == "5"
+
+
+def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) -> None:
+    kernel.run("def on_ranks_only(batch):\n    'What ranks do.'")
+    assert ask(kernel, kernel.client.complete("on_ranks"))["matches"] == ["on_ranks_only"]
+    assert "What ranks do." in ask(kernel, kernel.client.inspect("on_ranks_only"))["data"]["text/plain"]
+    assert "%hvd_pool" in ask(kernel, kernel.client.complete("%hvd_p"))["matches"]
+    payload = kernel.run("on_ranks_only?").reply["payload"]
+    assert [one["source"] for one in payload] == ["page"]
+    assert "What ranks do." in payload[0]["data"]["text/plain"]
+    assert kernel.run("no_such_thing?").lines() == ["Object `no_such_thing` not found."]
+
+
+def test_questions_are_answered_while_a_cell_runs(kernel: LiveKernel) -> None:
+    kernel.run("def on_ranks_only(batch):\n    'What ranks do.'\ngo = False")
+    busy = kernel.send("while not os.path.exists('go'): time.sleep(0.01)\nprint('went')")
+    kernel.until(lambda: busy.of("execute_input"))
+    assert ask(kernel, kernel.client.complete("on_ranks"))["matches"] == ["on_ranks_only"]
+    assert ask(kernel, kernel.client.inspect("on_ranks_only"))["found"]
+    assert ask(kernel, kernel.client.is_complete("for x in y:"))["status"] == "incomplete"
+    assert ask(kernel, kernel.client.kernel_info())["implementation"] == "hvdlab"
+    assert not busy.reply
+    kernel.interrupt()
+    kernel.finish(busy)
+    assert busy.reply["ename"] == "KeyboardInterrupt"
+    assert value(kernel.run("rank")) == "[0] 0\n[1] 1"
+
+
+def test_a_rank_that_holds_the_interpreter_is_said_to_be_silent(kernel: LiveKernel) -> None:
+    busy = kernel.send("import re\nif rank == 0: re.match('(a+)+$', 'a' * 26 + 'b')")
+    kernel.until(lambda: busy.of("execute_input"))
+    answer = ask(kernel, kernel.client.inspect("rank"))
+    kernel.finish(busy)
+    text = answer["data"].get("text/plain", "")
+    assert "does not answer" in text or busy.reply, answer
+
+
+def test_autohvd_has_no_meaning_here(kernel: LiveKernel) -> None:
+    assert "cells run on the ranks anyway" in kernel.run("%autohvd off").text("stderr")

@@ -11,6 +11,7 @@ from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
+from hvdlab.magics.debugger import load_debugger, unload_debugger
 from hvdlab.magics.diff import DiffMagics
 from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.metrics import MetricsMagics
@@ -84,6 +85,7 @@ class Extension:
         self._completer.load()
         add_finder(self._pool)
         self._panel = load_panel(self.session)
+        load_debugger(self.session, self._auto)
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -95,6 +97,7 @@ class Extension:
         delattr(self.shell, _ATTRIBUTE)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
             take_ranks(None)
+        unload_debugger(self.session)
         panel, self._panel = self._panel, None
         if panel is not None:
             panel.close()

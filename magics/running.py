@@ -13,6 +13,7 @@ from IPython.core.displayhook import DisplayHook
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
@@ -44,6 +45,8 @@ def run_cell(
     """
     with as_usage_error():
         session.check_answering(pool, ranks)
+    if session.debugger is not None:
+        session.debugger.prepare(ranks)
     shell = session.shell
     label = f"[{cell_number(shell)}]"
     arguments: dict[str, Any] = {
@@ -55,6 +58,7 @@ def run_cell(
         ),
         "timeout": options.timeout,
         "store_history": session.store_history,
+        "file": present_cell_file(),
     }
     session.running_label = label
     if options.background:

@@ -18,6 +18,7 @@ from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.sink import OutputSink
+    from hvdlab.kernel_ext.debugger.hub import DebugHub
     from hvdlab.kernel_ext.leftovers import LeftCell
     from hvdlab.kernel_ext.pool import Pool
 
@@ -36,6 +37,7 @@ class Session:
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
         strips: The live strips under cells.
+        debugger: What lets the frontend's debugger reach the ranks.
         store_history: Whether that cell is one of the notebook's history.
         ranks_by_default: Plain cells run on the ranks.
         running_label: What users call the cell that ran last on the ranks.
@@ -57,6 +59,7 @@ class Session:
         self.running_label = ""
         self.labels: dict[str, str] = {}
         self.strips = Strips()
+        self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
         self._pool: Pool | None = None

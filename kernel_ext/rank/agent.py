@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.kernel_ext.debugger.messages import DEBUG
 from hvdlab.kernel_ext.inspect.messages import Examine
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
@@ -44,6 +45,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
 from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
@@ -85,7 +87,10 @@ class RankAgent:
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds)
-        self._runner = CellRunner(shell, engine, self._capture, self._gate, self._compiler, self._setup.hook)
+        self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
+        self._runner = CellRunner(
+            shell, engine, self._capture, self._gate, self._compiler, self._setup.hook, self._debug
+        )
         self._setup.preparing = lambda: self._runner.preparing
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
@@ -114,6 +119,7 @@ class RankAgent:
         self._worker = self._loop.create_task(self._work())
         self._engine.on_interrupt(self._on_interrupt)
         self._engine.on_leave(self._on_leave)
+        self._engine.on_mail(DEBUG, self._debug.on_mail)
         self._engine.on_mail(TO_RANK, self._on_mail)
 
     def close(self) -> None:
@@ -122,6 +128,7 @@ class RankAgent:
             self._leaving, self._leave = True, lambda: None
             self._worker.cancel()
             self._worker = None
+        self._debug.close()
         self._last_words.uninstall()
         self._capture.close()
         self._gate.uninstall()
@@ -153,6 +160,7 @@ class RankAgent:
             self._capture.resync(mail.cells)
         elif isinstance(mail, Owner):
             self._capture.owned(mail.pid, mail.started)
+            self._debug.abandon()
         elif isinstance(mail, AskCells):
             self._reply(Cells(mail.ticket, self._capture.sent.held()))
         elif isinstance(mail, AskStatus):
@@ -206,6 +214,12 @@ class RankAgent:
     def _enqueue(self, job: ToRank) -> None:
         self._jobs.append(job)
         self._call_soon(self._arrived.set)
+
+    def _paused(self, yes: bool) -> None:
+        """The debugger has stopped this rank, or let it go on."""
+        patience = getattr(self._engine, "pause" if yes else "resume", None)
+        if patience is not None:
+            patience("stopped by the debugger")
 
     def _on_interrupt(self) -> None:
         self._gate.request()

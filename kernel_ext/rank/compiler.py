@@ -36,7 +36,11 @@ def label_of(filename: str) -> str:
 
 
 class CellCompiler(CachingCompiler):
-    """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``."""
+    """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``.
+
+    Attributes:
+        files: What a frontend's debugger calls cells, and what each was compiled as last.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # IPython is partly untyped
@@ -44,9 +48,17 @@ class CellCompiler(CachingCompiler):
         self._name = ""
         self._lines = 0
         self._names: dict[str, str] = {}
+        self.files: dict[str, str] = {}
 
-    def expect(self, source: str, label: str, lines: int) -> None:
-        """The next code to be compiled is ``source``, known to users as ``label``, with ``lines`` lines above it."""
+    def expect(self, source: str, label: str, lines: int, file: str = "") -> str:
+        """The next code to be compiled is ``source``, known to users as ``label``, with ``lines`` lines above it.
+
+        Args:
+            file: What a frontend's debugger calls it.
+
+        Returns:
+            What it will be compiled as.
+        """
         name = f"<cell {label}>"
         known = self._names.setdefault(name, source)
         if known != source:  # another notebook, or a restarted one, has the same numbers
@@ -55,8 +67,11 @@ class CellCompiler(CachingCompiler):
         self._source, self._name, self._lines = source, name, lines
         register_label(name, f"cell {label}")
         # Else it is looked for in every module that is imported, for each frame of a traceback: seconds, with torch.
-        for file in (name, os.path.normcase(os.path.abspath(name))):
-            inspect.modulesbyfile[file] = "__main__"
+        for place in (name, os.path.normcase(os.path.abspath(name))):
+            inspect.modulesbyfile[place] = "__main__"
+        if file:
+            self.files[file] = name
+        return name
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """The file name that the code is compiled under."""

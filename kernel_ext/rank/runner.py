@@ -14,6 +14,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
+from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
 from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
 from hvdlab.kernel_ext.rank.fds import CStdout
@@ -49,13 +50,14 @@ class CellRunner:
         gate: InterruptGate,
         compiler: CellCompiler,
         hook: RankDisplayHook,
+        debug: DebugServer,
     ) -> None:
         self._shell = shell
         self._engine = engine
         self._capture = capture
         self._gate = gate
         self._compiler = compiler
-        self._hook = hook
+        self._hook, self._debug = hook, debug
         self._c_stdout = CStdout()
         self._run: _Run | None = None
         self._inside = False  # the user's own code is running
@@ -82,6 +84,7 @@ class CellRunner:
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
             self._failed(error)
         finally:
+            self._debug.cell_ended()
             del self._shell.run_code
             if run.error is None and result is not None and result.error_before_exec is not None:
                 self._failed(result.error_before_exec)
@@ -90,7 +93,9 @@ class CellRunner:
 
     async def _run_in_shell(self, request: RunCell) -> Any:
         source, blank = without_blank_head(request.source)
-        self._compiler.expect(source, request.label or request.cell, request.line_offset + blank)
+        lines = request.line_offset + blank
+        name = self._compiler.expect(source, request.label or request.cell, lines, request.file)
+        self._debug.cell_begins(request.file, name)
         broken = None
         try:
             transformed = self._shell.transform_cell(source)
@@ -137,6 +142,7 @@ class CellRunner:
         except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt end the cell, not the rank
             if self._run is not None and os.getpid() != self._run.pid:
                 end_child(error)
+            self._debug.cut(error)
             self._failed(error)
             if result is not None:
                 result.error_in_exec = error

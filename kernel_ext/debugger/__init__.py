@@ -1,0 +1,1 @@
+"""The debugger of JupyterLab and VS Code in ranks."""

@@ -1,0 +1,246 @@
+"""The debugger of a notebook's kernel, extended to the ranks of its pool.
+
+ipykernel answers a frontend's debug requests on its control channel, whose thread is free while a cell runs. The hub
+stands before the kernel's own debugger: it asks that one and the ranks, and answers with what the multiplexer makes of it.
+Everything happens on the control channel's loop; what comes from ranks is handed over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.debugger.events import (
+    AskLocal,
+    CloseRank,
+    Effect,
+    Event,
+    Expired,
+    Json,
+    LocalReplied,
+    OpenRank,
+    Publish,
+    RankGone,
+    RankOpened,
+    RankSaid,
+    Reply,
+    Requested,
+    ToRank,
+    Wanted,
+)
+from hvdlab.kernel_ext.debugger.mail import Session, desk_of
+from hvdlab.kernel_ext.debugger.messages import FromServer, Said
+from hvdlab.kernel_ext.debugger.multiplex import Multiplexer
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.pool import Pool
+
+ANSWER_WITHIN = 8.0
+"""Seconds that a frontend waits for ranks; then it gets what there is."""
+START_WITHIN = 20.0
+"""The same, while debug servers start."""
+OWNER = "the notebook's debugger"
+
+Process = Callable[[Json], Awaitable[Json]]
+
+
+class DebugHub:
+    """Made when the extension is loaded; costs nothing until a frontend switches the debugger on.
+
+    Args:
+        kernel: An ipykernel with a debugger.
+        pool: The pool of the notebook, if it has one. Any thread.
+        for_ranks: Whether a cell with this source runs on ranks only.
+    """
+
+    def __init__(
+        self, kernel: Any, pool: Callable[[], Pool | None], for_ranks: Callable[[str], bool]
+    ) -> None:
+        self._kernel, self._pool, self._for_ranks = kernel, pool, for_ranks
+        self._debugger = kernel.debugger
+        self._ask_kernel: Process = kernel.debugger.process_request
+        self._cells: dict[str, bool] = {}
+        self._mux: Multiplexer | None = None
+        self._keys = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Json]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._session: tuple[Pool, Session] | None = None
+        self._changed = threading.Condition()
+        kernel.debugger.process_request = self.process
+
+    def close(self) -> None:
+        """Give the kernel its own debugger back. Ranks go on."""
+        if self._debugger.process_request == self.process:
+            del self._debugger.process_request
+        if self._session is not None:
+            pool, session = self._session
+            for rank in pool.ranks:
+                session.leave(rank)
+            session.close()
+
+    @property
+    def on(self) -> bool:
+        """A frontend has switched the debugger on. Any thread."""
+        return self._mux is not None and self._mux.on
+
+    # -- main thread ----------------------------------------------------------------------------------------------
+
+    def prepare(self, ranks: Sequence[int]) -> None:
+        """Wait until the debug servers of these ranks know the breakpoints: a cell is about to run there."""
+        loop = self._loop
+        if not self.on or loop is None:
+            return
+        loop.call_soon_threadsafe(self._handle, Wanted(tuple(ranks)))
+        asked = threading.Event()
+        loop.call_soon_threadsafe(asked.set)
+        deadline = Deadline(START_WITHIN)
+        asked.wait(deadline.remaining())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting(), deadline.remaining())
+
+    def _waiting(self) -> bool:
+        return self._mux is not None and self._mux.on and bool(self._mux.pending)
+
+    # -- the control channel's loop -------------------------------------------------------------------------------
+
+    async def process(self, request: Json) -> Json:
+        """Answer a debug request; takes the place of the method of the kernel's debugger."""
+        self._loop = asyncio.get_running_loop()
+        command = request.get("command")
+        if self._mux is None:
+            if command != "initialize":  # the debugger is off
+                return await self._ask_kernel(request)
+            self._mux = Multiplexer(self._attach(), _cells_begin(), lambda path: self._cells.get(path, False))
+        if command == "dumpCell":
+            return await self._dump(request)
+        key = next(self._keys)
+        answer: asyncio.Future[Json] = self._loop.create_future()
+        self._answers[key] = answer
+        starting = command == "attach"
+        self._handle(Requested(key, request, bool(self._debugger.stopped_threads)))
+        if starting:
+            self._do(self._mux.wait_for(key, self._ranks()))
+        late = self._loop.call_later(START_WITHIN if starting else ANSWER_WITHIN, self._handle, Expired(key))
+        try:
+            return await answer
+        finally:
+            late.cancel()
+            del self._answers[key]
+
+    async def _dump(self, request: Json) -> Json:
+        reply = await self._local(request)
+        path = (reply.get("body") or {}).get("sourcePath")
+        if path:
+            self._cells[path] = self._for_ranks(request["arguments"]["code"])
+        return reply
+
+    async def _local(self, request: Json) -> Json:
+        async with self._turn:
+            return await self._ask_kernel(request)
+
+    async def _answer_locally(self, order: AskLocal) -> None:
+        try:
+            reply = await self._local(order.request)
+        except Exception as error:  # noqa: BLE001  # the frontend must get an answer
+            reply = {
+                "type": "response",
+                "success": False,
+                "message": f"{type(error).__name__}: {error}",
+                "body": {},
+            }
+        self._handle(LocalReplied(order.key, reply))
+
+    def _handle(self, event: Event) -> None:
+        if self._mux is not None:
+            self._do(self._mux.handle(event))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, AskLocal):
+                task = asyncio.get_running_loop().create_task(self._answer_locally(effect))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif isinstance(effect, Reply):
+                answer = self._answers.get(effect.key)
+                if answer is not None and not answer.done():
+                    answer.set_result(effect.response)
+            elif isinstance(effect, Publish):
+                self._kernel._publish_debug_event(effect.event)
+            else:
+                self._to_rank(effect)
+
+    def _to_rank(self, effect: OpenRank | CloseRank | ToRank) -> None:
+        session = self._talk()
+        if session is None:
+            return
+        if isinstance(effect, OpenRank):
+            session.open(effect.rank)
+        elif isinstance(effect, CloseRank):
+            session.leave(effect.rank)
+        else:
+            session.say(effect.rank, json.dumps(effect.message).encode())
+
+    def _ranks(self) -> tuple[int, ...]:
+        pool = self._pool()
+        return tuple(pool.ranks) if pool is not None else ()
+
+    def _talk(self) -> Session | None:
+        """The session with the ranks of the present pool."""
+        pool = self._pool()
+        if self._session is not None and self._session[0] is not pool:
+            self._session[1].close()
+            self._session = None
+        if self._session is None and pool is not None:
+            self._session = pool, desk_of(pool.client).session(OWNER, self._heard, self._gone)
+        return self._session[1] if self._session is not None else None
+
+    def pool_changed(self) -> None:
+        """There is another pool, or none. Any thread."""
+        session = self._session
+        if session is None or self._loop is None or self._pool() is session[0]:
+            return
+        for rank in self._mux.known if self._mux is not None else ():
+            self._gone(rank, "the pool was stopped")
+
+    def _attach(self) -> Json:
+        """Arguments for ranks as ipykernel has them for itself."""
+        arguments: Json = {
+            "justMyCode": bool(self._debugger.just_my_code),
+            "stopAllThreadsOnSuspend": False,
+        }
+        if not self._debugger.just_my_code:
+            arguments["debugOptions"] = ["DebugStdLib"]
+        return arguments
+
+    # -- the client's thread --------------------------------------------------------------------------------------
+
+    def _heard(self, rank: int, mail: FromServer) -> None:
+        if isinstance(mail, Said):
+            self._later(RankSaid(rank, json.loads(mail.message)))
+        else:
+            self._later(RankGone(rank, mail.error) if mail.error else RankOpened(rank))
+
+    def _gone(self, rank: int, reason: str) -> None:
+        self._later(RankGone(rank, reason))
+
+    def _later(self, event: Event) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the kernel ends
+                self._loop.call_soon_threadsafe(self._handle, event)
+
+
+def _cells_begin() -> str:
+    from ipykernel.compiler import get_tmp_directory
+
+    return str(Path(get_tmp_directory())) + "/"  # type: ignore[no-untyped-call]  # ipykernel is partly untyped

@@ -1,0 +1,15 @@
+"""Which variables of a frame a debugger shows."""
+
+from __future__ import annotations
+
+import re
+
+_MODULES = ("name", "doc", "package", "loader", "spec", "annotations", "builtins", "builtin")
+_IPYTHONS = ("get_ipython", "exit", "quit", "In", "Out", "_oh", "_dh", "_ih", "__", "___")
+_HIDDEN = frozenset([*(f"__{name}__" for name in _MODULES), *_IPYTHONS])
+_KEPT = re.compile(r"_i*\d*\Z")
+
+
+def shown(name: str) -> bool:
+    """Not what IPython keeps for itself."""
+    return name not in _HIDDEN and not _KEPT.match(name)

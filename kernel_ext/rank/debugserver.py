@@ -1,0 +1,327 @@
+"""A rank's debug server: debugpy's own, started when somebody wants it, and spoken to by mail.
+
+Nothing is imported until then, and nothing ever listens: the server gets one end of a pair of sockets, and what comes
+out of the other end travels as mail. The server works on threads of its own, so a rank that has stopped at a breakpoint
+still answers everything else.
+
+Cells are compiled under names of ours, such as ``<cell [7]>``; frontends know them by a file's name. The server is told
+of each pair, and translates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import ipykernel
+import IPython
+import traitlets
+
+from hvdlab.kernel_ext.debugger.framing import FramingError, Unframer, frame
+from hvdlab.kernel_ext.debugger.messages import DEBUG, Close, Open, Opened, Said, decode_to_server
+from hvdlab.kernel_ext.payloads import encode
+
+_LAST_LINE = 1 << 20
+_OURS = ("hvdlab", "IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "pydevd.")
+_DEBUGGER = os.path.join("debugpy", "_vendored")
+_PACKAGE = Path(__file__).parents[1]
+
+
+class DebugServer:
+    """Made with the agent; costs nothing until the first :class:`Open` comes.
+
+    Args:
+        post: ``post(topic, body)`` sends mail to the notebook; any thread.
+        on_main: Calls something on the main thread, between cells.
+        cells: The frontend's file of each cell, and what the cell is compiled as.
+        paused: ``paused(yes)``: this rank has stopped, or goes on; collectives that wait for it need patience.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[str, bytes], None],
+        on_main: Callable[[Callable[[], object]], None],
+        cells: Callable[[], Mapping[str, str]],
+        paused: Callable[[bool], None] = lambda yes: None,
+    ) -> None:
+        self._post, self._on_main, self._cells, self._paused = post, on_main, cells, paused
+        self._lock = threading.Lock()
+        self._session, self._owner = 0, ""
+        self._server: _Server | None = None
+        self._todo: queue.SimpleQueue[Open | Said | Close | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopped: set[int] = set()
+
+    @property
+    def active(self) -> bool:
+        """Somebody is debugging this rank."""
+        return self._session != 0
+
+    @property
+    def stopped(self) -> bool:
+        """A thread of this rank has stopped for the debugger."""
+        return bool(self._stopped)
+
+    # -- control thread -------------------------------------------------------------------------------------------
+
+    def on_mail(self, sender: int, body: bytes) -> None:
+        """Mail came. It is worked off by a thread of its own, since importing debugpy takes a while."""
+        self._do(decode_to_server(body))
+
+    def abandon(self) -> None:
+        """Whoever debugged this rank is gone: end the session. Any thread."""
+        if self._session:
+            self._do(Close(self._session))
+
+    def _do(self, order: Open | Said | Close) -> None:
+        if self._thread is None:
+            if not isinstance(order, Open):
+                return
+            self._thread = threading.Thread(target=self._work, name="hvdlab-debugger", daemon=True)
+            self._thread.start()
+        self._todo.put(order)
+
+    def close(self) -> None:
+        """The rank ends."""
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- own thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (order := self._todo.get()) is not None:
+            if isinstance(order, Open):
+                self._open(order)
+            elif order.session != self._session or self._server is None:
+                continue
+            elif isinstance(order, Said):
+                self._server.send(_adapted(order.message))
+            else:
+                self._end()
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self, order: Open) -> None:
+        if self._session and self._session != order.session and self._owner != order.owner:
+            self._post(DEBUG, encode(Opened(order.session, f"{self._owner} is debugging it")))
+            return
+        error = ""
+        try:
+            if self._session and self._session != order.session:
+                self._end()
+            if self._server is None:
+                self._server = _Server(self._take)
+            self._session, self._owner = order.session, order.owner
+            for file, name in self._cells().items():
+                self._server.map(file, name)
+            self._server.trace()
+            self._on_main(self._server.trace_here)
+        except Exception as failure:  # noqa: BLE001  # whatever is wrong with an installed debugpy is told
+            error = f"debugpy can't be started: {type(failure).__name__}: {failure}"
+        self._post(DEBUG, encode(Opened(order.session, error)))
+
+    def _end(self) -> None:
+        """End the session: breakpoints go, and whatever is stopped goes on."""
+        self._session = 0
+        if self._server is not None:
+            self._server.send(
+                json.dumps(
+                    {
+                        "type": "request",
+                        "seq": 0,
+                        "command": "disconnect",
+                        "arguments": {"terminateDebuggee": False},
+                    }
+                ).encode()
+            )
+            self._on_main(self._untrace)
+        self._set_stopped(set())
+
+    def _untrace(self) -> None:
+        if self._server is not None and not self._session:
+            self._server.untrace_here()
+
+    # -- the server's thread --------------------------------------------------------------------------------------
+
+    def _take(self, message: bytes) -> None:
+        said = json.loads(message)
+        event = said.get("event") if said.get("type") == "event" else ""
+        thread = (said.get("body") or {}).get("threadId", 0)
+        if event == "stopped":
+            self._set_stopped(self._stopped | {thread})
+        elif event == "continued":
+            everything = (said.get("body") or {}).get("allThreadsContinued")
+            self._set_stopped(set() if everything else self._stopped - {thread})
+        session = self._session
+        if session:
+            self._post(DEBUG, encode(Said(session, message)))
+
+    def _set_stopped(self, threads: set[int]) -> None:
+        with self._lock:
+            before, self._stopped = self._stopped, threads
+            if bool(before) != bool(threads):
+                self._paused(bool(threads))
+
+    # -- main thread ----------------------------------------------------------------------------------------------
+
+    def cell_begins(self, file: str, name: str) -> None:
+        """A cell, which the frontend calls ``file``, is about to be compiled as ``name``, and to run."""
+        if self._session and self._server is not None:
+            if file:
+                self._server.map(file, name)
+            self._server.trace_here()  # an interrupt at a breakpoint has ended the tracing of this thread
+
+    def cut(self, error: BaseException) -> None:
+        """Let a traceback end where the debugger stopped: formatting its frames takes seconds."""
+        link = error.__traceback__ if self._server is not None else None
+        while link is not None:
+            if link.tb_next is not None and _DEBUGGER in link.tb_next.tb_frame.f_code.co_filename:
+                link.tb_next = None
+            link = link.tb_next
+
+    def cell_ended(self) -> None:
+        """A cell has ended; if it was stopped, an interrupt has ended it, which the server does not tell."""
+        if self._stopped and self._server is not None:
+            self._server.go_on()
+            for thread in sorted(self._stopped):
+                body = {"threadId": thread, "allThreadsContinued": False}
+                self._take(
+                    json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode()
+                )
+
+
+def _adapted(message: bytes) -> bytes:
+    """No frontend ends a rank, whose memory is sacred; and the frames that run cells are nobody's code."""
+    request = json.loads(message)
+    arguments = request.get("arguments") or {}
+    if request.get("command") in ("disconnect", "terminate"):
+        request["command"] = "disconnect"
+        request["arguments"] = {**arguments, "terminateDebuggee": False}
+    elif request.get("command") in ("attach", "launch"):
+        rules = [{"path": path, "include": False} for path in _plumbing()]
+        request["arguments"] = {
+            **arguments,
+            "rules": [*(arguments.get("rules") or ()), *rules],
+            "subProcess": False,
+        }
+    else:
+        return message
+    return json.dumps(request).encode()
+
+
+def _plumbing() -> list[str]:
+    """Where the code is that runs between the statements of a cell: a step that leaves one is to end in the next."""
+    packages = [str(_PACKAGE), *(module.__path__[0] for module in (IPython, traitlets, ipykernel))]
+    modules = [
+        str(module.__file__)
+        for name, module in tuple(sys.modules.items())
+        if name.partition(".")[0] in sys.stdlib_module_names and getattr(module, "__file__", None)
+    ]
+    return sorted({path for one in (*packages, *modules) for path in (one, str(Path(one).resolve()))})
+
+
+class _Server:
+    """debugpy's server in this process, at the other end of a pair of sockets.
+
+    Args:
+        take: Gets each message that it says.
+    """
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        # Else it warns, into the user's output, that frozen modules of the standard library can't be stepped into.
+        os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        import debugpy.server.api  # puts pydevd on the path
+        import pydevd  # type: ignore[import-not-found]
+        import pydevd_tracing  # type: ignore[import-not-found]
+        from _pydevd_bundle.pydevd_api import PyDevdAPI  # type: ignore[import-not-found]
+
+        self._api, self._tracing = PyDevdAPI(), pydevd_tracing
+        self._mine, theirs = socket.socketpair()
+        _exempt()
+        original = pydevd.start_client
+        pydevd.start_client = lambda host, port: theirs
+        try:
+            pydevd.settrace(
+                host="127.0.0.1",  # not used: there is no address
+                port=1,
+                suspend=False,
+                patch_multiprocessing=False,
+                wait_for_ready_to_run=False,
+                notify_stdin=False,
+                protocol="dap",
+                dont_trace_start_patterns=(str(Path(debugpy.__file__).parent),),
+            )
+        finally:
+            pydevd.start_client = original
+        self._db = pydevd.get_global_debugger()
+        self._files: dict[str, str] = {}  # what a cell is compiled as, to its file
+        os.register_at_fork(after_in_child=self._forget)
+        self._reader = threading.Thread(
+            target=self._read, args=(take,), name="hvdlab-debug-reader", daemon=True
+        )
+        self._reader.pydev_do_not_trace = self._reader.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        self._reader.start()
+
+    def _read(self, take: Callable[[bytes], None]) -> None:
+        unframer = Unframer()
+        with contextlib.suppress(OSError, FramingError):
+            while data := self._mine.recv(1 << 16):
+                for message in unframer.feed(data):
+                    take(message)
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._mine.sendall(frame(message))
+
+    def map(self, file: str, name: str) -> None:
+        """Let ``file`` be what the frontend calls what is compiled as ``name``."""
+        entry = self._api.SourceMappingEntry(1, _LAST_LINE, 1, name)
+        with self._db._main_lock:
+            before = self._files.get(name)
+            if before is not None and before != file:
+                self._api.set_source_mapping(self._db, before, [])
+            if self._files.get(name) != file or name not in self._db.source_mapping._mappings_to_client:
+                self._files[name] = file
+                self._api.set_source_mapping(self._db, file, [entry])
+
+    def trace(self) -> None:
+        """Trace what runs, on all threads of the user's."""
+        _exempt()
+        self._db.enable_tracing(self._db.trace_dispatch, apply_to_all_threads=True)
+        self._db.set_tracing_for_untraced_contexts()
+
+    def trace_here(self) -> None:
+        if sys.version_info >= (3, 12) or sys.gettrace() is None:
+            self._db.enable_tracing()
+
+    def untrace_here(self) -> None:
+        self._db.disable_tracing()
+
+    def go_on(self) -> None:
+        """Let all threads run."""
+        self._api.request_resume_thread("*")
+
+    def _forget(self) -> None:
+        """In a forked child, where the server's threads are not: a breakpoint would stop it for ever."""
+        self._tracing.SetTrace(None)
+        threading.settrace(None)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._mine.shutdown(socket.SHUT_RDWR)
+
+
+def _exempt() -> None:
+    """Keep the debugger from threads that are not the user's: were they stopped, the rank would seem dead."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(_OURS):
+            thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]

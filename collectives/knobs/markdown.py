@@ -9,7 +9,13 @@ from hvdlab.collectives.knobs.table import KNOBS, Reader
 
 EFFECTIVE = "variables"
 INEFFECTIVE = "accepted"
-_READERS = {Reader.COORDINATOR: "coordinator", Reader.RANK: "ranks", Reader.BOTH: "both", Reader.POOL: "pool"}
+_READERS = {
+    Reader.COORDINATOR: "coordinator",
+    Reader.RANK: "ranks",
+    Reader.BOTH: "both",
+    Reader.POOL: "pool",
+    Reader.KERNEL: "kernel",
+}
 
 
 def effective() -> str:

@@ -34,6 +34,8 @@ class Reader(StrEnum):
     BOTH = "coordinator and ranks"
     POOL = "pool"
     """A pool, when it starts its ranks."""
+    KERNEL = "kernel"
+    """The kernel whose cells run on ranks, for the pool that it starts."""
     NOBODY = "nobody"
     """It is accepted, so that scripts and configurations go on to work, and changes nothing."""
 
@@ -59,7 +61,7 @@ class Knob:
     field: str = ""
 
 
-_C, _R, _P, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.NOBODY
+_C, _R, _P, _K, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.KERNEL, Reader.NOBODY
 
 KNOBS: tuple[Knob, ...] = (
     # -- fusing and holding ---------------------------------------------------------------------------------------
@@ -89,6 +91,9 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),
     Knob("HVDLAB_DEAD_AFTER", SECONDS, Reader.BOTH, "30", "silence after which a rank of another host counts as dead, and for such a rank the coordinator", "dead_after"),
     Knob("HVDLAB_REATTACH", SECONDS, Reader.BOTH, "10", "how long ranks that have lost the coordinator wait for its successor, and a successor for them; 0 not at all", "reattach"),
+    Knob("HVDLAB_NP", POSITIVE, _K, "-", "ranks that the [kernel](../how-to/spmd-kernel.md) *Python 3 (hvdlab)* starts; unset one for each usable core. The notebook's metadata goes first"),
+    Knob("HVDLAB_LAUNCHER", TEXT, _K, "local", "what that kernel starts them with"),
+    Knob("HVDLAB_HOSTS", TEXT, _K, "-", "hosts that it starts them on, as `a:4,b:4`"),
     Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the warm process imports before it forks ranks; empty for none"),
     Knob("HVDLAB_AS_HOROVOD", TEXT, _P, "-", "whether `import horovod` [means hvdlab](../how-to/moving-from-horovod.md) in a pool's ranks: unset if no Horovod is installed, 0 never, 1 always"),
     # -- output ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from hvdlab.kernel_ext.inspect.messages import (
     View,
 )
 from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.prompts.messages import Ask, Reply, Unask
 
 TO_RANK = "hvdlab.pool.to_rank"
 TO_POOL = "hvdlab.pool.to_pool"
@@ -409,13 +410,15 @@ class Cells(Payload, frozen=True):
 class Stack(Payload, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
-    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running.
+    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why
+    the user looks around there, as it reads after ``rank 3 is``; empty if nobody does.
     """
 
     ticket: int
     cell: str
     frames: tuple[StackFrame, ...]
     pending: tuple[PendingNow, ...] = ()
+    paused: str = ""
 
 
 class Names(Payload, frozen=True):
@@ -444,6 +447,7 @@ ToRank = (
     | Express
     | AskStack
     | AskNames
+    | Reply
     | Examine
     | AskLeaves
     | AskBlocks
@@ -466,6 +470,8 @@ ToPool = (
     | Expressed
     | Stack
     | Names
+    | Ask
+    | Unask
     | Examined
     | Leaves
     | Blocks

@@ -12,6 +12,7 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter, Prompter
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.base import PoolBase
@@ -34,6 +35,7 @@ class Running:
         want_value: bool = True,
         store_history: bool = True,
         file: str = "",
+        prompter: Prompter | None = None,
     ) -> CellResults:
         """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
 
@@ -49,12 +51,15 @@ class Running:
             want_value: Whether the last expression's values are wanted.
             store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
             file: What a frontend's debugger calls the cell that ``source`` is the end of.
+            prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
+                default where this process has its input.
 
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
+        prompter = prompter or ProcessPrompter()
         return self._dispatch(
-            source, ranks, label, line_offset, out, timeout, want_value, store_history, file
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, prompter
         ).wait()
 
     def start_run(
@@ -102,6 +107,7 @@ class Running:
         want_value: bool,
         store_history: bool,
         file: str,
+        prompter: Prompter | None = None,
     ) -> CellHandle:
         cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
         recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
@@ -117,6 +123,7 @@ class Running:
                 want_value=want_value,
                 store_history=store_history,
                 file=file,
+                prompter=prompter,
             )
         except BaseException:
             self._base.transcripts.forget(cell)

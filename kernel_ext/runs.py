@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, Stalled, Told
+from hvdlab.kernel_ext.cells.events import (
+    Asked,
+    DoneArrived,
+    OutputArrived,
+    RankDied,
+    Stalled,
+    Told,
+    Unasked,
+)
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
@@ -29,6 +37,9 @@ from hvdlab.kernel_ext.payloads import (
     decode_to_pool,
     encode,
 )
+from hvdlab.kernel_ext.prompts.desk import PromptDesk
+from hvdlab.kernel_ext.prompts.messages import Ask, Reply, Unask
+from hvdlab.kernel_ext.prompts.prompter import NOBODY, Prompter
 from hvdlab.kernel_ext.questions import Questions
 
 REPEAT_WITHIN = 1.0
@@ -125,10 +136,11 @@ class Runs:
         want_value: bool,
         store_history: bool = True,
         file: str = "",
+        prompter: Prompter | None = None,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
         order = RunCell(cell, label, source, line_offset, want_value, store_history=store_history, file=file)
-        run = self._begin(order, Arrivals(ranks), ranks, sink, timeout)
+        run = self._begin(order, Arrivals(ranks), ranks, sink, timeout, prompter)
         try:
             with self._order:
                 self._send(run)
@@ -160,6 +172,7 @@ class Runs:
         ranks: Sequence[int],
         sink: OutputSink,
         timeout: float | None,
+        prompter: Prompter | None = None,
     ) -> _Run:
         cell, now = order.cell, time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
@@ -179,6 +192,7 @@ class Runs:
             ask=watch.ask,
             look=watch.look,
             finished=lambda results: self._finished(cell, results),
+            desk=PromptDesk(prompter, self._reply),
         )
         run = _Run(order, arrivals, handle, watch)
         with self._lock:
@@ -210,6 +224,9 @@ class Runs:
         for handle in handles:
             handle.feed(Told(text))
         return bool(handles)
+
+    def _reply(self, rank: int, reply: Reply) -> None:
+        self.post(TO_RANK, encode(reply), [rank])
 
     def rank_died(self, rank: int, reason: str, tail: str = "", detail: str = "") -> None:
         """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread."""
@@ -320,8 +337,20 @@ class Runs:
             run = self._runs.get(payload.cell)
             if run is not None:
                 self._feed(run, rank, payload)
+        elif isinstance(payload, Ask | Unask):
+            self._take_question(rank, payload)
         else:
             self.questions.answered(rank, payload)
+
+    def _take_question(self, rank: int, question: Ask | Unask) -> None:
+        run = self._runs.get(question.cell)
+        if isinstance(question, Unask):
+            if run is not None:
+                run.handle.feed(Unasked(rank, question.number))
+        elif run is not None:
+            run.handle.feed(Asked(rank, question))
+        else:
+            self._reply(rank, Reply(question.number, "", NOBODY))
 
     def _feed(self, run: _Run, rank: int, payload: Output | CellDone) -> None:
         if isinstance(payload, Output):

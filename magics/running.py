@@ -16,6 +16,7 @@ from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
 from hvdlab.kernel_ext.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
@@ -70,7 +71,9 @@ def run_cell(
             shell.user_ns[options.out] = handle
         return handle
     with as_usage_error():
-        results = pool.run(source, **arguments)
+        results = pool.run(
+            source, **arguments, prompter=ProcessPrompter(shows_status=in_notebook(shell))
+        )
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
 

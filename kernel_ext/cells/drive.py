@@ -17,8 +17,11 @@ from types import FrameType
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.cells.events import (
+    Asked,
     AskStacks,
+    AtPrompts,
     Deliver,
+    DoneArrived,
     Effect,
     Event,
     Finished,
@@ -26,14 +29,20 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     LookAt,
     Note,
+    RankDied,
     RankEnded,
     SendCredit,
     ShowStatus,
     TimePassed,
+    Unasked,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, status_of
+from hvdlab.kernel_ext.prompts.desk import PromptDesk
+from hvdlab.kernel_ext.prompts.messages import Reply
+from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND
+from hvdlab.kernel_ext.prompts.queue import Question
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -53,6 +62,7 @@ class CellHandle:
         ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
         look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
         finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+        desk: Where ranks ask the user; by default nobody can be asked.
     """
 
     def __init__(
@@ -65,7 +75,10 @@ class CellHandle:
         ask: Callable[[tuple[int, ...]], None] | None = None,
         look: Callable[[tuple[int, ...]], None] | None = None,
         finished: Callable[[CellResults], None] | None = None,
+        desk: PromptDesk | None = None,
     ) -> None:
+        self._desk = desk or PromptDesk(None, _no_reply)
+        self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
@@ -88,6 +101,11 @@ class CellHandle:
     def feed(self, event: Event) -> None:
         """Report an event. Any thread, also a signal handler; never blocks."""
         self._events.put(event)
+        match event:
+            case RankDied(rank) | DoneArrived(rank):
+                self._desk.withdraw(rank)
+            case Unasked(rank, number):
+                self._desk.withdraw(rank, number)
 
     def interrupt(self) -> None:
         """Ask the ranks to stop. Any thread; the second call soon gives up those that don't answer."""
@@ -118,6 +136,7 @@ class CellHandle:
 
     def drive_in_background(self) -> None:
         """Drive the run on a thread of its own; :meth:`wait` then only waits."""
+        self._desk.refuse(IN_BACKGROUND)
         self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
         try:
             self._thread.start()
@@ -141,9 +160,11 @@ class CellHandle:
             self._tick(time.monotonic())
             if self._run.finished and self._sink_at is None:
                 self._finish()
+            elif (question := self._desk.due(time.monotonic())) is not None:
+                self._ask_user(question)
 
     def _next_event(self, until: float | None) -> Event | None:
-        limits = [t for t in (self._run.deadline, self._sink_at, until) if t is not None]
+        limits = [t for t in (self._run.deadline, self._sink_at, self._desk.deadline, until) if t is not None]
         try:
             return self._events.get(timeout=max(0.0, min(limits) - time.monotonic()) if limits else None)
         except Empty:
@@ -160,8 +181,38 @@ class CellHandle:
     def _take(self, event: Event, now: float) -> None:
         for effect in self._run.handle(event, now):
             self._perform(effect)
-        if isinstance(event, InterruptRequested) and self._timed is not None:
-            self._timed.hurry()
+        match event:
+            case Asked(rank, ask):
+                self._desk.asked(rank, ask, now)
+            case Unasked(rank, number):
+                self._desk.unasked(rank, number)
+            case RankDied(rank) | DoneArrived(rank):
+                self._desk.gone(rank)
+            case InterruptRequested():
+                self._desk.interrupted()
+                if self._timed is not None:
+                    self._timed.hurry()
+        if (asking := self._desk.ranks) != self._at_prompts:
+            self._at_prompts = asking
+            self._take(AtPrompts(asking), now)
+
+    def _ask_user(self, question: Question) -> None:
+        """Let the user answer a rank. On this thread, which does nothing else meanwhile."""
+        if self._desk.shows_status:
+            self._status(self._desk.status(), final=False)
+            self._tick(time.monotonic())
+        try:
+            told = self._desk.ask(question)
+        except KeyboardInterrupt:
+            self.interrupt()
+            told = ""
+        if told:
+            self._sink.note(told)
+        if self._desk.shows_status:
+            self._status("", final=False)
+        if self._desk.ranks != self._at_prompts:
+            self._at_prompts = self._desk.ranks
+            self._take(AtPrompts(self._at_prompts), time.monotonic())
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -217,6 +268,10 @@ class CellHandle:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _no_reply(rank: int, reply: Reply) -> None:
+    """Who asks gets no answer."""
 
 
 def _nobody(ranks: tuple[int, ...]) -> None:

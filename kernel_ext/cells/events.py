@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stack
+from hvdlab.kernel_ext.prompts.messages import Ask
 
 if TYPE_CHECKING:
     from hvdlab.collectives.membership import Stall
@@ -89,6 +90,29 @@ class ProcessSeen:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A rank asks the user."""
+
+    rank: int
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Unasked:
+    """A rank does not wait for the answer to this question any more."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtPrompts:
+    """These ranks wait for the user now, and no others do."""
+
+    ranks: tuple[int, ...]
+
+
 Event = (
     OutputArrived
     | DoneArrived
@@ -99,6 +123,9 @@ Event = (
     | Stalled
     | StackArrived
     | ProcessSeen
+    | Asked
+    | Unasked
+    | AtPrompts
 )
 
 # -- effects ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from functools import singledispatchmethod
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.events import (
+    Asked,
+    AtPrompts,
     Deliver,
     DoneArrived,
     Effect,
@@ -31,6 +33,7 @@ from hvdlab.kernel_ext.cells.events import (
     Stalled,
     TimePassed,
     Told,
+    Unasked,
 )
 from hvdlab.kernel_ext.cells.interrupts import Interrupts
 from hvdlab.kernel_ext.cells.places import Places
@@ -85,6 +88,7 @@ class CellRun:
         self._places = Places()
         self._interrupts = Interrupts(self._places)
         self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
+        self._asking_since: float | None = None
         self._announce_at: float | None = None
         self._unannounced: list[Death] = []
         self._done: dict[int, CellDone] = {}
@@ -98,12 +102,14 @@ class CellRun:
         limits = [
             t
             for t in (
-                self._timeout_at,
-                self._grace_at,
+                *(
+                    (self._timeout_at, self._grace_at, self._stalls.deadline)
+                    if self._asking_since is None
+                    else ()
+                ),
                 self._announce_at,
                 self._interrupts.deadline,
                 self._places.deadline,
-                self._stalls.deadline,
             )
             if t is not None
         ]
@@ -177,6 +183,17 @@ class CellRun:
     @_on.register
     def _time(self, event: TimePassed, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if self._asking_since is None:
+            effects += self._limits(now)
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce_at = None
+            effects += [Note(death.line) for death in self._unannounced]
+            self._unannounced.clear()
+        return effects + self._look(now)
+
+    def _limits(self, now: float) -> list[Effect]:
+        """Interrupt ranks whose time is up."""
+        effects: list[Effect] = []
         if self._timeout_at is not None and now >= self._timeout_at:
             self._timeout_at = self._grace_at = None
             self._timed_out = tuple(sorted(self.running))
@@ -189,11 +206,7 @@ class CellRun:
             self._grace_at = None
             self._stalls.hush()
             effects += self._interrupts.stop(self.running, now, self._failure)
-        if self._announce_at is not None and now >= self._announce_at:
-            self._announce_at = None
-            effects += [Note(death.line) for death in self._unannounced]
-            self._unannounced.clear()
-        return effects + self._look(now)
+        return effects
 
     def _look(self, now: float) -> list[Effect]:
         """Go on with what has to do with where the ranks are."""
@@ -202,7 +215,8 @@ class CellRun:
             over, effects = self._places.time()
             if over:
                 effects += self._stalls.placed(self.running, now)
-        if self._stalls.deadline is not None and now >= self._stalls.deadline:
+        late = self._stalls.deadline is not None and now >= self._stalls.deadline
+        if late and self._asking_since is None:
             effects += self._stalls.time(self.running, now)
         if self._interrupts.deadline is not None and now >= self._interrupts.deadline:
             effects += self._interrupts.time(self.running, now)
@@ -221,6 +235,28 @@ class CellRun:
     def _process(self, event: ProcessSeen, now: float) -> list[Effect]:
         over = self._places.seen(event.rank, event.text)
         return self._stalls.placed(self.running, now) if over else []
+
+    @_on.register
+    def _asked(self, event: Asked, now: float) -> list[Effect]:
+        return []  # the desk's
+
+    @_on.register
+    def _unasked(self, event: Unasked, now: float) -> list[Effect]:
+        return []  # the desk's
+
+    @_on.register
+    def _at_prompts(self, event: AtPrompts, now: float) -> list[Effect]:
+        """While a user answers, no clock of the cell runs but those of an interrupt."""
+        if event.ranks and self._asking_since is None:
+            self._asking_since = now
+        elif not event.ranks and self._asking_since is not None:
+            since, self._asking_since = self._asking_since, None
+            if self._timeout_at is not None:
+                self._timeout_at += now - since
+            if self._grace_at is not None:
+                self._grace_at = now + GRACE
+            self._stalls.put_off(now - since, now)
+        return []
 
     @_on.register
     def _told(self, event: Told, now: float) -> list[Effect]:

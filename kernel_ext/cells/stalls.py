@@ -148,6 +148,15 @@ class Stalls:
             return [ShowStatus("\n".join(self._lines_behind(running, now)))]
         return []
 
+    def put_off(self, seconds: float, now: float) -> None:
+        """So many seconds have passed that do not count: the user was asked something."""
+        if self._ended_at is not None:
+            self._ended_at += seconds
+        for wait in self._waits.values():
+            wait.since += seconds
+        if self._refresh_at is not None and self._every is not None:
+            self._refresh_at = now + (REFRESH if self._waits else self._every)
+
     def hush(self) -> None:
         """The user has interrupted the cell: what is shown stays as it is until :meth:`close`."""
         self._quiet, self._refresh_at = True, None

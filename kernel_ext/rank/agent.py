@@ -14,6 +14,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.debugger.messages import DEBUG
 from hvdlab.kernel_ext.inspect.messages import Examine
+from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
@@ -42,6 +43,7 @@ from hvdlab.kernel_ext.payloads import (
     decode_to_rank,
     encode,
 )
+from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
@@ -53,6 +55,7 @@ from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.last_words import LastWords
 from hvdlab.kernel_ext.rank.lending import Lending, Parcels
 from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
+from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
 
@@ -86,10 +89,21 @@ class RankAgent:
         self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size)
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
-        self._setup = ShellSetup(shell, self._capture, self._compiler, fds)
+        self._prompting = Prompting(
+            engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
+        )
+        self._capture.on_absence = lambda: self._prompting.attended(False)
+        self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
         self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
         self._runner = CellRunner(
-            shell, engine, self._capture, self._gate, self._compiler, self._setup.hook, self._debug
+            shell,
+            engine,
+            self._capture,
+            self._gate,
+            self._compiler,
+            self._setup.hook,
+            self._debug,
+            self._prompting,
         )
         self._setup.preparing = lambda: self._runner.preparing
         self._jobs: deque[ToRank] = deque()
@@ -158,9 +172,13 @@ class RankAgent:
             self._capture.settled(mail.cell)
         elif isinstance(mail, Resync):
             self._capture.resync(mail.cells)
+            self._prompting.ask_again()
         elif isinstance(mail, Owner):
             self._capture.owned(mail.pid, mail.started)
+            self._prompting.attended(bool(mail.pid))
             self._debug.abandon()
+        elif isinstance(mail, Reply):
+            self._prompting.answered(mail)
         elif isinstance(mail, AskCells):
             self._reply(Cells(mail.ticket, self._capture.sent.held()))
         elif isinstance(mail, AskStatus):
@@ -235,7 +253,7 @@ class RankAgent:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
             self._loop.call_soon_threadsafe(callback)
 
-    def _reply(self, answer: ToPool) -> None:
+    def _reply(self, answer: Payload) -> None:
         self._engine.post(TO_POOL, encode(answer))
 
     def _status(self, ticket: int) -> ToPool:
@@ -250,7 +268,9 @@ class RankAgent:
 
     def _stack(self, ticket: int) -> ToPool:
         frames = stacks.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
-        return Stack(ticket, self._cell, frames, status.pending_now(self._engine.pending()))
+        return Stack(
+            ticket, self._cell, frames, status.pending_now(self._engine.pending()), self._engine.paused
+        )
 
     # -- main thread --------------------------------------------------------------------------------------------------
 

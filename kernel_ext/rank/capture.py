@@ -60,6 +60,9 @@ class Capture:
         post: Sends mail.
         fds: Redirected descriptors, if there are any.
         ranks: How many ranks there are.
+
+    Attributes:
+        on_absence: Called on the thread that sends when the process has ended that took the output.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Capture:
         self._urgent = False
         self._closed = False
         self._attendance = Attendance()
+        self.on_absence: Callable[[], None] = lambda: None
         self._last_write = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
@@ -288,6 +292,7 @@ class Capture:
                         if self._attendance.has_ended(selector):
                             self.sent.hold(False)
                             self._all_may_write()
+                            self.on_absence()
                     else:
                         self._drain_fds()
                 if self._closed:

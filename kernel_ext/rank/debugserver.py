@@ -239,12 +239,14 @@ class _Server:
     def __init__(self, take: Callable[[bytes], None]) -> None:
         # Else it warns, into the user's output, that frozen modules of the standard library can't be stepped into.
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        before = sys.breakpointhook
         import debugpy.server.api  # puts pydevd on the path
         import pydevd  # type: ignore[import-not-found]
         import pydevd_tracing  # type: ignore[import-not-found]
         from _pydevd_bundle.pydevd_api import PyDevdAPI  # type: ignore[import-not-found]
 
         self._api, self._tracing = PyDevdAPI(), pydevd_tracing
+        self._breakpoint, sys.breakpointhook = sys.breakpointhook, before
         self._mine, theirs = socket.socketpair()
         _exempt()
         original = pydevd.start_client
@@ -263,6 +265,7 @@ class _Server:
         finally:
             pydevd.start_client = original
         self._db = pydevd.get_global_debugger()
+        self._before: Callable[..., object] = before
         self._files: dict[str, str] = {}  # what a cell is compiled as, to its file
         os.register_at_fork(after_in_child=self._forget)
         self._reader = threading.Thread(
@@ -298,12 +301,16 @@ class _Server:
         _exempt()
         self._db.enable_tracing(self._db.trace_dispatch, apply_to_all_threads=True)
         self._db.set_tracing_for_untraced_contexts()
+        if sys.breakpointhook is not self._breakpoint:
+            self._before, sys.breakpointhook = sys.breakpointhook, self._breakpoint
 
     def trace_here(self) -> None:
         if sys.version_info >= (3, 12) or sys.gettrace() is None:
             self._db.enable_tracing()
 
     def untrace_here(self) -> None:
+        if sys.breakpointhook is self._breakpoint:
+            sys.breakpointhook = self._before
         self._db.disable_tracing()
 
     def go_on(self) -> None:

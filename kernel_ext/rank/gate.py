@@ -158,6 +158,11 @@ class InterruptGate:
             self._running = False
             self.pending = False
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the running cell has been interrupted."""
+        return bool(self._raised or self.pending)
+
     def guard(self, code: CodeType) -> None:
         """Interrupts may raise wherever a frame of ``code`` is on the stack."""
         self._guarded.append(code)

@@ -14,11 +14,13 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
+from hvdlab.kernel_ext.rank.debugging import cut_debugger, forget_failure, looks_back, stop_tracing
 from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
 from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
 from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.values import dump_result, short_repr
 
 
@@ -51,13 +53,14 @@ class CellRunner:
         compiler: CellCompiler,
         hook: RankDisplayHook,
         debug: DebugServer,
+        prompting: Prompting,
     ) -> None:
         self._shell = shell
         self._engine = engine
         self._capture = capture
         self._gate = gate
         self._compiler = compiler
-        self._hook, self._debug = hook, debug
+        self._hook, self._debug, self._prompting = hook, debug, prompting
         self._c_stdout = CStdout()
         self._run: _Run | None = None
         self._inside = False  # the user's own code is running
@@ -74,6 +77,9 @@ class CellRunner:
         self._engine.begin_cell(request.cell)
         self._gate.begin()
         self._hook.plain = ""
+        if not looks_back(request.source):
+            forget_failure(self._shell)
+        self._prompting.cell_begins(request.cell)
         self._shell.run_code = self._run_code
         result = None
         try:
@@ -85,10 +91,15 @@ class CellRunner:
             self._failed(error)
         finally:
             self._debug.cell_ended()
+            stop_tracing()
+            self._prompting.cell_ended()
             del self._shell.run_code
             if run.error is None and result is not None and result.error_before_exec is not None:
                 self._failed(result.error_before_exec)
             self._finish(run, getattr(result, "result", None))
+            if result is not None:
+                # Else the error and its frames would hold each other when it is not wanted any more.
+                result.error_before_exec = result.error_in_exec = None
             self._run = None
 
     async def _run_in_shell(self, request: RunCell) -> Any:
@@ -157,6 +168,7 @@ class CellRunner:
         run = self._run
         assert run is not None
         if run.error is None:
+            error = cut_debugger(error)
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside
             self._end_for_others(run)
 

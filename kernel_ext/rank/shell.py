@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import builtins
 import faulthandler
 import functools
@@ -15,12 +16,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from IPython.core.error import StdinNotImplementedError, UsageError
+from IPython.core.error import UsageError
 
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.debugging import make_breakpoint, stop_here
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, RankDisplayPublisher
 from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.streams import RankStream
 
 INLINE = "module://matplotlib_inline.backend_inline"
@@ -35,7 +38,15 @@ class ShellSetup:
             with the cell.
     """
 
-    def __init__(self, shell: Any, capture: Capture, compiler: CellCompiler, fds: FdCapture | None) -> None:
+    def __init__(
+        self,
+        shell: Any,
+        capture: Capture,
+        compiler: CellCompiler,
+        fds: FdCapture | None,
+        prompting: Prompting,
+    ) -> None:
+        self._prompting = prompting
         self._shell = shell
         self._fds = fds
         self.preparing: Callable[[], bool] = lambda: False
@@ -56,9 +67,10 @@ class ShellSetup:
     def install(self) -> None:
         """Replace it all."""
         self.resume()
-        self._patch(builtins, "input", _no_input)
-        self._patch(getpass, "getpass", _no_input)
-        self._patch(sys, "breakpointhook", _no_breakpoint)
+        self._patch(builtins, "input", self._prompting.input)
+        self._patch(getpass, "getpass", self._prompting.getpass)
+        self._patch(sys, "breakpointhook", make_breakpoint(sys.breakpointhook))
+        self._patch(bdb.Bdb, "stop_here", stop_here)
         self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
         self._undo.append(sys.stdin.close)
         self._shell._showtraceback = self._show_traceback
@@ -107,21 +119,6 @@ class ShellSetup:
             type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
         elif not self.preparing():
             print(self._shell.InteractiveTB.stb2text(stb), file=sys.stderr)
-
-
-def _no_input(*args: object, **kwargs: object) -> str:
-    raise StdinNotImplementedError(
-        "input() can't ask from a rank; set the value in the cell, or bring it from the notebook with %hvd_push."
-    )
-
-
-def _no_breakpoint(*args: object, **kwargs: object) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") == "0":
-        return
-    raise StdinNotImplementedError(
-        "breakpoint() can't stop here: a rank has no prompt of its own. Let the cell fail and look at it afterwards "
-        "with a %%hvd_rank cell, or print what you need."
-    )
 
 
 def _exit_cell() -> None:

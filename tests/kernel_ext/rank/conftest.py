@@ -32,6 +32,8 @@ from hvdlab.kernel_ext.payloads import (
     Settled,
     Stream,
 )
+from hvdlab.kernel_ext.prompts.messages import Ask, Reply
+from hvdlab.kernel_ext.prompts.prompter import NO_STDIN
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.fds import FdCapture
 
@@ -43,6 +45,7 @@ class FakeEngine:
     """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
 
     rank, size, local_size = 0, 1, 1
+    paused = ""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []
@@ -75,6 +78,14 @@ class FakeEngine:
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
         self._leave = callback
+
+    def pause(self, reason: str) -> None:
+        self.log.append(("pause", reason))
+        self.paused = reason
+
+    def resume(self, reason: str) -> None:
+        self.log.append(("resume", reason))
+        self.paused = ""
 
     def plane(self, process_set: int = 0) -> str:
         return "shm"
@@ -140,6 +151,8 @@ class Pool:
         self.engine = engine
         self.count = 0
         self.late: list[Output] = []
+        self.answers: list[str] = []
+        self.asked: list[Ask] = []
 
     def start(self, source: str, *, label: str = "", **options: Any) -> str:
         self.count += 1
@@ -162,6 +175,13 @@ class Pool:
                     chunks.append(chunk)
                 if credit:
                     self.engine.mail(Credit(cell, mail.total))
+            elif isinstance(mail, Ask):
+                self.asked.append(mail)
+                self.engine.mail(
+                    Reply(mail.number, self.answers.pop(0))
+                    if self.answers
+                    else Reply(mail.number, "", NO_STDIN)
+                )
             elif isinstance(mail, CellDone):
                 assert mail.cell == cell
                 self.engine.mail(Settled(cell))

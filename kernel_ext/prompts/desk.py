@@ -1,0 +1,167 @@
+"""Where the ranks' questions of one cell meet the user: the shell around :class:`~hvdlab.kernel_ext.prompts.queue.PromptQueue`.
+
+The thread that drives the cell asks the user, and waits. What happens to the rank meanwhile (it dies, its cell is
+ended) comes from another thread, and breaks that wait by a signal.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from IPython.core.error import StdinNotImplementedError
+
+from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, PASSWORD, Ask, Reply
+from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND, NO_STDIN, Prompter
+from hvdlab.kernel_ext.prompts.queue import Answer, PromptQueue, Question
+
+SIGNAL = signal.SIGURG
+"""Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""
+
+WHAT = {DEBUGGER: "the debugger", PASSWORD: "getpass()"}
+
+
+class _Withdrawn(BaseException):
+    """The question that the user is asked has no answer any more."""
+
+
+class PromptDesk:
+    """The questions of one cell.
+
+    Args:
+        prompter: Asks the user; None if nobody can be asked.
+        reply: ``reply(rank, reply)`` tells a rank. Must not block.
+    """
+
+    def __init__(self, prompter: Prompter | None, reply: Callable[[int, Reply], None]) -> None:
+        self._prompter, self._reply = prompter, reply
+        self._queue = PromptQueue()
+        self._lock = threading.Lock()
+        self._asking: Question | None = None
+        self._withdrawn = False
+        self._refusal = "" if prompter is not None else IN_BACKGROUND
+        self.shows_status = prompter is not None and prompter.shows_status
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that wait for an answer."""
+        return self._queue.ranks
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call :meth:`due` again."""
+        return self._queue.deadline
+
+    # -- what happens; the driving thread -------------------------------------------------------------------------
+
+    def asked(self, rank: int, ask: Ask, now: float) -> None:
+        """A rank asks."""
+        self._send(self._queue.asked(rank, ask, now))
+        if self._refusal or threading.current_thread() is not threading.main_thread():
+            self._refuse(self._refusal or IN_BACKGROUND, now)
+
+    def unasked(self, rank: int, number: int) -> None:
+        """A rank has gone on without an answer."""
+        self._queue.unasked(rank, number)
+
+    def gone(self, rank: int) -> None:
+        """A rank has ended the cell, or died."""
+        self._queue.gone(rank)
+
+    def interrupted(self) -> None:
+        """The ranks are interrupted: those that ask will leave their prompts."""
+        self._queue.clear()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def withdraw(self, rank: int, number: int | None = None) -> None:
+        """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
+        with self._lock:
+            asking = self._asking
+            if asking is not None and asking.rank == rank and number in (None, asking.ask.number):
+                self._withdrawn = True
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, SIGNAL)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> Question | None:
+        """The question that the user is to be asked now."""
+        return self._queue.due(now)
+
+    def status(self) -> str:
+        """Who is at a prompt, in words; empty if nobody is."""
+        return self._queue.status()
+
+    def ask(self, question: Question) -> str:
+        """Ask the user and tell the ranks. Returns what is to be shown to the user. Only on the main thread.
+
+        Raises:
+            KeyboardInterrupt: The user wants the cell to end.
+        """
+        assert self._prompter is not None
+        line, error = "", ""
+        try:
+            with self._breakable(question):
+                hidden = question.ask.kind == PASSWORD
+                line = self._prompter.ask(self._queue.label(question), hidden=hidden)
+        except _Withdrawn:
+            return ""
+        except EOFError:
+            error = AT_AN_END
+        except StdinNotImplementedError:
+            self._refusal = NO_STDIN
+        now = time.monotonic()
+        if self._refusal:
+            self._refuse(self._refusal, now)
+            return ""
+        if error:
+            self._send(self._queue.end([question.rank], error, now) if question.rank in self.ranks else [])
+            return ""
+        answers, told = self._queue.answered(question, line, now)
+        self._send(answers)
+        return told
+
+    def refuse(self, sentence: str) -> None:
+        """Nobody will answer any more, for the reason that this sentence gives."""
+        self._refusal = sentence
+        self._refuse(sentence, time.monotonic())
+
+    def _refuse(self, sentence: str, now: float) -> None:
+        for rank in self.ranks:
+            self._send(self._queue.end([rank], sentence, now))
+
+    def _send(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._reply(answer.rank, answer.reply)
+
+    @contextmanager
+    def _breakable(self, question: Question) -> Iterator[None]:
+        """Let Ctrl-C be one, and :meth:`withdraw` break the wait."""
+        previous = {
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+            SIGNAL: signal.signal(SIGNAL, self._on_signal),
+        }
+        with self._lock:
+            self._asking, self._withdrawn = question, False
+        try:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._asking = None
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        except KeyboardInterrupt:
+            if self._withdrawn:  # a kernel takes whatever breaks its wait for an interrupt
+                raise _Withdrawn from None
+            raise
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asking is not None:
+            raise KeyboardInterrupt

@@ -1,0 +1,49 @@
+"""What a rank that wants input and the pool say to each other."""
+
+from __future__ import annotations
+
+from hvdlab.kernel_ext.payload import Payload
+
+INPUT, PASSWORD, DEBUGGER = "input", "password", "debugger"
+"""Kinds of questions: a line, a line that is not to be seen, a debugger's command."""
+
+LONGEST_PROMPT = 2000
+"""Characters of a prompt that are shown."""
+
+AT_AN_END = "eof"
+"""In place of an error's sentence: the user has ended the input."""
+
+
+class Ask(Payload, frozen=True):
+    """A rank waits for a line from the user; sent again if it, or the answer, may have got lost.
+
+    Attributes:
+        cell: Which cell asks.
+        number: Tells this rank's questions apart.
+        kind: One of :data:`INPUT`, :data:`PASSWORD`, :data:`DEBUGGER`.
+        prompt: What it shows.
+    """
+
+    cell: str
+    number: int
+    kind: str
+    prompt: str
+
+
+class Unask(Payload, frozen=True):
+    """A rank does not wait for this answer any more."""
+
+    cell: str
+    number: int
+
+
+class Reply(Payload, frozen=True):
+    """The answer to :class:`Ask` with this number.
+
+    Attributes:
+        error: Empty, :data:`AT_AN_END`, or a sentence that says why there is no answer.
+    """
+
+    number: int
+    text: str
+    error: str = ""

@@ -1,0 +1,54 @@
+"""Asking the user, wherever that is: a notebook, a console, a terminal."""
+
+from __future__ import annotations
+
+import builtins
+import getpass
+from typing import Protocol
+
+from IPython.core.error import StdinNotImplementedError
+
+NO_STDIN = (
+    "{what} can't ask: what runs this notebook takes no input (as nbclient, nbconvert and papermill, and "
+    "frontends that do not allow stdin). Set the value in the cell, or bring it with %hvd_push"
+)
+IN_BACKGROUND = "{what} can't ask from a cell in the background; run the cell without --background, or bring the value with %hvd_push"
+NOBODY = "{what} can't ask: no notebook waits for this cell any more"
+
+
+class Prompter(Protocol):
+    """Asks the user for a line.
+
+    Attributes:
+        shows_status: Whether it is told beside the output who is at a prompt.
+    """
+
+    shows_status: bool
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        """A line from the user, which is not to be seen if ``hidden``.
+
+        Raises:
+            EOFError: The user has ended the input.
+            KeyboardInterrupt: The user has interrupted.
+            StdinNotImplementedError: Nobody can be asked here.
+        """
+        ...
+
+
+class ProcessPrompter:
+    """Asks where this process has its input: in a Jupyter kernel that is the frontend's own input box.
+
+    Args:
+        shows_status: As in :class:`Prompter`.
+    """
+
+    def __init__(self, *, shows_status: bool = False) -> None:
+        self.shows_status = shows_status
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        try:
+            # Looked up when it is needed: a kernel puts its own there while a cell runs.
+            return getpass.getpass(prompt) if hidden else builtins.input(prompt)
+        except OSError as error:  # stdin is closed, or no terminal
+            raise StdinNotImplementedError(str(error)) from None

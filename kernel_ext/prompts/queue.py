@@ -1,0 +1,169 @@
+"""Which ranks are at a prompt, whose turn it is, and when the user is to be asked. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
+from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask, Reply
+
+GATHER = 0.3
+"""Seconds after a question in which others may come, and what was written before it is shown."""
+
+RETURN = 0.6
+"""Seconds that ranks which were answered have to ask again, before the user is asked for others that wait."""
+
+_KINDS = {DEBUGGER: "in the debugger"}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A rank's question."""
+
+    rank: int
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank is told."""
+
+    rank: int
+    reply: Reply
+
+
+class PromptQueue:
+    """The questions of one cell.
+
+    Attributes:
+        deadline: When to look at :meth:`due` again, though nothing has happened.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Ask] = {}
+        self._answered: dict[int, Reply] = {}
+        self._expected: set[int] = set()
+        self._expected_until = 0.0
+        self._gather_until = 0.0
+        self._current: int | None = None
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def asked(self, rank: int, ask: Ask, now: float) -> list[Answer]:
+        """A rank asks, perhaps again. Returns the answer if it has one already."""
+        known = self._answered.get(rank)
+        if known is not None and known.number >= ask.number:
+            return [Answer(rank, known)] if known.number == ask.number else []
+        if (rank, ask.number) not in self._waiting:
+            self._waiting[rank, ask.number] = ask
+            self._expected.discard(rank)
+            self._gather_until = now + GATHER
+        return []
+
+    def unasked(self, rank: int, number: int) -> None:
+        """A rank has gone on without an answer."""
+        self._waiting.pop((rank, number), None)
+
+    def gone(self, rank: int) -> None:
+        """A rank has ended the cell, or died."""
+        self._expected.discard(rank)
+        for key in [key for key in self._waiting if key[0] == rank]:
+            del self._waiting[key]
+
+    def clear(self) -> None:
+        """The cell was interrupted: no question counts any more."""
+        self._waiting.clear()
+        self._expected.clear()
+
+    # -- what to do -----------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that wait for an answer."""
+        return tuple(sorted({rank for rank, _ in self._waiting}))
+
+    @property
+    def deadline(self) -> float | None:
+        if not self._waiting:
+            return None
+        return max(self._gather_until, self._expected_until if self._expected else 0.0)
+
+    def due(self, now: float) -> Question | None:
+        """Whom to ask the user for now, if anybody: who was answered last, else the lowest rank."""
+        if not self._waiting or now < self._gather_until or (self._expected and now < self._expected_until):
+            return None
+        rank = self._current if self._current in self.ranks else self.ranks[0]
+        assert rank is not None
+        return Question(rank, self._ask_of(rank))
+
+    def label(self, question: Question) -> str:
+        """The prompt with the rank's name, and whoever waits as well."""
+        others = [rank for rank in self.ranks if rank != question.rank]
+        also = ""
+        if others:
+            also = f" ({format_ranks(others)} {'waits' if len(others) == 1 else 'wait'}, @? tells)"
+        return f"[rank {question.rank}]{also} {question.ask.prompt}"
+
+    def status(self) -> str:
+        """Who is at a prompt, in words."""
+        if not self._waiting:
+            return ""
+        return f"{format_ranks(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'} at a prompt"
+
+    def overview(self) -> str:
+        """Who waits, one line for each."""
+        lines = []
+        for (rank, _), ask in sorted(self._waiting.items()):
+            kind = f" {_KINDS[ask.kind]}" if ask.kind in _KINDS else ""
+            lines.append(f"  rank {rank}{kind}: {ask.prompt.strip()}")
+        return "\n".join(
+            [
+                *lines,
+                "`@2` goes to rank 2, `all: next` answers all that wait, `0,2: continue` some of them",
+            ]
+        )
+
+    def answered(self, question: Question, line: str, now: float) -> tuple[list[Answer], str]:
+        """The user has typed a line at this question. Returns what ranks are told, and what the user is told."""
+        rank, ask = question.rank, question.ask
+        if ask.number not in {number for one, number in self._waiting if one == rank}:
+            return [], ""
+        alike = self._alike(ask.kind)
+        if ask.kind == DEBUGGER or len(self.ranks) > 1:
+            command = understand(line, rank, self.ranks, alike)
+        else:
+            command = Send((rank,), line)  # nobody else could be meant
+        match command:
+            case Tell(text):
+                return [], text or self.overview()
+            case Switch(other):
+                self._current = other
+                return [], ""
+            case Send(ranks, text):
+                if rank in ranks or self._current not in self.ranks:
+                    self._current = rank
+                return self._answer(ranks, text, "", now), ""
+
+    def end(self, ranks: Iterable[int], error: str, now: float) -> list[Answer]:
+        """These ranks get no line, but this error."""
+        return self._answer(tuple(ranks), "", error, now)
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _ask_of(self, rank: int) -> Ask:
+        return next(ask for (one, _), ask in self._waiting.items() if one == rank)
+
+    def _alike(self, kind: str) -> list[int]:
+        return [rank for rank in self.ranks if self._ask_of(rank).kind == kind]
+
+    def _answer(self, ranks: tuple[int, ...], text: str, error: str, now: float) -> list[Answer]:
+        answers = []
+        for rank in ranks:
+            number = self._ask_of(rank).number
+            del self._waiting[rank, number]
+            reply = self._answered[rank] = Reply(number, text, error)
+            answers.append(Answer(rank, reply))
+        self._expected, self._expected_until = set(ranks), now + RETURN
+        return answers

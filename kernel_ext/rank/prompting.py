@@ -1,0 +1,175 @@
+"""Asking the user from a rank: ``input()``, ``getpass()`` and what a debugger reads.
+
+The thread that asks waits; the rank's control thread goes on answering, and the coordinator knows that nobody waits for
+this rank in vain.
+"""
+
+from __future__ import annotations
+
+import bdb
+import cmd
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from IPython.core.error import StdinNotImplementedError
+
+from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.prompts.messages import (
+    AT_AN_END,
+    DEBUGGER,
+    INPUT,
+    LONGEST_PROMPT,
+    PASSWORD,
+    Ask,
+    Reply,
+    Unask,
+)
+from hvdlab.kernel_ext.prompts.prompter import NOBODY
+
+AT_A_PROMPT = "at a prompt"
+
+_WHAT = {INPUT: "input()", PASSWORD: "getpass()", DEBUGGER: "the debugger"}
+
+
+class LeftDebugger(BaseException):
+    """An interrupt at a debugger's prompt. Debuggers take KeyboardInterrupt for one of the command that they carry out,
+    and ask again; this one leaves them, and is told as the KeyboardInterrupt that it was."""
+
+
+class PausableEngine(Protocol):
+    """What is needed of the engine."""
+
+    def pause(self, reason: str = ...) -> None: ...
+    def resume(self, reason: str = ...) -> None: ...
+
+
+class _Waiting:
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.reply: Reply | None = None
+        self.ended = threading.Event()
+
+    def end(self, reply: Reply) -> None:
+        if self.reply is None:
+            self.reply = reply
+            self.ended.set()
+
+
+class Prompting:
+    """The questions of this rank.
+
+    Args:
+        engine: Paused while a question is open.
+        post: Sends mail to the pool.
+        flush: Sends what was written before.
+        interrupted: Whether the running cell has been interrupted.
+    """
+
+    def __init__(
+        self,
+        engine: PausableEngine,
+        post: Callable[[Payload], None],
+        flush: Callable[[], None],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._engine, self._post, self._flush, self._interrupted = engine, post, flush, interrupted
+        # Numbers must grow also over the processes that were this rank.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._waiting: dict[int, _Waiting] = {}
+        self._nobody = False
+        self._cell = ""
+        self._pid = os.getpid()
+
+    # -- what user code calls -------------------------------------------------------------------------------------
+
+    def input(self, prompt: object = "", /) -> str:
+        """``input()``."""
+        caller = sys._getframe(1)
+        debugger = caller.f_code is cmd.Cmd.cmdloop.__code__ and isinstance(
+            caller.f_locals.get("self"), bdb.Bdb
+        )
+        kind = DEBUGGER if debugger else INPUT
+        try:
+            if debugger and self._interrupted():
+                raise KeyboardInterrupt
+            return self._ask(kind, str(prompt))
+        except KeyboardInterrupt as interrupt:
+            if debugger:
+                raise LeftDebugger from interrupt
+            raise
+
+    def getpass(self, prompt: str = "Password: ", stream: Any = None) -> str:
+        """``getpass.getpass()``."""
+        return self._ask(PASSWORD, prompt)
+
+    def _ask(self, kind: str, prompt: str) -> str:
+        what = _WHAT[kind]
+        if os.getpid() != self._pid:
+            raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
+        if not self._cell or self._nobody:
+            raise StdinNotImplementedError(NOBODY.format(what=what))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._flush()
+        ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
+        waiting = self._waiting[ask.number] = _Waiting(ask)
+        try:
+            self._engine.pause(AT_A_PROMPT)
+            self._post(ask)
+            waiting.ended.wait()
+        finally:
+            self._waiting.pop(ask.number, None)
+            if waiting.reply is None:
+                self._post(Unask(ask.cell, ask.number))
+            self._engine.resume(AT_A_PROMPT)
+        reply = waiting.reply
+        assert reply is not None
+        if reply.error == AT_AN_END:
+            raise EOFError("the user has ended the input")
+        if reply.error:
+            raise StdinNotImplementedError(reply.error.format(what=what))
+        return reply.text
+
+    # -- the cell; the main thread --------------------------------------------------------------------------------
+
+    def cell_begins(self, cell: str) -> None:
+        """What is asked from now on belongs to this cell."""
+        self._cell = cell
+
+    def cell_ended(self) -> None:
+        """Nobody answers any more, also if another thread of the cell asks."""
+        self._cell = ""
+        self._end_all(NOBODY)
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def answered(self, reply: Reply) -> None:
+        """The pool has answered."""
+        waiting = self._waiting.get(reply.number)
+        if waiting is not None:
+            waiting.end(reply)
+
+    def ask_again(self) -> None:
+        """The pool may have missed mail."""
+        for waiting in tuple(self._waiting.values()):
+            self._post(waiting.ask)
+
+    def attended(self, somebody: bool) -> None:
+        """Whether there is a notebook that could answer. Any thread."""
+        self._nobody = not somebody
+        if not somebody:
+            self._end_all(NOBODY)
+
+    def _end_all(self, sentence: str) -> None:
+        for number, waiting in tuple(self._waiting.items()):
+            waiting.end(Reply(number, "", sentence))
+
+
+def _shown(prompt: str) -> str:
+    prompt = prompt if prompt.isascii() else prompt.encode("utf-8", "backslashreplace").decode()
+    return prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[:LONGEST_PROMPT]}… "

@@ -1,0 +1,199 @@
+"""A rank asks the user, and its cell's debugger does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdlab.kernel_ext.payloads import CellDone, Owner, Resync
+from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, INPUT, PASSWORD, Ask, Reply, Unask
+from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
+
+if TYPE_CHECKING:
+    from tests.kernel_ext.rank.conftest import Pool, Ran, Rank
+
+
+def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[Ask]]:
+    """Run a cell, with these answers to what it asks."""
+    found: list[tuple[Ran, list[Ask]]] = []
+
+    def script(pool: Pool) -> None:
+        pool.answers = list(answers)
+        ran = pool.run(source, label="[7]")
+        assert not pool.answers, f"asked only for {pool.asked}"
+        found.append((ran, pool.asked))
+
+    rank.play(script)
+    return found[0]
+
+
+def test_what_was_written_before_comes_before_the_question_and_the_engine_pauses(rank: Rank) -> None:
+    ran, asked = talk(rank, "print('hello', end='')\nn = input('name? ')\nprint(n.upper())", ["ada"])
+    assert ran.text() == "helloADA\n"
+    assert [(ask.kind, ask.prompt) for ask in asked] == [(INPUT, "name? ")]
+    kinds = [kind for kind, _ in rank.engine.log]
+    assert kinds.index("Output") < kinds.index("pause") < kinds.index("Ask") < kinds.index("resume")
+
+
+def test_a_password_is_one(rank: Rank) -> None:
+    ran, asked = talk(rank, "import getpass\ngetpass.getpass()", ["x"])
+    assert (asked[0].kind, asked[0].prompt) == (PASSWORD, "Password: ")
+    assert ran.done.value_repr == "'x'"
+
+
+def test_the_end_of_the_input_is_eoferror(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start("try:\n    input()\nexcept EOFError:\n    print('end')")
+        pool.engine.mail(Reply(pool.expect(Ask).number, "", AT_AN_END))
+        assert pool.finish(cell).text() == "end\n"
+
+    rank.play(script)
+
+
+def test_an_interrupt_at_a_prompt_is_keyboardinterrupt_and_the_question_is_taken_back(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start("try:\n    input('x')\nexcept KeyboardInterrupt:\n    print('left')")
+        ask = pool.expect(Ask)
+        pool.engine.interrupt()
+        assert pool.expect(Unask).number == ask.number
+        assert pool.finish(cell).text() == "left\n"
+        assert rank.engine.paused == ""
+
+    rank.play(script)
+
+
+def test_a_question_is_asked_again_when_mail_may_be_lost(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start("input()")
+        ask = pool.expect(Ask)
+        pool.engine.mail(Resync(((cell, 0, 0),)))
+        assert pool.expect(Ask) == ask
+        pool.engine.mail(Reply(ask.number, "yes"))
+        pool.engine.mail(Reply(ask.number, "no"))  # the answer to the second one comes too late
+        assert pool.finish(cell).done.value_repr == "'yes'"
+
+    rank.play(script)
+
+
+def test_who_waits_when_the_notebook_leaves_gets_an_error(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start("input()")
+        pool.expect(Ask)
+        pool.engine.mail(Owner(0, 0))
+        error = pool.finish(cell).error
+        assert error.ename == "StdinNotImplementedError"
+        assert "no notebook waits" in error.evalue
+
+    rank.play(script)
+
+
+def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
+    source = (
+        "import threading\nsaid = []\n"
+        "def ask():\n    try: input('x')\n    except Exception as error: said.append(type(error).__name__)\n"
+        "thread = threading.Thread(target=ask)\nthread.start()"
+    )
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(source)
+        pool.expect(CellDone)
+        assert cell
+        pool.start("thread.join()\nsaid")
+        assert pool.expect(CellDone).value_repr == "['StdinNotImplementedError']"
+
+    rank.play(script)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-")]
+
+
+def test_a_long_prompt_is_cut(rank: Rank) -> None:
+    _, asked = talk(rank, "input('x' * 10_000_000)", [""])
+    assert len(asked[0].prompt) < 3000
+
+
+# -- debuggers ------------------------------------------------------------------------------------------------------
+
+STEPS = "def f(a):\n    b = a + 1\n    {stop}\n    c = b * 2\n    return c\nf(1)"
+
+
+def test_breakpoint_steps_through_the_cell(rank: Rank) -> None:
+    ran, asked = talk(rank, STEPS.format(stop="breakpoint()"), ["p b", "n", "p c", "c"])
+    assert {ask.kind for ask in asked} == {DEBUGGER}
+    assert asked[0].prompt == "ipdb> "
+    assert ran.text().count("2\n") >= 1
+    assert "<cell [7]>(5)f()" in ran.text()  # below the magic's line
+    assert "c = b * 2" in ran.text()
+    assert ran.done.value_repr == "4"
+    assert sys.gettrace() is None or "bdb" not in repr(sys.gettrace())
+
+
+def test_ipythons_debugger_stops_as_well(rank: Rank) -> None:
+    stop = "from IPython.core.debugger import set_trace; set_trace()"
+    ran, _ = talk(rank, STEPS.format(stop=stop), ["p b", "c"])
+    assert ran.done.value_repr == "4"
+
+
+def test_stepping_off_the_end_of_the_cell_ends_it(rank: Rank) -> None:
+    ran, asked = talk(rank, "breakpoint()\nx = 1\ny = 2", ["n"] * 6)
+    assert ran.done.error is None
+    assert "runner" not in ran.text()
+    assert rank.run("x + y").done.value_repr == "3"
+    assert asked
+
+
+def test_quit_ends_the_cell(rank: Rank) -> None:
+    ran, _ = talk(rank, STEPS.format(stop="breakpoint()"), ["q"])
+    assert (ran.error.ename, ran.error.evalue) == (
+        "BdbQuit",
+        "the debugger was left with quit, which ends the cell",
+    )
+    assert rank.run("1").done.value_repr == "1"
+
+
+def test_an_interrupt_leaves_the_debugger_too(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start(STEPS.format(stop="breakpoint()"))
+        pool.expect(Ask)
+        pool.engine.interrupt()
+        error = pool.finish(cell).error
+        assert error.ename == "KeyboardInterrupt"
+        assert error.interrupted
+        assert pool.run("2").done.value_repr == "2"
+
+    rank.play(script)
+
+
+def test_a_repr_that_raises_stays_in_the_debugger(rank: Rank) -> None:
+    source = "class Bad:\n    def __repr__(self): raise RuntimeError('no repr')\nbad = Bad()\nbreakpoint()\nz = 3\nz"
+    ran, _ = talk(rank, source, ["p bad", "bad", "c"])
+    assert "no repr" in ran.text()
+    assert ran.done.value_repr == "3"
+
+
+def test_pythonbreakpoint_switches_it_off(rank: Rank) -> None:
+    ran, asked = talk(rank, "import os\nos.environ['PYTHONBREAKPOINT'] = '0'\nbreakpoint()\n1", [])
+    rank.run("del os.environ['PYTHONBREAKPOINT']")
+    assert asked == []
+    assert ran.done.value_repr == "1"
+
+
+# -- afterwards -----------------------------------------------------------------------------------------------------
+
+FAILS = "class Held: pass\ndef g(n):\n    held = Held()\n    return 1 / n\ng(0)"
+
+
+def test_what_failed_can_be_looked_at_afterwards(rank: Rank) -> None:
+    assert rank.run(FAILS).error.ename == "ZeroDivisionError"
+    ran, asked = talk(rank, POST_MORTEM, ["p n", "up", "q"])
+    assert len(asked) == 3
+    assert "return 1 / n" in ran.text()
+    assert ran.done.error is None
+    ran, _ = talk(rank, "%debug", ["p n", "q"])  # as it is not another cell's
+    assert ran.done.error is None
+
+
+def test_what_failed_is_let_go_when_another_cell_begins(rank: Rank) -> None:
+    rank.run(FAILS)
+    assert rank.run("import gc\nlen([o for o in gc.get_objects() if type(o) is Held])").done.value_repr == "0"
+    assert "nothing is left to look at" in rank.run(POST_MORTEM).error.evalue

@@ -28,11 +28,18 @@ class Shell(Protocol):
 
     def receive(self) -> None: ...
 
+    def leader_torn(self) -> None: ...
+
     def connection_lost(self, reason: str) -> None: ...
 
 
 class Control:
-    """One thread, one epoll: the coordinator's socket and a wake-up."""
+    """One thread, one epoll: the coordinator's socket and a wake-up.
+
+    Attributes:
+        place: Held by the thread that leads, from before :meth:`cede` until after :meth:`reclaim`.
+        reading: Held by whoever reads from the connection.
+    """
 
     def __init__(self, endpoint: Endpoint, shell: Shell, label: str) -> None:
         self._endpoint = endpoint
@@ -48,7 +55,10 @@ class Control:
         self._stopping = False
         self._lost = False
         self._writable = False
+        self.place = threading.Lock()
         self.reading = threading.Lock()
+        # How often the place at the socket was ceded, and which of these times it was taken back.
+        self._ceded = self._reclaimed = 0
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
@@ -92,6 +102,7 @@ class Control:
 
     def cede(self) -> bool:
         """Stop watching for messages: the calling thread will. False if there is nothing to watch."""
+        self._ceded += 1  # first, so that who is torn away anywhere behind it is noticed
         try:
             self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
         except (OSError, ValueError):  # unregistered or closed
@@ -100,10 +111,13 @@ class Control:
 
     def reclaim(self) -> None:
         """Watch for messages again, and see to what was read ahead."""
+        ceded = self._ceded
         try:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
         except (OSError, ValueError):
             return
+        finally:
+            self._reclaimed = ceded
         if self._endpoint.early:
             self.wake()
 
@@ -137,6 +151,8 @@ class Control:
                 self._guard(self._receive)
             else:
                 os.eventfd_read(self._wakeup)
+        if self._ceded != self._reclaimed and not self.place.locked():
+            self._take_back()
         if self._endpoint.early:
             self._guard(self._receive)
         self._run_calls()
@@ -144,6 +160,16 @@ class Control:
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
         self._guard(self._flush)
+
+    def _take_back(self) -> None:
+        """Whoever led was torn away by Ctrl-C before it had reclaimed this thread's place.
+
+        It has woken this thread on its way, or the end of what it ran does. If somebody else begins to lead right now,
+        both watch; that does no harm.
+        """
+        self.reclaim()
+        self._guard(self._receive)
+        self._shell.leader_torn()
 
     def _run_calls(self) -> None:
         while self._calls:

@@ -77,6 +77,10 @@ class Dispatcher:
     def flush(self) -> None:
         self._guarded.flush()
 
+    def leader_torn(self) -> None:
+        """What it has put for the executor may not have been rung for."""
+        self._executor.ring()
+
     def _handle(self, message: m.Message) -> None:
         effects = self._guarded.handle(message, time.monotonic_ns())
         if self.perform(effects):
@@ -192,8 +196,14 @@ class Dispatcher:
     def schedule_events(self) -> None:
         """Send what was recorded, soon but not too often. Any thread."""
         control = self.control
-        if control is not None and self._spans.claim():
-            control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
+        if control is None:
+            return
+        try:
+            if self._spans.claim():
+                control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
+        except BaseException:  # an interrupt, perhaps when it was claimed and not called for yet
+            self._spans.release()
+            raise
 
     def send_events(self) -> None:
         self.ask_clock()

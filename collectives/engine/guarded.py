@@ -76,7 +76,11 @@ class GuardedState:
         """Let the control thread send what is queued, unless a wait is quicker."""
         if not self._flush_wanted:
             self._flush_wanted = True
-            self._wake()
+            try:
+                self._wake()
+            except BaseException:  # an interrupt: nobody was woken
+                self._flush_wanted = False
+                raise
 
     def flush(self) -> bool:
         """Send what is queued; whether the socket took it all.

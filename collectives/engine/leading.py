@@ -6,14 +6,14 @@ to execute, or reads anything but an order to execute.
 
 Ctrl-C may hit the leader between any two instructions. Hence bytes are only taken from the socket in one step into a
 place where the control thread finds them, and what has begun to be handled is under the mark of
-:class:`GuardedState`.
+:class:`GuardedState`. Even the last step, giving the control thread its place back, may not be taken: the control
+thread looks for that whenever it wakes, and a wait that is interrupted wakes it.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 
 from hvdlab.collectives.engine.control import Control
@@ -45,7 +45,6 @@ class Leader:
         self._endpoint = endpoint
         self._control = control
         self._executor = executor
-        self._place = threading.Lock()
         self._wakeup = -1
         self._poll = select.poll()
         self._fd = -1
@@ -59,10 +58,10 @@ class Leader:
         Returns the seconds that are left; the handle may be in flight still if this thread could not (go on to) lead.
         """
         # No lock is taken here but by ``with``: an interrupt can't come between taking it and noting that.
-        if self._wakeup < 0 or self._place.locked() or self._endpoint.backlog:
+        if self._wakeup < 0 or self._control.place.locked() or self._endpoint.backlog:
             self._guarded.flush_direct()
             return seconds
-        with self._place:
+        with self._control.place:
             deadline = time.monotonic() + seconds
             left = seconds
             try:
@@ -128,9 +127,13 @@ class Leader:
             self._guarded.execute(message, time.monotonic_ns(), endpoint.early, self._executor.put)
         return True
 
+    def torn(self) -> None:
+        """An interrupt has hit this thread, which may have led: let the control thread see to what is left undone."""
+        self._control.wake()
+
     def close(self) -> None:
         """Free the wake-up; nobody leads any more afterwards."""
-        with self._place:
+        with self._control.place:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:
                 os.close(wakeup)

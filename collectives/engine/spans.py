@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import ClassVar
@@ -129,10 +130,14 @@ class SpanLog:
         """Whether the caller is to schedule the next flush: nobody has since the last."""
         return not self._due.locked() and self._due.acquire(blocking=False)
 
+    def release(self) -> None:
+        """The next flush may be scheduled by anybody."""
+        with contextlib.suppress(RuntimeError):  # nobody had claimed it
+            self._due.release()
+
     def take(self) -> list[bytes]:
         """What was recorded since the last time. Control thread."""
-        if self._due.locked():
-            self._due.release()
+        self.release()
         if self.recorder.pending():
             self._add_context()
         return self.recorder.drain()

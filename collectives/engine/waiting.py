@@ -62,6 +62,7 @@ class Waiter:
             self._interrupted(handle)
 
     def _interrupted(self, handle: Handle) -> None:
+        self._leader.torn()
         text = f"rank {self._rank} was interrupted"
         self.withdraw(handle, CauseKind.INTERRUPTED, text)
         # This thread may have been executing an operation of another process set meanwhile.

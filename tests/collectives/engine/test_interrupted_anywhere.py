@@ -1,0 +1,137 @@
+"""Ctrl-C between any two steps of a wait: the rank hears what the coordinator says afterwards, and its spans go on.
+
+Python raises KeyboardInterrupt where a function begins, after a call of a C function and when a loop goes round. Each of
+these places in a collective is tried in turn.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.errors import AbortedError
+from ranks import Ranks
+
+
+@pytest.fixture
+def one() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+# -- on the rank --------------------------------------------------------------------------------------------------
+
+
+@cache
+def _places(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which an interrupt may be raised."""
+    found: set[int] = set()
+    called = False
+    for instruction in dis.get_instructions(code):
+        if called:
+            found.add(instruction.offset)
+        called = instruction.opname.startswith("CALL")
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return frozenset(found)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the first place in the engine that this thread comes to and none was raised at before.
+
+    Args:
+        tried: The places where one was raised.
+    """
+
+    def __init__(self, tried: set[tuple[CodeType, int]]) -> None:
+        self.tried = tried
+        self.where = ""
+
+    def __enter__(self) -> None:
+        sys.settrace(self._called)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
+        if "/collectives/" not in frame.f_code.co_filename or "/tests/" in frame.f_code.co_filename:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        self._come_to(frame, -1)
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
+            self._come_to(frame, frame.f_lasti)
+        return self._step
+
+    def _come_to(self, frame: FrameType, offset: int) -> None:
+        place = (frame.f_code, offset)
+        if not self.where and place not in self.tried:
+            self.tried.add(place)
+            self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def reduce_once() -> None:
+    """One collective; those before may have left an end of their epoch behind."""
+    while True:
+        try:
+            total = api.allreduce(np.ones(4), op=api.Sum)
+        except AbortedError as error:
+            if error.cause.kind not in ("interrupted", "withdrawn"):
+                raise
+        else:
+            assert total[0] == 1
+            return
+
+
+def interrupted_at_each_place() -> tuple[int, list[str], bool]:
+    """How many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the end."""
+    engine = context.engine()
+    SpanLog.INTERVAL = 0.0  # so that each collective finds the flush of the one before done
+    heard, sent = threading.Event(), threading.Event()
+    engine.on_mail("echo", lambda sender, body: heard.set())
+    deaf: list[str] = []
+    tried: set[tuple[CodeType, int]] = set()
+    unhurt = 0
+    while unhurt < 5:  # what one comes to is not the same each time
+        reduce_once()
+        interrupt = Interrupt(tried)
+        try:
+            with interrupt:
+                api.allreduce(np.ones(4), op=api.Sum)
+        except KeyboardInterrupt:
+            engine.end_cell("")  # as whoever runs the user's code does
+        except AbortedError:
+            pass
+        if not interrupt.where:
+            unhurt += 1
+            continue
+        heard.clear()
+        engine.post("echo", b"", [engine.rank])
+        if not heard.wait(2):
+            deaf.append(interrupt.where)
+    engine._dispatcher.mailbox.own_event_sinks.append(lambda rank, batch: sent.set())
+    reduce_once()
+    return len(tried), deaf, sent.wait(5)
+
+
+# -- tests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_never_deaf_or_dumb_afterwards(one: Ranks) -> None:
+    ((places, deaf, sent),) = one.run(interrupted_at_each_place, timeout=60)
+    assert places > 100
+    assert deaf == []
+    assert sent, "its spans are not sent any more"

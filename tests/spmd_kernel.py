@@ -9,12 +9,17 @@ import pytest
 KERNELSPEC = Path(__file__).resolve().parents[1] / "kernel_ext" / "spmd" / "kernelspec"
 
 
-def kernelspec_in(directory: Path, patch: pytest.MonkeyPatch, *, np: int = 2) -> Path:
-    """Let Jupyter find the kernel in this directory; it starts ``np`` ranks, without what they could preload."""
+def offer_kernel(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let Jupyter find the kernel, in this directory."""
     kernels = directory / "kernels"
     kernels.mkdir()
     (kernels / "hvdlab").symlink_to(KERNELSPEC)
     patch.setenv("JUPYTER_PATH", str(directory))
+
+
+def kernelspec_in(directory: Path, patch: pytest.MonkeyPatch, *, np: int = 2) -> Path:
+    """The same; it starts ``np`` ranks, without what they could preload."""
+    offer_kernel(directory, patch)
     patch.setenv("IPYTHONDIR", str(directory / "ipython"))
     patch.setenv("HVDLAB_NP", str(np))
     patch.setenv("HVDLAB_STRIP", "0")

@@ -8,12 +8,15 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from spmd_kernel import offer_kernel
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
-def test_notebook_runs(path: Path) -> None:
+def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_kernel(tmp_path, monkeypatch)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
 

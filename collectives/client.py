@@ -235,6 +235,8 @@ class Client:
             recording.close()
         elif made:
             self.on_membership(recording.take_membership)
+            self.on_paused(recording.take_paused)
+            recording.take_paused(self._paused)
             # If the coordinator is lost, its successor is told.
             with contextlib.suppress(CoordinatorLostError):
                 self.on_events(recording.feed)

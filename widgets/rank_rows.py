@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -37,6 +38,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
                 "state": state,
                 "reason": death.reason if death else "",
                 "cell": cell,
+                "paused": recording.paused.get(rank, "") if member is not None else "",
                 "spans": row["spans"],
                 "timesLast": row["times_last"],
                 "heldUp": row["held_up_ns"],
@@ -54,7 +56,20 @@ def heading(rows: list[dict[str, Any]]) -> str:
     expected = [row for row in rows if row["state"] != "left"]
     here = [row for row in expected if row["state"] in ("idle", "running")]
     cells = sorted({row["cell"] for row in here if row["cell"]})
-    return f"{len(here)}/{len(expected)} ranks · " + (f"running {', '.join(cells)}" if cells else "idle")
+    paused = paused_text({row["rank"]: row["paused"] for row in rows if row["paused"]})
+    parts = [f"{len(here)}/{len(expected)} ranks", f"running {', '.join(cells)}" if cells else "idle", paused]
+    return " · ".join(part for part in parts if part)
+
+
+def paused_text(paused: Mapping[int, str]) -> str:
+    """Who is paused and why: ``rank 3 is at a prompt``; empty if nobody is."""
+    reasons: dict[str, list[str]] = {}
+    for rank, why in sorted(paused.items()):
+        reasons.setdefault(why, []).append(str(rank))
+    return "; ".join(
+        f"rank {ranks[0]} is {why}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} are {why}"
+        for why, ranks in reasons.items()
+    )
 
 
 def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:

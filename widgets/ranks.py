@@ -69,6 +69,8 @@ class RanksWidget(anywidget.AnyWidget):
         lines = [["rank", "state", "where", "plane", "waits", "came last", "held others up"]]
         for row in self.rows:
             state = f"running {row['cell']}" if row["state"] == "running" else row["state"]
+            if row["paused"]:
+                state = f"{state}, {row['paused']}"
             lines.append(
                 [
                     str(row["rank"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import traitlets
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
 from hvdlab.widgets.picture import seconds
+from hvdlab.widgets.rank_rows import paused_text
 from hvdlab.widgets.unparented import unparented
 
 STATIC = Path(__file__).parent / "static"
@@ -52,8 +54,12 @@ class StripWidget(anywidget.AnyWidget):
         self._end, self._moved = recording.end, 0.0
         self._timeline: Any = None
         self._pace = Pace()
+        self._stalled = ""
+        self._refreshing = threading.Lock()
         unparented(super().__init__, pace=self._state(time.monotonic(), ""))
         self.on_msg(self._receive)
+        # Where somebody is asked for something, the cell's thread waits for the answer.
+        recording.when_paused.append(self._paused)
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
@@ -70,7 +76,21 @@ class StripWidget(anywidget.AnyWidget):
             now: ``time.monotonic()``.
             stalled: What the cell waits for, or empty.
         """
-        state = self._state(now, stalled)
+        with self._refreshing:
+            self._stalled = stalled
+            self._set(self._state(now, stalled))
+
+    def _paused(self) -> None:
+        if self.comm is not None:
+            self.refresh(time.monotonic(), self._stalled)
+
+    def close(self) -> None:
+        """End it."""
+        if self._paused in self._recording.when_paused:
+            self._recording.when_paused.remove(self._paused)
+        super().close()
+
+    def _set(self, state: dict[str, Any]) -> None:
         if any(state[key] != value for key, value in self.pace.items() if key not in ("elapsed", "silent")):
             unparented(setattr, self, "pace", state)
 
@@ -96,6 +116,7 @@ class StripWidget(anywidget.AnyWidget):
                         for name, share in zip(("compute", "wait", "work"), shares, strict=True)
                     },
                     "slowest": slowest is not None and rank == slowest.rank,
+                    "paused": self._recording.paused.get(rank, ""),
                 }
             )
         note = f"others wait for rank {slowest.rank} ({slowest.held_up:.0%})" if slowest else ""
@@ -104,6 +125,7 @@ class StripWidget(anywidget.AnyWidget):
             "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
             "rate": self._rate(self._pace),
             "note": note,
+            "paused": paused_text({r: why for r, why in self._recording.paused.items() if r in self._ranks}),
             "stalled": stalled.partition("\n")[0],
             "elapsed": round(now - self._begun, 1),
             "silent": round(now - self._moved, 1) if self._moved else -1,
@@ -118,7 +140,7 @@ class StripWidget(anywidget.AnyWidget):
     def text(self) -> str:
         """The strip in words."""
         return " · ".join(
-            part for part in (self.pace["heading"], self.pace["rate"], self.pace["note"]) if part
+            part for part in (self.pace[name] for name in ("heading", "rate", "paused", "note")) if part
         )
 
     # -- what stays ---------------------------------------------------------------------------------------------------

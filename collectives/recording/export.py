@@ -55,6 +55,10 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> 
         elif mark.kind == "abort":
             out += trace.introduce(mark.rank)
             out += trace.happening(mark.rank, Abort(0, 0, mark.begin_ns, mark.text))
+        elif mark.kind == "paused":
+            out += trace.rank_note(mark.rank, "PAUSED", mark.begin_ns, {"why": mark.text})
+            if mark.end_ns is not None:
+                out += trace.rank_note(mark.rank, "RESUMED", mark.end_ns, {})
         else:
             name = "RANK_JOINED" if mark.kind == "joined" else "RANK_LEFT"
             out += trace.rank_note(mark.rank, name, mark.begin_ns, {"why": mark.text})

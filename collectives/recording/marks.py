@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +17,11 @@ KEPT = 2000
 class Mark:
     """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
-    Times are on the common axis; those of ``joined`` and ``left`` are when the news came here.
+    Times are on the common axis; those of ``joined``, ``left`` and ``paused`` are when the news came here. A rank that is
+    paused waits for its user, who looks around there.
     """
 
-    kind: Literal["cell", "abort", "joined", "left"]
+    kind: Literal["cell", "abort", "joined", "left", "paused"]
     rank: int
     begin_ns: int
     end_ns: int | None
@@ -37,6 +38,7 @@ class Marks:
         self._next = 0
         self._open: dict[tuple[int, str], int] = {}
         self._running: dict[int, str] = {}
+        self._paused: dict[int, tuple[str, int]] = {}  # rank to why, and the number of the mark
         self._membership: Membership | None = None
 
     def all(self) -> list[Mark]:
@@ -68,11 +70,8 @@ class Marks:
         elif isinstance(event, CellEnd):
             self._running.pop(rank, None)
             number = self._open.pop((rank, event.cell), None)
-            if number is not None and number in self._marks:
-                mark = self._marks[number][1]
-                mark.end_ns, mark.ok = max(at, mark.begin_ns), event.ok
-                self.stamp += 1
-                self._marks[number] = (self.stamp, mark)
+            if number is not None:
+                self._end(number, at, ok=event.ok)
         elif not any(m.kind == "abort" and m.text == event.text for m in self.all()[-64:]):
             # All members record the same abort; the first one's time is shown.
             self._put(Mark("abort", rank, at, at, event.text, False))
@@ -99,12 +98,24 @@ class Marks:
         for rank in set(here) - set(now.ranks) - dead:
             self._put(Mark("left", rank, at_ns, at_ns, f"rank {rank} left"))
 
+    def paused(self, now: Mapping[int, str], at_ns: int) -> None:
+        """Take in which ranks are paused, and why."""
+        for rank, (why, number) in list(self._paused.items()):
+            if now.get(rank) != why:
+                del self._paused[rank]
+                self._end(number, at_ns, ok=True)
+        for rank in sorted(now.keys() - self._paused.keys()):
+            number = self._put(Mark("paused", rank, at_ns, None, f"rank {rank} is {now[rank]}"))
+            self._paused[rank] = now[rank], number
+
     def _end_cells(self, rank: int, at_ns: int) -> None:
         self._running.pop(rank, None)
         for key in [key for key in self._open if key[0] == rank]:
-            number = self._open.pop(key)
-            if number in self._marks:
-                mark = self._marks[number][1]
-                mark.end_ns, mark.ok = at_ns, False
-                self.stamp += 1
-                self._marks[number] = (self.stamp, mark)
+            self._end(self._open.pop(key), at_ns, ok=False)
+
+    def _end(self, number: int, at_ns: int, *, ok: bool) -> None:
+        if number in self._marks:
+            mark = self._marks[number][1]
+            mark.end_ns, mark.ok = max(at_ns, mark.begin_ns), ok
+            self.stamp += 1
+            self._marks[number] = (self.stamp, mark)

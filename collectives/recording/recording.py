@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class Recording:
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
         refused: Batches that could not be read.
+        paused: Ranks whose user looks around there, and why, as it reads after ``rank 3 is``.
+        when_paused: Called, on any thread, when that has changed.
         cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
         cleared_end: Number of the first row after the last :meth:`clear`.
     """
@@ -57,6 +59,8 @@ class Recording:
         self.names = self._names.names
         self.sites = self._names.sites
         self.refused = 0
+        self.paused: Mapping[int, str] = {}
+        self.when_paused: list[Callable[[], None]] = []
         self.cleared = self.cleared_end = 0
         self.cleared_ns: int | None = None
         self._label = label
@@ -156,6 +160,18 @@ class Recording:
             offset = self.clock_offset_ns()
             self._marks.membership(membership, None if offset is None else time.monotonic_ns() + offset)
             self._wake()
+
+    def take_paused(self, paused: Mapping[int, str]) -> None:
+        """Take in which ranks are paused now, and why."""
+        with self._changed:
+            if paused == self.paused:
+                return
+            self.paused = dict(paused)
+            if (offset := self.clock_offset_ns()) is not None:
+                self._marks.paused(self.paused, time.monotonic_ns() + offset)
+            self._wake()
+        for act in list(self.when_paused):
+            act()
 
     def close(self) -> None:
         """Nothing comes any more; what was recorded stays readable. Idempotent."""

@@ -1,6 +1,7 @@
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { Kernel, KernelMessage } from '@jupyterlab/services';
 import { type JSONObject, UUID } from '@lumino/coreutils';
+import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 import { Store } from '../../ui/src/model/store.ts';
@@ -51,8 +52,11 @@ export class Feed implements IDisposable {
   /** Rows that the newest store may have. */
   limit = 1_000_000;
 
-  constructor(session: ISessionContext) {
+  private readonly trans: TranslationBundle;
+
+  constructor(session: ISessionContext, trans: TranslationBundle) {
     this.session = session;
+    this.trans = trans;
     session.kernelChanged.connect(this.attach, this);
     session.statusChanged.connect(this.status, this);
     session.connectionStatusChanged.connect(this.connection, this);
@@ -113,9 +117,9 @@ export class Feed implements IDisposable {
   ask(question: JSONObject, within = ANSWER_WITHIN): Promise<JSONObject> {
     const request = UUID.uuid4();
     return new Promise<JSONObject>((resolve, reject) => {
-      if (!this.wire) return reject(new Error('no kernel'));
+      if (!this.wire) return reject(new Error(this.trans.__('There is no kernel')));
       const timer = setTimeout(() => {
-        if (this.questions.delete(request)) reject(new Error('the kernel does not answer'));
+        if (this.questions.delete(request)) reject(new Error(this.trans.__('The kernel does not answer')));
       }, within);
       const done = <T>(act: (value: T) => void) => (value: T) => {
         clearTimeout(timer);
@@ -170,7 +174,7 @@ export class Feed implements IDisposable {
   private lose(): void {
     this.isHere = false;
     for (const channel of this.channels.values()) channel.ended = true;
-    for (const { reject } of this.questions.values()) reject(new Error('the kernel has ended'));
+    for (const { reject } of this.questions.values()) reject(new Error(this.trans.__('The kernel has ended')));
     this.questions.clear();
     this.changed.emit(null);
   }
@@ -323,11 +327,16 @@ function settled(kernel: Kernel.IKernelConnection): Promise<void> {
 export class Feeds {
   private readonly known = new WeakMap<ISessionContext, Feed>();
   limit = 1_000_000;
+  private readonly trans: TranslationBundle;
+
+  constructor(trans: TranslationBundle) {
+    this.trans = trans;
+  }
 
   of(session: ISessionContext): Feed {
     let feed = this.known.get(session);
     if (!feed || feed.isDisposed) {
-      const made = new Feed(session);
+      const made = new Feed(session, this.trans);
       made.limit = this.limit;
       this.known.set(session, (feed = made));
       session.disposed.connect(() => made.dispose());

@@ -29,10 +29,11 @@ TRAITS: dict[str, dict[str, Any]] = {
     "ranks": {"rows": [], "heading": "0/0 ranks · idle", "still": "none"},
     "strip": {
         "pace": {
-            "ranks": [{"rank": rank, **SHARES} for rank in range(40)],
+            "ranks": [{"rank": rank, **SHARES, "paused": "at a prompt" * (rank == 4)} for rank in range(40)],
             "heading": "40 ranks · running [7]",
             "rate": "12.5 steps/s",
-            "note": "",
+            "note": "others wait for rank 2 (31 %)",
+            "paused": "rank 4 is at a prompt",
             "stalled": "",
             "elapsed": 3671.0,
             "silent": 0.0,
@@ -96,6 +97,9 @@ def test_the_strip_is_a_button_for_keys_too(page: Page) -> None:
     assert strip.locator(".hvd-strip-rank").nth(3).get_attribute("aria-label") == (
         "rank 3: computes 50 %, in collectives 25 %, waits 25 %"
     )
+    assert strip.locator(".hvd-strip-rank").nth(4).get_attribute("aria-label") == "rank 4: at a prompt"
+    assert strip.get_attribute("data-state") == "paused"
+    assert strip.locator(".hvd-strip-note").inner_text() == "rank 4 is at a prompt"
     strip.focus()
     page.keyboard.press("Enter")
     page.keyboard.press(" ")

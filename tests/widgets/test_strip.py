@@ -33,6 +33,18 @@ def strip() -> Iterator[StripWidget]:
     widget.close()
 
 
+def test_who_is_at_a_prompt_is_said_also_while_the_cell_s_thread_waits(strip: StripWidget) -> None:
+    recording = strip._recording
+    recording.take_paused({2: "at a prompt", 9: "at a prompt"})
+    assert strip.pace["paused"] == "rank 2 is at a prompt", "rank 9 is not of this cell"
+    assert [one["paused"] for one in strip.pace["ranks"]] == ["", "", "at a prompt", ""]
+    assert "rank 2 is at a prompt" in strip.text()
+    recording.take_paused({})
+    assert strip.pace["paused"] == ""
+    strip.close()
+    assert recording.when_paused == []
+
+
 def feed(strip: StripWidget, count: int = 20) -> None:
     for rank, batch in steps(4, count, seed=1):
         strip._recording.feed(rank, batch)
@@ -56,7 +68,7 @@ def test_it_follows_the_recording(strip: StripWidget) -> None:
     assert [one["slowest"] for one in now["ranks"]].count(True) == 1
     assert now["rate"].endswith("collectives/s")
     assert now["stalled"] == "rank 2 is late"
-    assert now["elapsed"] == pytest.approx(3, abs=0.5)
+    assert 3 <= now["elapsed"] < 60
     assert now["silent"] == 0
 
 

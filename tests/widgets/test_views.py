@@ -15,7 +15,9 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
@@ -349,3 +351,30 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
         wait(lambda: any("ranks" in message for message in told[before:]))
     finally:
         one.close()
+
+
+def test_a_rank_that_waits_for_its_user_is_said_to(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    browser.listening = True
+    sender.hello(0)
+    # The first ranks of all are on this machine.
+    recording.feed(0, encode(0, [Metric("hvdlab/cpu", 3.0, None, time.monotonic_ns())], clock=clock_domain()))
+    members = tuple(Member(rank, pid=100 + rank, host="host") for rank in range(3))
+    recording.take_membership(Membership(members=members, expected=(0, 1, 2)))
+    recording.take_paused({1: "at a prompt", 2: "at a prompt"})
+    rows = rank_rows.rank_rows(recording)
+    assert [row["paused"] for row in rows] == ["", "at a prompt", "at a prompt"]
+    assert rank_rows.heading(rows) == "3/3 ranks · idle · ranks 1, 2 are at a prompt"
+    recording.take_paused({2: "stopped by the debugger"})
+    assert rank_rows.heading(rank_rows.rank_rows(recording)).endswith("rank 2 is stopped by the debugger")
+    browser.wait(
+        lambda: (
+            [m["text"] for m in browser.marks.values() if m["kind"] == "paused" and m["end"] is None]
+            == ["rank 2 is stopped by the debugger"]
+        )
+    )
+    assert [m["text"] for m in browser.marks.values() if m["kind"] == "paused" and m["end"] is not None] == [
+        "rank 1 is at a prompt",
+        "rank 2 is at a prompt",
+    ]

@@ -8,7 +8,7 @@ import { t } from '../view/texts.ts';
 
 export const TRACK = 20;
 const DRAWN = 400;
-const SIGNS: Record<Mark['kind'], string> = { cell: '', joined: '▲', left: '✕', abort: '◆' };
+const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', joined: '▲', left: '✕', abort: '◆' };
 
 /** Height of the tracks of cells and, if anything happened to them, of ranks. */
 export function trackHeight(happenings: Happenings): number {

@@ -1,6 +1,6 @@
 import type { Group } from '../model/groups.ts';
 import type { Lane } from '../model/lane.ts';
-import { KINDS } from '../model/store.ts';
+import { KINDS, type Mark } from '../model/store.ts';
 import { firstAbove } from '../model/track.ts';
 import { count, duration, ranks } from './format.ts';
 import { css, type Rgb } from './palette.ts';
@@ -37,10 +37,12 @@ export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pi
   const left = 10 + (wide ? indent : 0);
   const name = wide || pitch < 9 ? t('rank %1', lane.rank) : `${lane.rank}`;
   write(surface, name, left, two ? middle - 7 : middle, css(share ? palette.late : palette.text), `${share ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
+  const paused = surface.store.ranks.find(one => one.rank === lane.rank)?.paused;
   if (two) {
-    const text = lane.timesLast ? `${t('last %1×', count(lane.timesLast))} · ${duration(lane.heldUp)}` : t('%1 spans', count(lane.n));
-    write(surface, text, left, middle + 8, css(palette.faint), '11px', 'left', gutter - left - 5);
-  } else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
+    const text = paused ? `❚❚ ${t(paused)}` : lane.timesLast ? `${t('last %1×', count(lane.timesLast))} · ${duration(lane.heldUp)}` : t('%1 spans', count(lane.n));
+    write(surface, text, left, middle + 8, css(paused ? palette.text : palette.faint), paused ? '600 11px' : '11px', 'left', gutter - left - 5);
+  } else if (paused && pitch >= 14) write(surface, '❚❚', gutter - 8, middle, css(palette.text), '9px', 'right');
+  else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
 }
 
 /** The line above the lanes of a host. */
@@ -133,6 +135,28 @@ export function drawAbsence(surface: Surface, absences: readonly (readonly [numb
       }
       g.stroke();
       g.restore();
+    }
+  });
+}
+
+/** A frame in a lane as long as its rank waited for its user, with why. */
+export function drawPauses(surface: Surface, pauses: readonly Mark[], { y, height }: Place): void {
+  const { context: g, palette, store, view } = surface;
+  inPlot(surface, () => {
+    for (const { rank, begin, end, text } of pauses) {
+      // Nothing ends meanwhile, so that the newest time would stand still.
+      const left = Math.max(surface.gutter - 4, surface.x(begin));
+      const right = Math.min(surface.width + 4, surface.x(end ?? Math.max(store.end, view.to)));
+      if (right <= left || left > surface.width) continue;
+      g.fillStyle = css(palette.text, 0.07);
+      g.fillRect(left, y, right - left, height);
+      g.strokeStyle = css(palette.text, 0.55);
+      g.lineWidth = 1;
+      g.setLineDash([4, 3]);
+      g.strokeRect(left + 0.5, y + 0.5, right - left - 1, Math.max(1, height - 1));
+      g.setLineDash([]);
+      const why = text.replace(`rank ${rank} is `, '');
+      if (height >= 12 && right - left > 24) write(surface, right - left > 24 + why.length * CHARACTER ? `❚❚ ${t(why)}` : '❚❚', Math.max(left, surface.gutter) + 7, y + height / 2, css(palette.text), '600 11px');
     }
   });
 }

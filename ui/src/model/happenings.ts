@@ -19,6 +19,8 @@ export class Happenings {
   moments: Mark[] = [];
   /** When each rank was not there, as far as it was seen. */
   absent = new Map<number, [from: number, to: number][]>();
+  /** When each rank waited for its user. */
+  paused = new Map<number, Mark[]>();
   private version = -1;
 
   update(store: Store): void {
@@ -26,7 +28,9 @@ export class Happenings {
     this.version = store.version;
     const marks = [...store.marks.values()];
     this.cells = cells(marks.filter(mark => mark.kind === 'cell'));
-    this.moments = marks.filter(mark => mark.kind !== 'cell').sort((a, b) => a.begin - b.begin);
+    this.paused.clear();
+    for (const mark of marks) if (mark.kind === 'paused') this.paused.set(mark.rank, [...(this.paused.get(mark.rank) ?? []), mark]);
+    this.moments = marks.filter(mark => mark.kind !== 'cell' && mark.kind !== 'paused').sort((a, b) => a.begin - b.begin);
     this.absent = absences(this.moments);
   }
 

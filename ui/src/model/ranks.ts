@@ -7,6 +7,8 @@ export interface RankRow {
   state: string;
   reason: string;
   cell: string;
+  /** Why it waits for its user: `at a prompt`; empty or missing if it does not. */
+  paused?: string;
   spans: number;
   timesLast: number;
   heldUp: number;

@@ -56,7 +56,7 @@ export function readRows(buffer: ArrayBuffer, count: number): Rows {
 
 /** Something that happened at one moment, or that lasted, besides collectives. */
 export interface Mark {
-  kind: 'cell' | 'abort' | 'joined' | 'left';
+  kind: 'cell' | 'abort' | 'joined' | 'left' | 'paused';
   rank: number;
   begin: number;
   end: number | null;

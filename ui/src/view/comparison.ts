@@ -13,7 +13,7 @@ const SHOWN = 8;
 const NOTABLE = 0.05;
 
 interface Column {
-  title: string;
+  title(): string;
   value(of: NameStatistics): number;
   text(value: number): string;
   /** Whether more of it is worse (1) or better (-1), or neither. */
@@ -21,17 +21,17 @@ interface Column {
 }
 
 const COLUMNS: Column[] = [
-  { title: 'count', value: of => of.count, text: count, worse: 0 },
-  { title: 'total', value: of => of.total, text: duration, worse: 1 },
-  { title: 'p50', value: of => of.p50, text: duration, worse: 1 },
-  { title: 'p99', value: of => of.p99, text: duration, worse: 1 },
-  { title: 'bandwidth', value: of => of.bandwidth, text: rate, worse: -1 },
+  { title: () => t('count'), value: of => of.count, text: count, worse: 0 },
+  { title: () => t('total'), value: of => of.total, text: duration, worse: 1 },
+  { title: () => t('p50'), value: of => of.p50, text: duration, worse: 1 },
+  { title: () => t('p99'), value: of => of.p99, text: duration, worse: 1 },
+  { title: () => t('bandwidth'), value: of => of.bandwidth, text: rate, worse: -1 },
 ];
 
 /** Two stretches of time side by side. */
 export function comparisonPanel(found: Comparison, palette: Palette, actions: Actions, end: HTMLElement): Node[] {
   const head = h('tr');
-  for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => t(column.title))]) head.append(h('th', { scope: 'col' }, title));
+  for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) head.append(h('th', { scope: 'col' }, title));
   const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
   for (const one of found.names.slice(0, SHOWN)) table.append(bodyOf(one, palette, actions));
   const more = found.names.length - SHOWN;

@@ -29,7 +29,8 @@ export class RanksView {
   }
 
   private row(row: RankRow, slowest: boolean): HTMLElement {
-    const state = h('span', { class: 'hvd-state', 'data-state': row.state }, row.cell && row.state === 'running' ? t('running %1', row.cell) : t(row.state));
+    const running = row.cell && row.state === 'running' ? t('running %1', row.cell) : t(row.state);
+    const state = h('span', { class: 'hvd-state', 'data-state': row.paused ? 'paused' : row.state }, running);
     if (row.reason) state.title = row.reason;
     const shares = h('span', { class: 'hvd-shares', title: t('%1 in collectives, %2 waiting for others', percent(row.work), percent(row.wait)) });
     shares.append(h('span', { class: 'hvd-work', style: `width:${percent(row.work)}` }), h('span', { class: 'hvd-wait', style: `width:${percent(row.wait)}` }));
@@ -37,7 +38,7 @@ export class RanksView {
       'tr',
       slowest ? { class: 'hvd-strong' } : {},
       h('th', { scope: 'row' }, String(row.rank)),
-      h('td', {}, state, row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
+      h('td', {}, state, row.paused && h('strong', { class: 'hvd-paused' }, t(row.paused)), row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
       h('td', {}, row.host ? `${row.host} · ${row.pid}` : ''),
       h('td', {}, row.plane),
       h('td', {}, shares, row.spans > 0 && h('span', { class: 'hvd-faint' }, ` ${t('%1 waits', percent(row.wait))}`)),

@@ -1,7 +1,7 @@
 import { AXIS, drawAxis, drawChosen, drawDropped } from '../draw/axis.ts';
 import { drawArrivals, drawFrame, type Arrival } from '../draw/emphasis.ts';
 import { drawCells, drawMoments, trackHeight } from '../draw/happenings.ts';
-import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, type Place } from '../draw/lanes.ts';
+import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Place } from '../draw/lanes.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { Raster } from '../draw/raster.ts';
 import type { Surface } from '../draw/surface.ts';
@@ -164,6 +164,8 @@ export class Scene implements Surface {
     if (focused) this.focused(place.y, height);
     const absent = this.happenings.absent.get(lane.rank);
     if (absent) drawAbsence(this, absent, place);
+    const paused = this.happenings.paused.get(lane.rank);
+    if (paused) drawPauses(this, paused, place);
     if (box.small) return;
     const { pitch } = this.arrangement;
     const bar = box.late / this.ratio;

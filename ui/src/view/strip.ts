@@ -1,4 +1,5 @@
 import { h } from './dom.ts';
+import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
 /** Shares of the last seconds, 0 to 1; `known` is false for a rank that has recorded nothing. */
@@ -9,6 +10,8 @@ export interface RankShares {
   wait: number;
   work: number;
   slowest: boolean;
+  /** Why it waits for its user: `at a prompt`; empty or missing if it does not. */
+  paused?: string;
 }
 
 /** What the kernel tells of a running cell; the texts are ready to be shown. */
@@ -20,6 +23,8 @@ export interface StripState {
   rate: string;
   /** `others wait for rank 2 (31 %)`. */
   note: string;
+  /** `rank 3 is at a prompt`; empty or missing if no rank waits for its user. */
+  paused?: string;
   /** What the cell waits for; empty while all is well. */
   stalled: string;
   /** Seconds that the cell had been running when this was told. */
@@ -39,7 +44,7 @@ export class StripView {
   private readonly note = h('span', { class: 'hvd-strip-note' });
   private readonly time = h('span', { class: 'hvd-strip-time' });
   private readonly bars = h('span', { class: 'hvd-strip-bars' });
-  private readonly opens = h('span', { class: 'hvd-strip-open', 'aria-hidden': 'true' }, 'timeline ▸');
+  private readonly opens = h('span', { class: 'hvd-strip-open', 'aria-hidden': 'true' }, t('timeline ▸'));
   private readonly endTheme: () => void;
   private readonly timer: number;
   private readonly rows: { root: HTMLElement; parts: HTMLElement[]; text: string }[] = [];
@@ -51,7 +56,7 @@ export class StripView {
     const act = () => {
       if (this.root.dataset.asked) return;
       this.root.dataset.asked = 'true';
-      this.opens.textContent = 'opens …';
+      this.opens.textContent = t('opens …');
       open();
     };
     this.root.addEventListener('click', act);
@@ -69,7 +74,7 @@ export class StripView {
 
   /** The timeline is there. */
   opened(): void {
-    this.opens.textContent = 'timeline opened';
+    this.opens.textContent = t('timeline opened');
   }
 
   update(state: StripState): void {
@@ -77,11 +82,11 @@ export class StripView {
     this.at = performance.now();
     this.heading.textContent = state.heading;
     this.rate.textContent = state.rate;
-    this.note.textContent = state.stalled || state.note;
-    this.note.classList.toggle('hvd-strip-stalled', state.stalled !== '');
-    this.root.dataset.state = state.stalled ? 'stalled' : 'running';
+    const note = state.paused || state.stalled || state.note;
+    this.note.textContent = note;
+    this.root.dataset.state = state.paused ? 'paused' : state.stalled ? 'stalled' : 'running';
     this.draw(state.ranks);
-    this.root.setAttribute('aria-label', `${state.heading}, ${state.rate || 'no collectives yet'}; ${state.stalled || state.note}. Opens the timeline.`);
+    this.root.setAttribute('aria-label', t('%1, %2; %3. Opens the timeline.', state.heading, state.rate || t('no collectives yet'), note));
     this.tick();
   }
 
@@ -97,9 +102,14 @@ export class StripView {
     ranks.forEach((one, i) => {
       const row = this.rows[i];
       const shares = [one.compute, one.work, one.wait];
-      const text = one.known ? `rank ${one.rank}: computes ${percent(one.compute)}, in collectives ${percent(one.work)}, waits ${percent(one.wait)}` : `rank ${one.rank}: no collective yet`;
+      const text = one.paused
+        ? t('rank %1: %2', one.rank, t(one.paused))
+        : one.known
+          ? t('rank %1: computes %2, in collectives %3, waits %4', one.rank, percent(one.compute), percent(one.work), percent(one.wait))
+          : t('rank %1: no collective yet', one.rank);
       row.parts.forEach((part, k) => part.style.setProperty('--share', String(one.known ? shares[k] : 0)));
       row.root.classList.toggle('hvd-strip-slowest', one.slowest);
+      row.root.classList.toggle('hvd-strip-paused', !!one.paused);
       if (row.text === text) return;
       row.text = text;
       row.root.firstElementChild!.textContent = String(one.rank);
@@ -113,7 +123,7 @@ export class StripView {
     if (!state) return;
     const passed = (performance.now() - this.at) / 1000;
     const silent = state.silent < 0 ? -1 : state.silent + passed;
-    const ago = silent >= SILENT ? `last collective ${Math.floor(silent)} s ago · ` : '';
+    const ago = silent >= SILENT ? `${t('last collective %1 s ago', Math.floor(silent))} · ` : '';
     const text = ago + clock(state.elapsed + passed);
     if (this.time.textContent !== text) this.time.textContent = text;
   }

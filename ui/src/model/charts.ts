@@ -87,9 +87,13 @@ export interface Grid {
   points: number;
 }
 
+const NONE = NaN;
+const GAP = Infinity;
+
 /** Collects the points of lines in half pixels; where more than two lie in one pixel, the least and the greatest stay. */
 class Columns {
-  readonly lines: (number | null | undefined)[][];
+  /** Values by place; `NONE` or `GAP` where there is none. */
+  readonly lines: Float64Array[];
   readonly used: Uint8Array;
   private readonly first: number;
   readonly pixel: number;
@@ -101,7 +105,7 @@ class Columns {
     // Pixels are those of the whole axis, so that a view that moves shows the same ones.
     this.first = Math.floor(from / this.pixel);
     this.used = new Uint8Array(2 * (width + 2));
-    this.lines = Array.from({ length: lines }, () => []);
+    this.lines = Array.from({ length: lines }, () => new Float64Array(this.used.length).fill(NONE));
   }
 
   slot(time: number): number {
@@ -125,9 +129,9 @@ class Columns {
     const values = this.lines[line];
     const [left, right] = [slot & ~1, slot | 1];
     const [a, b] = [values[left], values[right]];
-    if (a == null && b == null) this.set(line, slot, value);
-    else if (a == null || b == null) {
-      this.set(line, left, (a ?? b)!);
+    if (!isFinite(a) && !isFinite(b)) this.set(line, slot, value);
+    else if (!isFinite(a) || !isFinite(b)) {
+      this.set(line, left, isFinite(a) ? a : b);
       this.set(line, right, value);
     } else if (value < Math.min(a, b)) this.set(line, a < b ? left : right, value);
     else if (value > Math.max(a, b)) this.set(line, a > b ? left : right, value);
@@ -135,8 +139,8 @@ class Columns {
 
   gap(line: number, after: number): void {
     const slot = this.slot(after) + 1;
-    if (slot >= this.used.length || this.lines[line][slot] != null) return;
-    this.lines[line][slot] = null;
+    if (slot >= this.used.length || isFinite(this.lines[line][slot])) return;
+    this.lines[line][slot] = GAP;
     this.used[slot] = 1;
   }
 }
@@ -196,7 +200,10 @@ function joined(columns: Columns, beside: { time: number; line: number; value: n
     const time = columns.time(slot);
     for (; k < sorted.length && sorted[k].time < time; k++) extra(sorted[k]);
     x.push(time);
-    lines.forEach((values, line) => values.push(columns.lines[line][slot]));
+    lines.forEach((values, line) => {
+      const value = columns.lines[line][slot];
+      values.push(isFinite(value) ? value : value === GAP ? null : undefined);
+    });
   }
   for (; k < sorted.length; k++) extra(sorted[k]);
   return { x, lines };

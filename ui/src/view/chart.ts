@@ -1,6 +1,7 @@
 import uPlot from 'uplot';
 import { ticks } from '../draw/format.ts';
 import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
+import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
 import { levels, logLevels, quantity } from '../draw/units.ts';
 import { bandOf, gapOf, gridOf, partsOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
@@ -13,6 +14,10 @@ import { t } from './texts.ts';
 /** With more ranks than this, a chart shows what all do, and single ranks only when they are chosen. */
 export const LINES = 8;
 const FONT = '10.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
+/** A picture that would be drawn out or pressed together more than this shows nothing. */
+const WIDEST = 32;
+/** With more points for each pixel than this, lines are filled by columns of pixels. */
+const DENSE = 0.5;
 const SPARSE = 24; // pixels for each point from which on it is marked
 
 /** What all charts show alike. */
@@ -27,6 +32,15 @@ export interface Look {
   /** Ranks that are pointed at or chosen; nobody if it is empty. */
   chosen: ReadonlySet<number>;
 }
+
+interface Ink {
+  colour: Rgb;
+  alpha: number;
+  width: number;
+}
+
+/** All charts use it, one after the other. */
+const layer = new Layer();
 
 /** One chart: its name and newest value at the left, and the lines. */
 export class ChartView {
@@ -48,6 +62,11 @@ export class ChartView {
   private look!: Look;
   private grid: Grid = { x: [], lines: [], low: 0, high: 1, broken: [], points: 0 };
   private bounds: [number, number] = [0, 1];
+  /** Of each line, and of the area between the outer ones of a band. */
+  private inks: Ink[] = [];
+  private band: Ink | null = null;
+  private from = 0;
+  private to = 0;
 
   constructor(chart: Chart, store: SeriesStore, view: Viewport, choose: (rank: number) => void) {
     this.choose = choose;
@@ -85,8 +104,21 @@ export class ChartView {
     return ['compute', 'transfer', 'wait'].map(part => SHARES + part);
   }
 
+  /** Something has changed: until it is drawn, what there is goes where its times are now. */
+  move(): void {
+    this.stale = true;
+    const { plot, view } = this;
+    if (!plot || !(this.to > this.from)) return;
+    const scale = (this.to - this.from) / view.length;
+    const x = ((this.from - view.from) / view.length) * plot.width;
+    const { style } = plot.ctx.canvas;
+    style.visibility = scale > WIDEST || scale < 1 / WIDEST ? 'hidden' : '';
+    style.transform = scale === 1 && !x ? '' : `translateX(${x}px) scaleX(${scale})`;
+  }
+
   draw(look: Look): void {
     this.stale = false;
+    [this.from, this.to] = [this.view.from, this.view.to];
     this.look = look;
     (this.root.firstChild as HTMLElement).style.width = `${look.gutter}px`;
     this.root.style.height = `${look.height}px`;
@@ -102,6 +134,8 @@ export class ChartView {
     const plot = this.plot!;
     if (plot.width !== look.width || plot.height !== look.height) plot.setSize({ width: look.width, height: look.height });
     plot.setData([this.grid.x, ...this.grid.lines] as uPlot.AlignedData, true);
+    const { style } = plot.ctx.canvas;
+    [style.transform, style.visibility] = ['', ''];
     this.texts();
   }
 
@@ -152,15 +186,21 @@ export class ChartView {
 
   private options(band: boolean, shown: Series[]): uPlot.Options {
     const { palette, width, height, ranks, chosen } = this.look;
-    const base = { spanGaps: false, points: { show: () => !band && this.grid.points < width / SPARSE, size: 4.5 } };
+    const stroked = uPlot.paths.linear!();
+    const paths: uPlot.Series.PathBuilder = (...all) => (this.dense ? null : stroked(...all));
+    const base = { spanGaps: false, paths, points: { show: () => !band && this.grid.points < width / SPARSE, size: 4.5 } };
     const line = (one: Series): uPlot.Series => {
       const place = ranks.indexOf(one.rank);
       const faint = chosen.size > 0 && !chosen.has(one.rank);
-      const stroke = css(rankColour(place, palette), faint ? 0.18 : 1);
-      return { ...base, label: String(one.rank), stroke, width: faint ? 1 : chosen.size ? 2.2 : 1.5, dash: rankDash(place), points: { ...base.points, fill: stroke, stroke } };
+      const ink = { colour: rankColour(place, palette), alpha: faint ? 0.18 : 1, width: faint ? 1 : chosen.size ? 2.2 : 1.5 };
+      const stroke = css(ink.colour, ink.alpha);
+      this.inks.push(ink);
+      return { ...base, label: String(one.rank), stroke, width: ink.width, dash: rankDash(place), points: { ...base.points, fill: stroke, stroke } };
     };
     const series: uPlot.Series[] = [{}];
     const bands: uPlot.Band[] = [];
+    this.inks = [];
+    this.band = null;
     if (this.chart.kind === 'shares') {
       const fills = shareColours(palette).map(colour => css(colour, palette.dark ? 0.85 : 0.8));
       fills.forEach((fill, i) => series.push({ width: 0, points: { show: false }, fill: i ? undefined : fill }));
@@ -169,7 +209,9 @@ export class ChartView {
       const colour = palette.kinds[0];
       const edge: uPlot.Series = { ...base, stroke: css(colour, 0.35), width: 1 };
       series.push(edge, { ...base, stroke: css(colour), width: 1.8 }, edge);
-      bands.push({ series: [3, 1], fill: css(colour, palette.dark ? 0.28 : 0.18) });
+      this.band = { colour, alpha: palette.dark ? 0.28 : 0.18, width: 0 };
+      this.inks.push({ colour, alpha: 0.35, width: 1 }, { colour, alpha: 1, width: 1.8 }, { colour, alpha: 0.35, width: 1 });
+      bands.push({ series: [3, 1], fill: css(colour, this.band.alpha) });
     }
     series.push(...shown.map(line));
     return {
@@ -182,7 +224,7 @@ export class ChartView {
       scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: () => this.bounds, distr: this.log ? 3 : 1 } },
       series,
       bands,
-      hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.marks(plot)] },
+      hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.columns(plot), plot => this.marks(plot)] },
     };
   }
 
@@ -233,6 +275,24 @@ export class ChartView {
       last = x;
     }
     g.restore();
+  }
+
+  /** Whether the lines have so many turns that strokes would take too long. */
+  private get dense(): boolean {
+    return this.chart.kind !== 'shares' && Math.max(this.grid.points, this.grid.x.length / 2) > this.look.width * DENSE;
+  }
+
+  /** The lines, if they are dense. */
+  private columns(plot: uPlot): void {
+    if (!this.dense) return;
+    const { view, grid, look } = this;
+    const ratio = uPlot.pxRatio;
+    layer.clear(Math.round(look.width * ratio), Math.round(look.height * ratio));
+    const x = grid.x.map(time => ((time - view.from) / view.length) * layer.width);
+    const y = grid.lines.map(values => values.map(value => (value == null ? value : plot.valToPos(value, 'y', true))));
+    if (this.band) fillBetween(layer, x, y[2], y[0], this.band.colour, this.band.alpha);
+    this.inks.forEach(({ colour, alpha, width }, line) => fillLine(layer, x, y[line], width * ratio, colour, alpha));
+    layer.draw(plot.ctx);
   }
 
   /** At the left: the median of the newest values in view and who is furthest from it, or all of a stack's parts. */

@@ -10,6 +10,7 @@ import { titleOf } from './chart_texts.ts';
 import { tipFor, valuesAt } from './chart_tip.ts';
 import { button, h } from './dom.ts';
 import type { ChartsView } from './options.ts';
+import { Pace } from './pace.ts';
 import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
@@ -26,6 +27,8 @@ export interface ChartsOptions {
 
 /** Milliseconds of a frame for charts; what is not drawn by then has to wait for the next one. */
 const BUDGET = 4;
+/** After so many ms without a change nothing moves any more. */
+const STILL = 150;
 const NEAR = 40; // pixels
 
 /** Charts of all series, on the time axis of a {@link Viewport}. */
@@ -52,6 +55,8 @@ export class Charts implements ChartsView {
   private drawn = '';
   private turn = 0;
   private frame = 0;
+  private changed = 0;
+  private readonly pace = new Pace();
   private pointer: { x: number; y: number } | null = null;
   private readonly seen: IntersectionObserver;
   private readonly ends: (() => void)[] = [];
@@ -128,7 +133,8 @@ export class Charts implements ChartsView {
     const key = `${store.series.version} ${view.from} ${view.to} ${this.root.clientWidth} ${this.gutter} ${devicePixelRatio}`;
     if (key !== this.drawn) {
       this.drawn = key;
-      for (const one of this.all.values()) one.stale = true;
+      this.changed = performance.now();
+      for (const one of this.all.values()) one.move();
       this.drawAxis();
       this.showPointer();
     }
@@ -144,22 +150,27 @@ export class Charts implements ChartsView {
 
   // -- drawing --------------------------------------------------------------------------------------------------------
 
+  /** Draws as many as this frame has time for; the others are where they belong, if not as sharp or new, until their turn. */
   private some(): void {
-    this.frame ||= 0;
     const waiting = [...this.all.values()].filter(one => one.stale && one.visible);
     if (!waiting.length) return;
     const begun = performance.now();
-    const look = this.look();
+    if (begun - this.changed > STILL) this.pace.hurry();
     let done = 0;
-    do waiting[(this.turn + done) % waiting.length].draw(look);
-    while (++done < waiting.length && performance.now() - begun < BUDGET);
-    this.turn = done < waiting.length ? this.turn + done : 0;
-    if (this.timings.on) this.timings.draw.push(performance.now() - begun);
-    if (done < waiting.length && !this.frame)
-      this.frame = requestAnimationFrame(() => {
-        this.frame = 0;
-        this.some();
-      });
+    if (this.pace.ready(begun)) {
+      const look = this.look();
+      const most = Math.min(waiting.length, this.pace.most);
+      do waiting[(this.turn + done) % waiting.length].draw(look);
+      while (++done < most && performance.now() - begun < BUDGET);
+      this.turn = done < waiting.length ? this.turn + done : 0;
+      if (this.timings.on) this.timings.draw.push(performance.now() - begun);
+    }
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      const now = performance.now();
+      if (done) this.pace.told(now - begun, now);
+      this.some();
+    });
   }
 
   private look(): Look {

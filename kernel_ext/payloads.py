@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.kernel_ext.inspect.messages import (
     AskBlocks,
     AskLeaves,
@@ -482,5 +484,22 @@ ToPool = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
-decode_to_pool = msgspec.msgpack.Decoder(ToPool).decode
+
+_to_rank: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToRank)
+_to_pool: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPool)
+
+
+def decode_to_rank(body: bytes) -> Any:
+    """What the pool says to a rank, one of ``ToRank``. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _to_rank.decode(body)
+    except MALFORMED as error:
+        raise ProtocolError(f"no message of a pool: {error}") from error
+
+
+def decode_to_pool(body: bytes) -> Any:
+    """What a rank says to the pool, one of ``ToPool``. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _to_pool.decode(body)
+    except MALFORMED as error:
+        raise ProtocolError(f"no message of a rank: {error}") from error

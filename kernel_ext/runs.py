@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import (
@@ -332,7 +333,10 @@ class Runs:
     # -- from the ranks -------------------------------------------------------------------------------------------
 
     def _take(self, rank: int, body: bytes) -> None:
-        payload = decode_to_pool(body)
+        try:
+            payload = decode_to_pool(body)
+        except ProtocolError:
+            return  # a cell may send what it likes under any topic
         if isinstance(payload, Output | CellDone):
             run = self._runs.get(payload.cell)
             if run is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.debugger.messages import DEBUG
 from hvdlab.kernel_ext.inspect.messages import Examine
 from hvdlab.kernel_ext.payload import Payload
@@ -163,7 +164,10 @@ class RankAgent:
     # -- control thread -----------------------------------------------------------------------------------------------
 
     def _on_mail(self, sender: int, body: bytes) -> None:
-        mail = decode_to_rank(body)
+        try:
+            mail = decode_to_rank(body)
+        except ProtocolError:
+            return  # of somebody who has the token and is no pool
         if self._leaving:
             return
         if isinstance(mail, Credit):

@@ -11,6 +11,7 @@ from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, Connection
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
+from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT
@@ -30,6 +31,7 @@ class Connections:
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
         next_sweep: When :meth:`sweep` is due.
+        turned_away: Tells the operator of connections that were not let in.
         excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
     """
 
@@ -42,6 +44,7 @@ class Connections:
         self.excused: Callable[[int], bool] = lambda peer: False
         self._options = options
         self._log = log
+        self.turned_away = TurnedAway(log, self.call_at)
         self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
         self._ping = 0
@@ -95,7 +98,9 @@ class Connections:
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
         for connection in self._unsettled:
             if connection.phase != CLOSING and connection.deadline <= until:
-                self._log(f"{connection.name} is closed: it has not said Hello, and others need its place")
+                self.turned_away.tell(
+                    f"{connection.name} is closed: it has not said Hello, and others need its place"
+                )
                 self.drop(connection)
                 return True
         return False
@@ -208,6 +213,8 @@ class Connections:
                 upcoming = min(upcoming, connection.deadline)
                 continue
             if connection.phase != CLOSING:
-                self._log(f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s")
+                self.turned_away.tell(
+                    f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
+                )
             self.drop(connection)
         return upcoming

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from hvdlab.collectives.coordinator import watchers
 from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
@@ -36,7 +37,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Refused
+from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, RankEvents, Refused
 
 _ACCEPT_AGAIN = 0.2
 """Seconds to wait when there are no descriptors for newcomers."""
@@ -203,7 +204,7 @@ class Server:
                 sock.getpeername()  # who was gone before it was accepted can't be wrapped
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self._log(f"a connection is closed: {error}")
+            self.connections.turned_away.tell(f"a connection is closed: {error}")
             sock.close()
             return
         self.connections.add(sock)
@@ -212,7 +213,7 @@ class Server:
         """No descriptor is left: one that keeps its silence gives its place up; else newcomers have to wait."""
         if self.connections.drop_oldest_stranger():
             return
-        self._log(f"could not accept a connection: {error}")
+        self.connections.turned_away.tell(f"could not accept a connection: {error}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
@@ -226,14 +227,14 @@ class Server:
         except ConnectionLost:
             self.connections.drop(connection)
         except (OSError, ProtocolError) as error:
-            self._log(f"{connection.name} is closed: {error}")
+            self.connections.turned_away.tell(f"{connection.name} is closed: {error}")
             self.connections.drop(connection)
 
     def _introduce(self, connection: Connection, payloads: list[memoryview], events: list[Event]) -> None:
         hello = decode_hello(payloads[0])
         reason = self._refusal(hello)
         if reason:
-            self._log(f"{connection.name} is refused: {reason}")
+            self.connections.turned_away.tell(f"{connection.name} is refused: {reason}")
             self.connections.write(connection, encode(Refused(reason)))
             self.connections.finish(connection)
             return
@@ -276,6 +277,9 @@ class Server:
                 except ProtocolError as error:
                     self._log(str(error))
                     continue
+                if type(effect.message) is RankEvents:
+                    self._pass_events_on(effect.message, frame, effect.peers)
+                    continue
                 for peer in effect.peers:
                     connection = by_peer.get(peer)
                     if connection is not None:
@@ -290,6 +294,12 @@ class Server:
                 (self._log if effect.warning else self._note)(effect.text)
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
+
+    def _pass_events_on(self, message: RankEvents, frame: bytes, peers: Iterable[int]) -> None:
+        for peer in peers:
+            connection = self.connections.open.get(peer)
+            if connection is not None and (taken := watchers.take(connection, message)) is not None:
+                self.connections.write(connection, frame if taken is message else encode(taken))
 
     def _write_tuning(self, line: str) -> None:
         if not self._tuning_log:

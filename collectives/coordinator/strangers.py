@@ -1,0 +1,51 @@
+"""What the operator is told of connections that are turned away: the first ones each, then how many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+EACH = 5
+"""Lines of a minute before the rest is only counted: whoever can reach the port could fill the log otherwise."""
+
+MINUTE = 60.0
+
+
+class TurnedAway:
+    """Lines about strangers, few at a time.
+
+    Args:
+        log: Takes a line for the operator.
+        call_at: ``call_at(when, call)`` has something called later.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str], None],
+        call_at: Callable[[float, Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._call_at, self._clock = log, call_at, clock
+        self._said = 0  # in this minute
+        self._counted = 0
+        self._last = ""
+
+    def tell(self, text: str) -> None:
+        """A connection was turned away, with this line about it."""
+        if self._said == 0:
+            self._call_at(self._clock() + MINUTE, self._minute_over)
+        if self._said < EACH:
+            self._said += 1
+            self._log(text)
+        else:
+            self._counted += 1
+            self._last = text
+
+    def _minute_over(self) -> None:
+        counted, last, self._counted, self._last = self._counted, self._last, 0, ""
+        self._said = 0
+        if counted == 1:
+            self.tell(last)
+        elif counted:
+            self.tell(f"{counted} more connections were turned away within a minute, the last: {last}")

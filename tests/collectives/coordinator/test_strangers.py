@@ -1,0 +1,66 @@
+"""Whoever can reach the port can't fill the operator's log."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+from hvdlab.collectives.coordinator.strangers import EACH, MINUTE, TurnedAway
+
+
+class Clock:
+    """Time that passes when it is told to, and the calls that are due then."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def call_at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self.calls, (when, next(self._order), call))
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+        while self.calls and self.calls[0][0] <= self.now:
+            heapq.heappop(self.calls)[2]()
+
+
+def test_the_first_ones_are_told_each_and_the_others_counted() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
+    for number in range(1000):
+        turned_away.tell(f"connection {number} is closed")
+    assert lines == [f"connection {number} is closed" for number in range(EACH)]
+    clock.pass_(MINUTE)
+    assert lines[EACH:] == [
+        f"{1000 - EACH} more connections were turned away within a minute, the last: connection 999 is closed"
+    ]
+    turned_away.tell("another")
+    assert lines[-1] == "another"
+
+
+def test_an_attack_that_goes_on_costs_a_few_lines_a_minute() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
+    for _ in range(10):
+        for _ in range(600):
+            turned_away.tell("no Hello")
+            clock.pass_(0.1)
+    assert EACH <= len(lines) <= 11 * (EACH + 1)
+
+
+def test_the_last_ones_are_told_and_nothing_is_called_for_ever() -> None:
+    lines: list[str] = []
+    clock = Clock()
+    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
+    for _ in range(EACH + 1):
+        turned_away.tell("the token is wrong")
+    clock.pass_(MINUTE)
+    assert lines == ["the token is wrong"] * (EACH + 1)
+    for _ in range(3):
+        clock.pass_(MINUTE)
+    assert not clock.calls
+    assert len(lines) == EACH + 1

@@ -15,7 +15,7 @@ from hvdlab.collectives.recording.rows import DISTANCES, FAILED, NOT_READY, NOT_
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Metric, Span
 from hvdlab.collectives.timeline.operations import Operation, Placed
-from hvdlab.collectives.timeline.tracks import TraceEvent
+from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED, TraceEvent
 
 OPERATIONS_AT_ONCE = 64
 DERIVED = (LATE, *SHARES, ALGORITHM, BUS)
@@ -34,7 +34,7 @@ def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
     _, rows = recording.rows_since(0)
     errors, since = recording.clock_errors(), recording.cleared_ns
     marks = [one for one in recording.marks() if since is None or one.end_ns is None or one.end_ns > since]
-    yield _happenings(recording, trace, marks)
+    yield _happenings(recording, trace, marks) + _clocks(recording, trace, rows, errors)
     for operations in _operations(recording, rows, errors):
         yield trace.operations(operations)
     yield _failures(recording, trace, rows, errors)
@@ -72,6 +72,18 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> 
                 continue
             metric = Metric(series.name, value, None if math.isnan(step) else int(step), time_ns)
             out += trace.happening(series.rank, metric)
+    return out
+
+
+def _clocks(recording: Recording, trace: ChromeTrace, rows: Rows, errors: dict[int, int]) -> list[TraceEvent]:
+    """Of each rank whose clock had to be compared, by how much its times may be off."""
+    hosts = {member.rank: member.host for member in recording.membership.members}
+    out: list[TraceEvent] = []
+    for rank, error_ns in sorted(errors.items()):
+        own = rows["arrival"][rows["rank"] == rank]
+        first = int(own.min()) if len(own) else recording.origin_ns or 0
+        host = {"host": hosts[rank].split("#")[0]} if rank in hosts else {}
+        out += trace.rank_note(rank, CLOCK_COMPARED, first, {"error_us": error_ns / 1000, **host})
     return out
 
 

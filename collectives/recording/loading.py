@@ -15,7 +15,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
-from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, TraceEvent
+from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, TraceEvent
 
 ROWS_KEPT = 20_000_000
 AT_ONCE = 2048
@@ -27,7 +27,7 @@ _DTYPES = {dtype.label: dtype for dtype in DType}
 def load(path: Path) -> Recording:
     """Read a trace that this library has written as ``.json`` or ``.json.gz``, complete or not.
 
-    Spans come back as they were, cells and metrics too. A file does not tell the errors of the clocks.
+    Spans come back as they were, cells and metrics too, and what was saved afterwards also tells the errors of the clocks.
 
     Raises:
         InvalidRequestError: It is no such trace.
@@ -96,6 +96,8 @@ class _Reader:
             self._put(rank, CellEnd(cell, _ns(event["ts"]), event["args"]["status"] != "failed"))
         elif kind == "C":
             self._put(rank, Metric(event["name"], float(event["args"]["value"]), None, _ns(event["ts"])))
+        elif kind == "i" and event["name"] == CLOCK_COMPARED:
+            self._recording.take_clock_error(rank, _ns(event["args"]["error_us"]))
 
     def _slice(self, rank: int, begun: TraceEvent, end: int) -> None:
         begin, args = _ns(begun["ts"]), begun["args"]

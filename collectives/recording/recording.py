@@ -75,6 +75,7 @@ class Recording:
         self._unaligned_dropped = 0
         self._lost: dict[int, int] = {}
         self._domains: dict[int, int] = {}
+        self._told_errors: dict[int, int] = {}
         self._membership = Membership()
         self._changed = threading.Condition()
         self._version = 0
@@ -314,7 +315,12 @@ class Recording:
         """Of ranks whose clock had to be compared with that of the first host: by how many ns it may be off."""
         with self._changed:
             found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
-        return {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
+        measured = {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
+        return self._told_errors | measured
+
+    def take_clock_error(self, rank: int, error_ns: int) -> None:
+        """A trace says by how much the times of a rank may be off that were compared when it was written."""
+        self._told_errors[rank] = error_ns
 
     def table(self) -> DataFrame:
         """All spans as a pandas table; the columns are in ``docs/reference/trace.md``.

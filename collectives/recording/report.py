@@ -16,7 +16,7 @@ _LABELS = [kind.label for kind in OpKind]
 
 
 def head(recording: Recording) -> str:
-    """One line: how much is here, of how many ranks and how long a time."""
+    """One line: how much is here, of how many ranks and how long a time; and one for each other clock."""
     _, rows = recording.rows_since(0)
     if not len(rows):
         return "nothing was recorded"
@@ -24,7 +24,21 @@ def head(recording: Recording) -> str:
     length = (int(ends.max()) - int(rows["arrival"].min())) / 1e9
     lost = f", {recording.dropped:,} more are not here" if recording.dropped else ""
     ranks = len(np.unique(rows["rank"]))
-    return f"{len(rows):,} spans of {ranks} rank{'s' * (ranks != 1)} in {length:,.3f} s{lost}"
+    found = f"{len(rows):,} spans of {ranks} rank{'s' * (ranks != 1)} in {length:,.3f} s{lost}"
+    return found + "".join(f"\n{line}" for line in clocks(recording))
+
+
+def clocks(recording: Recording) -> list[str]:
+    """A line for each host whose clock had to be compared: by how much its ranks' times may be off."""
+    hosts = {member.rank: member.host.split("#")[0] for member in recording.membership.members}
+    groups: dict[tuple[str, int], list[str]] = {}
+    for rank, error_ns in sorted(recording.clock_errors().items()):
+        groups.setdefault((hosts.get(rank, ""), error_ns), []).append(str(rank))
+    return [
+        f"clock of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}{f' ({host})' if host else ''}: "
+        f"known to within {time(error_ns)}"
+        for (host, error_ns), ranks in groups.items()
+    ]
 
 
 def ranks(recording: Recording, seconds: float | None = None) -> str:

@@ -9,6 +9,8 @@ TraceEvent = dict[str, Any]
 # Thread tracks of a rank in the order they are shown. Each has room for lanes: slices that overlap need several.
 LANES = 10
 NOTES = "notes"
+CLOCK_COMPARED = "CLOCK_COMPARED"
+"""A note on a rank of another host: how well its clock is known."""
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",

@@ -6,14 +6,26 @@ from pathlib import Path
 
 import pytest
 
+import perfetto_reading
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.recording import Recording, report
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
+from hvdlab.collectives.timeline.events import (
+    CellBegin,
+    CellEnd,
+    ClockSample,
+    Event,
+    Members,
+    Metric,
+    Span,
+)
 from hvdlab.collectives.timeline.file import TimelineFile
 from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED
 from timeline_traces import steps
 
 MS = 1_000_000
@@ -132,6 +144,41 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, text: str) -> N
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidRequestError, match=r"run\.json is no trace of hvdlab: [^\n]*$"):
         load(path)
+
+
+def two_hosts() -> Recording:
+    """Rank 1 is on another host, whose clock is known to within 70 ns."""
+    recording = Recording()
+    world = Members(0, 0, 2, START)
+    recording.feed(0, encode(0, [world, ClockSample(START, 0, 40), one("a", 1, START, START + 300)], clock=1))
+    there = one("a", 1, START + 5060, START + 5300)
+    recording.feed(1, encode(1, [world, ClockSample(START, -5000, 30), there], clock=2))
+    member = m.Member(1, "far#2", 12)
+    recording.take_membership(Membership((0, 1), (m.Member(0, "near#1", 11), member)))
+    return recording
+
+
+def test_a_saved_trace_tells_how_well_clocks_are_known(tmp_path: Path) -> None:
+    recording = two_hosts()
+    assert recording.clock_errors() == {1: 70}
+    again = load(save(recording, tmp_path / "run.json"))
+    assert again.clock_errors() == {1: 70}
+    assert not recording.table()["certain"].any()
+    assert not again.table()["certain"].any(), "who was last is as uncertain as before"
+    notes = [
+        (s.name, s.args)
+        for s in perfetto_reading.read(save(recording, tmp_path / "run.pftrace").read_bytes()).slices
+        if s.name == CLOCK_COMPARED
+    ]
+    assert notes == [(CLOCK_COMPARED, {"error_us": 0.07, "host": "far"})]
+
+
+def test_a_summary_tells_how_well_clocks_are_known(tmp_path: Path) -> None:
+    recording = two_hosts()
+    assert report.head(recording).splitlines()[1:] == ["clock of rank 1 (far): known to within 70 ns"]
+    again = load(save(recording, tmp_path / "run.json.gz"))
+    assert report.head(again).splitlines()[1:] == ["clock of rank 1: known to within 70 ns"]
+    assert len(report.head(recorded()).splitlines()) == 1
 
 
 def test_perfetto_s_format_is_not_read(tmp_path: Path) -> None:

@@ -244,6 +244,11 @@ class Pool(Running, Measuring, Sizing, Looking):
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, Names)}
 
     @property
+    def first_to_fail(self) -> int | None:
+        """The rank that failed first in the last cell that did not end well; None if there was none."""
+        return self._base.runs.first_to_fail
+
+    @property
     def hanging(self) -> dict[int, str]:
         """Ranks that did not answer an interrupt, were given up, and still are in that cell, with its label."""
         given_up = self._base.runs.given_up

@@ -78,6 +78,9 @@ class Runs:
         local_pid: The process of a rank on this host, or None.
         stall_time: Seconds after which it is told what a cell waits for; None never.
         replaceable: Whether single ranks can be started again.
+
+    Attributes:
+        first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Runs:
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
         self._given_up: dict[int, tuple[str, str]] = {}
+        self.first_to_fail: int | None = None
         self.questions = Questions(self.post, gone=lambda rank: bool(reason(rank)))
         self.lookout = Lookout(self.post, self.questions, local_pid)
         client.on_mail(TO_POOL, self._take)
@@ -323,6 +327,8 @@ class Runs:
             idle = not self._runs
             if run is not None and results is not None:
                 self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
+        if results is not None and not results.ok:
+            self.first_to_fail = _first_to_fail(results)
         if run is not None:
             run.watch.close()
             if not self._leaving:
@@ -368,3 +374,11 @@ class Runs:
             run.handle.feed(OutputArrived(rank, payload.chunks, payload.total))
         elif verdict is Verdict.TAKE and isinstance(payload, CellDone):
             run.handle.feed(DoneArrived(rank, payload))
+
+
+def _first_to_fail(results: CellResults) -> int | None:
+    """The rank that has the error which the others came from; None if no rank has one."""
+    cause, errors = results.root_cause, results.errors
+    by_time = sorted(errors, key=lambda rank: (errors[rank].when, rank))
+    ranks = [*(cause.ranks if cause is not None else ()), *by_time]
+    return next((rank for rank in ranks if rank in errors), None)

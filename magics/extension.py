@@ -11,6 +11,7 @@ from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
+from hvdlab.magics.debug import DebugMagics
 from hvdlab.magics.debugger import load_debugger, unload_debugger
 from hvdlab.magics.diff import DiffMagics
 from hvdlab.magics.exchange import ExchangeMagics
@@ -38,6 +39,7 @@ MAGICS = {
         "hvd_pull",
         "hvd_push",
         "hvd_where",
+        "hvd_debug",
         "hvd_diff",
         "hvd_whos",
         "hvd_replay",
@@ -70,6 +72,7 @@ class Extension:
             ExchangeMagics(self.session),
             OutputMagics(self.session),
             WhereMagics(self.session),
+            DebugMagics(self.session),
             DiffMagics(self.session),
             WhosMagics(self.session),
             ReplayMagics(self.session),

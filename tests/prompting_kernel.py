@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,4 @@ def names(prompts: Sequence[str]) -> list[str]:
 
 def plain(value: Any) -> str:
     """A text without colours."""
-    import re
-
     return re.sub(r"\x1b\[[0-9;]*m", "", str(value))

@@ -23,6 +23,8 @@ def short_place(stack: Stack) -> str:
     """
     if not stack.cell:
         return "it runs no cell"
+    if stack.paused:
+        return f"it is {stack.paused}" + (f", {_line(stack.frames[-1])}" if stack.frames else "")
     if not stack.frames:
         return "in no line of its cell: it is about to begin it, or to tell how it ended"
     own = next((f for f in reversed(stack.frames) if f.place.startswith(_CELL)), stack.frames[-1])
@@ -116,6 +118,8 @@ class Whereabouts:
             return [self.silent[rank]]
         if not stack.cell:
             return ["idle"]
+        if stack.paused:
+            return [stack.paused, *full_place(stack)]
         waits = [_call(pending) for pending in oldest_first(stack.pending)]
         if len(waits) > MOST_LINES:
             waits[MOST_LINES - 1 :] = [f"{len(waits) - MOST_LINES + 1} more"]

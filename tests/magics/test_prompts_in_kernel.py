@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from prompting_kernel import PromptingKernel, names, plain
+from live_kernel import Cell
+from prompting_kernel import Answer, PromptingKernel, names, plain
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +18,16 @@ def leak_check() -> None:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptingKernel]:
-    kernel = PromptingKernel(tmp_path_factory.mktemp("kernel"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+        environment.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "3")
+        kernel = PromptingKernel(tmp_path_factory.mktemp("kernel"))
     kernel.run("%load_ext hvdlab")
-    cell = kernel.run("%%hvd_run -np 3\nimport os, sys, time\nrank = int(os.environ['RANK'])\nx = rank * 10")
+    cell = kernel.run(
+        "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
+        "context.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
+        "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])\nmeet()"
+    )
     assert cell.error is None, cell.error
     yield kernel
     kernel.close()
@@ -62,3 +71,108 @@ def test_the_debugger_stops_in_a_rank_with_the_cells_own_lines(kernel: Prompting
     assert "----> 6     c = b * 2" in text
     assert "42" in text
     assert cell.error is None
+
+
+def thinks(kernel: PromptingKernel, seconds: float, answer: str) -> Answer:
+    """The user looks at it for a while."""
+
+    def think() -> None:
+        time.sleep(seconds)  # nothing happens meanwhile, which is what is tested
+        kernel.client.input(answer)
+
+    return think
+
+
+def test_ranks_in_a_collective_wait_for_one_at_a_prompt_without_a_stall(kernel: PromptingKernel) -> None:
+    cell, prompts = kernel.dialogue(
+        "%%hvd_run\nif rank == 2: breakpoint()\nmeet()", thinks(kernel, 5.0, "p rank"), "continue"
+    )
+    assert names(prompts) == ["rank 2", "rank 2"]
+    assert cell.error is None, cell.error
+    assert "waited" not in cell.text("stderr")
+    assert "rank 2 is at a prompt" in str(cell.of("display_data"))
+
+
+def test_quitting_the_debugger_leaves_nobody_waiting(kernel: PromptingKernel) -> None:
+    cell, _ = kernel.dialogue("%%hvd_run\nif rank == 1: breakpoint()\nmeet()", "q")
+    assert cell.error is not None
+    assert "BdbQuit" in plain(cell.error)
+    assert kernel.run("%%hvd_run\nmeet()").error is None
+
+
+def test_an_interrupt_at_a_prompt_ends_the_cell_everywhere(kernel: PromptingKernel) -> None:
+    cell, _ = kernel.dialogue("%%hvd_run\nif rank == 1: breakpoint()\nmeet()", kernel.interrupt)
+    assert cell.error is not None
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert kernel.run("%%hvd_run\nmeet()").error is None
+
+
+def test_all_ranks_step_together_and_equal_output_is_shown_once(kernel: PromptingKernel) -> None:
+    cell, prompts = kernel.dialogue(
+        "%%hvd_run\ndef f():\n    breakpoint()\n    y = meet()\n    return y\nf()",
+        "all: next",  # a collective that all carry out together
+        "all: p y, 7 * 6",
+        "0,2: p rank",
+        "all: continue",
+    )
+    assert names(prompts) == ["rank 0"] * 4
+    assert "[0-2] (3.0, 42)" in plain(cell.text()) or "[0-2] (1.0, 42)" in plain(cell.text())
+    assert {"[0] 0", "[2] 2"} <= set(plain(cell.text()).splitlines())
+    assert "[1] 1" not in plain(cell.text()).splitlines()
+    assert cell.error is None
+
+
+def test_a_rank_that_dies_at_a_prompt_does_not_keep_it_open(kernel: PromptingKernel) -> None:
+    code = "%%hvd_run\nif rank == 2:\n    import threading\n    threading.Timer(2, os.kill, (os.getpid(), 9)).start()\n    input('soon gone')"
+    cell, _ = kernel.dialogue(code, lambda: None)
+    assert cell.error is not None
+    assert "rank 2 died" in plain(cell.error)
+    assert kernel.run("%hvd_pool repair").error is None
+    setup = "%%hvd_rank 2\nimport os\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\nrank, x = 2, 20\n"
+    again = kernel.run(setup + "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])")
+    assert again.error is None, again.error
+
+
+def test_what_failed_is_looked_at_afterwards_in_the_rank_that_failed_first(kernel: PromptingKernel) -> None:
+    failed = kernel.run("%%hvd_run\ndef g(n):\n    return 1 / n\nif rank == 1: g(0)\nmeet()")
+    assert failed.error is not None
+    cell, prompts = kernel.dialogue("%hvd_debug", "p n", "up", "q")
+    assert len(prompts) == 3
+    assert prompts[0].startswith("[rank 1]")
+    assert "return 1 / n" in plain(cell.text())
+    assert cell.error is None
+    assert kernel.run("%%hvd_run\nmeet()").error is None
+    late = kernel.run("%hvd_debug 1")
+    assert late.error is not None
+    assert "nothing is left to look at" in plain(late.error)
+
+
+def test_conditional_breakpoints_stop_where_they_are_to(kernel: PromptingKernel) -> None:
+    cell, prompts = kernel.dialogue(
+        "%%hvd_run\nfrom hvdlab.collectives.stopping import breakpoint as stop\n"
+        "def f():\n    for i in range(4):\n        stop(ranks=[2], when=lambda: i == 3)\n        done = i\n    return done\nf()",
+        "p i, rank",
+        "c",
+    )
+    assert names(prompts) == ["rank 2"] * 2
+    assert "(3, 2)" in plain(cell.text())
+
+
+def test_a_cell_in_the_background_can_not_ask(kernel: PromptingKernel) -> None:
+    kernel.run("%%hvd_run --background --out later\ninput('x')")
+    cell = kernel.run("later.wait()")
+    assert "input() can't ask from a cell in the background" in plain(cell.error)
+
+
+def test_where_nobody_can_be_asked_the_error_says_what_to_do(kernel: PromptingKernel) -> None:
+    message = kernel.client.execute("%%hvd_run\nif rank == 0: breakpoint()\nx = 1", allow_stdin=False)
+    cell = kernel.cells[message] = Cell(message, time.monotonic())
+    kernel.finish(cell)
+    assert "the debugger can't ask: what runs this notebook takes no input" in plain(cell.error)
+
+
+def test_where_tells_who_is_at_a_prompt(kernel: PromptingKernel) -> None:
+    kernel.run("import threading, hvdlab\npool = get_ipython()._hvdlab_extension.session.pool\nseen = []")
+    kernel.run("threading.Timer(3, lambda: seen.append(repr(pool.where()))).start()")
+    kernel.dialogue("%%hvd_run --ranks 1\ninput('x')", thinks(kernel, 5.0, "ok"))
+    assert "at a prompt" in kernel.run("print(seen[0])").text()

@@ -9,6 +9,9 @@ from __future__ import annotations
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
+
+# Not among the names that `import *` brings: it would take the built-in one's place.
+from hvdlab.collectives.stopping import breakpoint as breakpoint
 from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch import elastic, mpi_ops
 from hvdlab.torch.allreducing import (

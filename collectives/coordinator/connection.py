@@ -5,12 +5,16 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import FromClient, FromRank
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.watchers import Watcher
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
 
@@ -29,10 +33,12 @@ class Connection:
         heard: When the last bytes came.
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the receiving side will tell.
+        watcher: How it keeps up with the events, if it gets any.
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "tracked", "writing",
+        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "tracked",
+        "watcher", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
@@ -46,6 +52,7 @@ class Connection:
         self.heard = 0.0
         self.writing = False
         self.broken = False
+        self.watcher: Watcher | None = None
         self.pid = 0 if self.tls else _peer_pid(sock)
         self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.timeline.batches import HEADER
 from hvdlab.collectives.timeline.events import (
     Abort,
     Batch,
@@ -47,7 +48,6 @@ VERSION = 2
 RECORD_BYTES = 64
 MAX_TEXT_BYTES = 1024
 
-HEADER = struct.Struct("<4sHHIIIQQQ")
 DEFINITION = struct.Struct("<IHH")
 
 # type, kind, dtype, flags, name, process set, sequence, batch, bytes, submitted,

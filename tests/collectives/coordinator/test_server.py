@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from hvdlab.collectives.coordinator import connection
+from hvdlab.collectives.coordinator import connection, watchers
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import Server
@@ -25,6 +25,7 @@ from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.tls import new_certificate, server_context
+from hvdlab.collectives.timeline.batches import HEADER
 
 TOKEN = "secret"
 M = TypeVar("M", bound=m.Message)
@@ -436,3 +437,30 @@ def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
     assert timeout > 59 or running.server.state.next_deadline() is not None
     for peer in peers:
         peer.endpoint.close()
+
+
+def test_a_client_that_reads_no_events_keeps_its_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "BEHIND", 2 << 20)
+    running = start(backlog_limit=4 << 20)
+    hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
+    endpoint, _ = connect(running.address, hello, deadline=Deadline(10))
+    client, rank = Peer(endpoint), join(running, 0)
+    client.endpoint.send(m.Subscribe(True))
+    client.endpoint.send(m.Ping(1))
+    client.wait_for(m.Pong)
+    batch, sent = HEADER.pack(b"HVDS", 2, 0, 0, 0, 1000, 0, 0, 0) + bytes(64_000), 200
+    for number in range(sent):
+        rank.endpoint.send(m.Events(batch))
+        rank.endpoint.send(m.Ping(number))
+        rank.wait_for(m.Pong)  # it was taken in
+    client.endpoint.send(m.Ping(2))
+    client.wait_for(m.Pong)
+    rank.endpoint.send(m.Events(batch))
+    got = sum(isinstance(message, m.RankEvents) for message in client.seen)
+    assert 0 < got < sent
+    client.seen.clear()
+    assert HEADER.unpack_from(client.wait_for(m.RankEvents).batch)[7] == 1000 * (sent - got)
+    client.endpoint.close()
+    rank.endpoint.close()

@@ -146,9 +146,9 @@ def test_reading_stdin_ends_at_once(rank: Rank) -> None:
 
 
 def test_breakpoint_where_nobody_answers_is_refused_with_a_sentence(rank: Rank) -> None:
-    error = rank.run("def f():\n    breakpoint()\nf()", label="[7]").error
+    error = rank.run("def f():\n    breakpoint()\n    x = 1\nf()", label="[7]").error
     assert "the debugger can't ask" in error.evalue
-    assert "line 3" in "\n".join(error.traceback)
+    assert "line 4" in "\n".join(error.traceback)
     assert "bdb" not in "\n".join(error.traceback)
 
 

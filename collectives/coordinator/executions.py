@@ -20,6 +20,11 @@ ANSWER_WITHIN = 1.0
 """Seconds that members have to answer."""
 
 
+def lead(every: float) -> float:
+    """How many seconds before a report the members are asked, so that it comes in time."""
+    return min(ANSWER_WITHIN, every / 2)
+
+
 class Key(NamedTuple):
     """An operation, as the ranks that wait for its end name it."""
 
@@ -82,18 +87,22 @@ class Executions:
         upcoming: list[float] = []
         for key, operation in self._operations.items():
             ps = state.sets.by_id[key.process_set]
-            if operation.asked is None and now >= operation.since + every * (operation.reported + 1):
+            if operation.asked is None and now >= _ask_at(operation, every):
                 operation.asked, operation.silent = now, set(ps.members) - ps.gone
                 state.outbox.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None
-                operation.reported = int((now - operation.since) / every)
+                operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
                 if operation.silent:
                     report = _report(waits[key][1], operation.silent)
                     stuck.append(Stuck(ps, now - operation.since, report))
-            next_report = operation.since + every * (operation.reported + 1)
-            upcoming.append(next_report if operation.asked is None else operation.asked + ANSWER_WITHIN)
+            asked = operation.asked
+            upcoming.append(_ask_at(operation, every) if asked is None else asked + ANSWER_WITHIN)
         return stuck, upcoming
+
+
+def _ask_at(operation: Operation, every: float) -> float:
+    return operation.since + every * (operation.reported + 1) - lead(every)
 
 
 def _waits(state: CoordinatorState) -> dict[Key, tuple[float, dict[int, Defined]]]:

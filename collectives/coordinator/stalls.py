@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator.executions import Executions
+from hvdlab.collectives.coordinator.executions import Executions, lead
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round, report_round
 from hvdlab.collectives.coordinator.signatures import kind_label
@@ -42,7 +42,9 @@ class Stalls:
 
     def watch_execution(self, since: float, now: float) -> None:
         """A rank waits for the end of what it executes."""
-        self.due = min(max(since + self._every, now), math.inf if self.due is None else self.due)
+        if math.isfinite(self._every):
+            due = max(since + self._every - lead(self._every), now)
+            self.due = due if self.due is None else min(self.due, due)
 
     def put_off(self, since: float, now: float) -> None:
         """What waits has begun later than was said, and is to be looked at anew."""
@@ -59,7 +61,7 @@ class Stalls:
                     self._end(state, ps, current, missing)
                     break
                 if now >= self._next_report(current):
-                    current.reported = int((now - current.since) / self._every)
+                    current.reported = max(current.reported + 1, int((now - current.since) / self._every))
                     self._report_round(state, ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
         stuck, times = self.executions.look(state, now, self._every)

@@ -13,8 +13,8 @@ from hvdlab.kernel_ext.cells.events import Effect, InterruptRanks, Note
 from hvdlab.kernel_ext.cells.places import ANSWER_WITHIN, SEEN_WITHIN, Places
 from hvdlab.kernel_ext.output.places import grouped
 
-PATIENCE = 2.0
-"""Seconds after an interrupt until the ranks that have not answered are named."""
+PATIENCE = 1.7
+"""Seconds after an interrupt until the ranks that have not answered are named: users are promised that within two."""
 
 ASK_BEFORE = ANSWER_WITHIN + SEEN_WITHIN
 """Seconds before that moment at which they are asked where they are."""

@@ -1,7 +1,7 @@
 """The faults of a campaign: what is done, where it may strike, and how soon the user must know.
 
 Limits are those that users are promised, in seconds from the fault. A stall is to be told after the stall time; as its
-limit counts two seconds more.
+limit counts a second and a half more: a process that does not answer is given a second before it is looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOVING = ("pack", "transfer", "unpack")
 STALL = 1.0
 """Seconds after which campaigns have a stall reported, so that they need not wait for the usual ten."""
 
-STALLED = STALL + 2.0
+STALLED = STALL + 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ FAULTS = (
     Fault("interrupt, ranks in Python code", "interrupting", "compute", limit=2.0, says="interrupted"),
     Fault("interrupt, ranks in a collective", "interrupting", "linger", 2.0, MOVING, says="interrupted"),
     Fault("interrupt, at any instant", "interrupting_any", "", 2.0, spots=(), outside=True, weight=3),
-    Fault("interrupt, a rank in a C call", "interrupting_deaf", "call_c", limit=2.5, weight=1),
-    Fault("interrupt, a rank stopped", "interrupting_stopped", "stop", 2.5, PHASES, weight=1),
+    Fault("interrupt, a rank in a C call", "interrupting_deaf", "call_c", limit=2.0, weight=1),
+    Fault("interrupt, a rank stopped", "interrupting_stopped", "stop", 2.0, PHASES, weight=1),
     Fault("SIGKILL", "dying", "kill", 1.0, PHASES, outside=True, deadly=True, weight=8, says="SIGKILL"),
     Fault(
         "SIGKILL of two ranks at once",

@@ -30,7 +30,6 @@ from hvdlab.kernel_ext.payloads import encode
 
 _LAST_LINE = 1 << 20
 _OURS = ("hvdlab", "IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "pydevd.")
-_DEBUGGER = os.path.join("debugpy", "_vendored")
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -184,7 +183,7 @@ class DebugServer:
         """Let a traceback end where the debugger stopped: formatting its frames takes seconds."""
         link = error.__traceback__ if self._server is not None else None
         while link is not None:
-            if link.tb_next is not None and _DEBUGGER in link.tb_next.tb_frame.f_code.co_filename:
+            if link.tb_next is not None and "pydevd" in link.tb_next.tb_frame.f_code.co_filename:
                 link.tb_next = None
             link = link.tb_next
 

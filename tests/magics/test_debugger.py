@@ -1,0 +1,316 @@
+"""The notebook's debugger in ranks: a real kernel, asked as JupyterLab asks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from debugging_client import Debugging, Json
+from hvdlab.kernel_ext.debugger.framing import Unframer, frame
+from live_kernel import LiveKernel
+
+pytest.importorskip("debugpy")
+pytestmark = pytest.mark.timeout(180)
+
+SETUP = "%%hvd_run -np 2\nimport os, sys, hvdlab.torch as hvd, torch\nhvd.init()\nrank = hvd.rank()"
+
+CELL = """\
+%%hvd_run
+def double(n):
+    y = n * 2
+    return y
+z = double(rank + 1)
+print(z)
+"""
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> None:
+    """Ranks come and go in the kernel that all these tests share."""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"))
+    kernel.run("%load_ext hvdlab")
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(started: LiveKernel) -> LiveKernel:
+    cell = started.run(SETUP)
+    assert cell.error is None, cell.error
+    return started
+
+
+@pytest.fixture
+def debugging(kernel: LiveKernel) -> Iterator[Debugging]:
+    debugging = Debugging(kernel)
+    debugging.switch_on()
+    yield debugging
+    debugging.switch_off()
+
+
+def test_off_it_is_not_even_imported(kernel: LiveKernel) -> None:
+    assert kernel.run("%%hvd_run\nprint('debugpy' in sys.modules, sys.gettrace())").lines() == [
+        "[0,1] False None"
+    ]
+
+
+def test_a_breakpoint_stops_ranks_which_step_and_go_on(kernel: LiveKernel, debugging: Debugging) -> None:
+    path = debugging.set_breakpoints(CELL, 4)
+    cell = kernel.send(CELL)
+    threads = debugging.stopped(2)
+    assert set(debugging.ask("debugInfo")["body"]["stoppedThreads"]) == set(threads)
+
+    frames = debugging.frames(threads[0])
+    assert {(one["name"], one["line"], one["source"]["path"]) for one in frames} == {
+        (f"rank {rank}: {name}", line, path)
+        for rank in (0, 1)
+        for name, line in (("double", 4), ("<module>", 5))
+    }
+    inner = {one["name"]: one["id"] for one in frames}
+    assert debugging.variables(inner["rank 0: double"]) == {"n": "1", "y": "2"}
+    assert debugging.variables(inner["rank 1: double"]) == {"n": "2", "y": "4"}
+    told = debugging.ask("evaluate", expression="y * 100", frameId=inner["rank 1: double"])
+    assert told["body"]["result"] == "400"
+    rich = debugging.ask("richInspectVariables", variableName="y", frameId=inner["rank 1: double"])
+    assert rich["body"]["data"] == {"text/plain": "4"}
+
+    debugging.ask("next", threadId=threads[0])
+    threads = debugging.stopped(2)  # both were at one line, so both have stepped
+    assert {one["line"] for one in debugging.frames(threads[0])} == {6}
+    assert debugging.ask("continue", threadId=1)["body"]["allThreadsContinued"]
+    kernel.finish(cell)
+    assert cell.error is None
+    assert cell.lines() == ["[0] 2", "[1] 4"]
+
+
+def test_one_rank_goes_on_and_nobody_takes_the_other_for_stuck(
+    kernel: LiveKernel, debugging: Debugging
+) -> None:
+    code = (
+        "%%hvd_run\nx = rank + 1\nprint(hvd.allreduce(torch.tensor([float(x)]), op=hvd.Sum, name='x').item())"
+    )
+    debugging.set_breakpoints(code, 3)
+    cell = kernel.send(code)
+    threads = debugging.stopped(2)
+    answer = debugging.ask("continue", threadId=threads[0], singleThread=True)
+    assert not answer["body"]["allThreadsContinued"]
+    debugging.wait(lambda one: one["event"] == "continued" and one["body"]["threadId"] == threads[0])
+    assert [one["name"] for one in debugging.frames()] == ["rank 1: <module>"]
+    debugging.ask("evaluate", expression="__import__('time').sleep(1.5)", frameId=debugging.frames()[0]["id"])
+    assert not cell.ended
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)
+    assert cell.error is None, cell.error
+    assert cell.lines() == ["[0,1] 3.0"]
+
+
+def test_a_function_of_a_cell_that_ran_before_has_breakpoints_too(kernel: LiveKernel) -> None:
+    code = "%%hvd_run --ranks 0,1\n\ndef later(n):\n    n += 1\n    return n"
+    kernel.run(code)
+    debugging = Debugging(kernel)
+    debugging.switch_on()
+    try:
+        path = debugging.set_breakpoints(code, 5)
+        cell = kernel.send("%%hvd_rank 1\nprint(later(3))")
+        (thread,) = debugging.stopped(1)
+        assert (debugging.frames(thread)[0]["source"]["path"], debugging.frames(thread)[0]["line"]) == (
+            path,
+            5,
+        )
+        # What calls it is the cell that runs now.
+        assert debugging.frames(thread)[1]["line"] == 2
+        debugging.ask("continue", threadId=thread)
+        kernel.finish(cell)
+        assert cell.lines() == ["4"]
+    finally:
+        debugging.switch_off()
+
+
+def test_an_interrupt_ends_a_cell_that_has_stopped(kernel: LiveKernel, debugging: Debugging) -> None:
+    debugging.set_breakpoints(CELL, 4)
+    for _ in range(2):
+        cell = kernel.send(CELL)
+        debugging.stopped(2)
+        kernel.interrupt()
+        kernel.finish(cell)
+        assert cell.error is not None
+        assert cell.error["evalue"] == "ranks 0,1 were interrupted"
+        assert "pydevd" not in "".join(cell.error["traceback"])
+        assert debugging.ask("debugInfo")["body"]["stoppedThreads"] == []
+
+
+def test_switching_off_lets_ranks_go_on_and_leaves_no_trace(kernel: LiveKernel) -> None:
+    debugging = Debugging(kernel)
+    debugging.switch_on()
+    debugging.set_breakpoints(CELL, 4)
+    cell = kernel.send(CELL)
+    debugging.stopped(2)
+    debugging.switch_off()
+    kernel.finish(cell)
+    assert cell.lines() == ["[0] 2", "[1] 4"]
+    again = kernel.run(CELL + "print(sys.gettrace(), sys.breakpointhook.__module__)")
+    assert again.lines()[-1].startswith("[0,1] None hvdlab.")
+
+
+def test_a_rank_that_dies_while_stopped_and_the_one_in_its_place(
+    kernel: LiveKernel, debugging: Debugging
+) -> None:
+    debugging.set_breakpoints(CELL, 4)
+    cell = kernel.send(CELL)
+    threads = debugging.stopped(2)
+    inner = {one["name"]: one["id"] for one in debugging.frames(threads[0])}["rank 1: double"]
+    pid = int(debugging.ask("evaluate", expression="os.getpid()", frameId=inner)["body"]["result"])
+    os.kill(pid, signal.SIGKILL)
+    debugging.wait(lambda one: one["event"] == "continued" and one["body"]["threadId"] == threads[1])
+    assert not debugging.ask("scopes", frameId=inner)["success"]
+    debugging.ask("continue", threadId=threads[0])
+    kernel.finish(cell)
+    assert cell.error is not None
+    assert cell.error["ename"] == "RankDied"
+
+    kernel.run("%hvd_pool repair")
+    assert kernel.run("%%hvd_rank 1\nrank = 1").error is None
+    cell = kernel.send(CELL)
+    assert len(debugging.stopped(2)) == 2
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)
+    assert cell.lines() == ["[0] 2", "[1] 4"]
+
+
+def test_ranks_that_are_added_stop_as_well(kernel: LiveKernel, debugging: Debugging) -> None:
+    code = "%%hvd_run -np 3\nprint(1)"
+    debugging.set_breakpoints(code, 2)
+    cell = kernel.send(code)
+    debugging.stopped(3)
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)
+    assert cell.lines() == ["[0-2] 1"]
+
+
+def test_cells_of_the_kernel_itself_are_debugged_as_ever(kernel: LiveKernel, debugging: Debugging) -> None:
+    code = "a = 1\nb = a + 1\nprint(b)"
+    debugging.set_breakpoints(code, 3)
+    cell = kernel.send(code)
+    event = debugging.wait(lambda one: one["event"] == "stopped")
+    found = debugging.frames(event["body"]["threadId"])
+    assert found[0]["line"] == 3
+    assert not found[0]["name"].startswith("rank")
+    debugging.ask("continue", threadId=event["body"]["threadId"])
+    kernel.finish(cell)
+    assert cell.lines() == ["2"]
+
+
+def test_a_child_that_a_cell_forks_is_not_stopped(kernel: LiveKernel, debugging: Debugging) -> None:
+    code = (
+        "%%hvd_run\npid = os.fork()\nif pid == 0:\n    done = 7\n    os._exit(done)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    debugging.set_breakpoints(code, 4)
+    assert kernel.run(code).lines() == ["[0,1] 7"]
+
+
+def test_nothing_listens_beyond_this_host(kernel: LiveKernel, debugging: Debugging) -> None:
+    debugging.set_breakpoints(CELL, 4)
+    cell = kernel.send(CELL)
+    debugging.stopped(2)
+    kernel_process = psutil.Process(kernel.manager.provisioner.process.pid)  # type: ignore[union-attr]
+    everybody = [kernel_process, *kernel_process.children(recursive=True)]
+    listening = [
+        (process.pid, one.laddr)
+        for process in everybody
+        for one in _connections(process)
+        if one.status == "LISTEN"
+    ]
+    assert listening
+    assert {address.ip for _, address in listening} <= {"127.0.0.1", "::1"}
+    ranks = {int(line.split()[-1]) for line in _pids(kernel, debugging, cell)}
+    assert not [one for one in listening if one[0] in ranks]  # their debug servers listen nowhere at all
+
+
+def _connections(process: psutil.Process) -> list[psutil._common.pconn]:
+    try:
+        return list(process.net_connections("inet"))
+    except psutil.Error:
+        return []
+
+
+def _pids(kernel: LiveKernel, debugging: Debugging, cell: object) -> list[str]:
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)  # type: ignore[arg-type]
+    return kernel.run("%%hvd_run\nprint(os.getpid())").lines()
+
+
+class Elsewhere:
+    """Another debugger, at a port."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._unframer, self._heard, self._seq = Unframer(), list[Json](), 0
+
+    def ask(self, command: str, **arguments: object) -> Json:
+        self._seq += 1
+        seq = self._seq
+        request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
+        self.socket.sendall(frame(json.dumps(request).encode()))
+        return self.wait(lambda one: one["type"] == "response" and one["request_seq"] == seq)
+
+    def wait(self, wanted: object) -> Json:
+        assert callable(wanted)
+        while True:
+            for one in self._heard:
+                if wanted(one):
+                    self._heard.remove(one)
+                    return one
+            data = self.socket.recv(1 << 16)
+            assert data, "the port was closed"
+            self._heard += [json.loads(message) for message in self._unframer.feed(data)]
+
+
+def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
+    said = kernel.run(
+        "from hvdlab.magics.attach import attach, detach\nfrom hvdlab.magics.extension import extension_of\n"
+        "session = extension_of(get_ipython()).session\nattach(session, 1)"
+    ).text()
+    port = int(said.partition("127.0.0.1:")[2].partition(",")[0])
+    assert json.loads(said[said.index("{") :])["connect"] == {"host": "127.0.0.1", "port": port}
+    other = Elsewhere(port)
+    with other.socket:
+        assert other.ask("initialize", adapterID="x", pathFormat="path")["success"]
+        assert other.ask("attach", justMyCode=True)["success"]
+        path = (
+            kernel.run(f"from ipykernel.compiler import get_file_name\nprint(get_file_name({CELL!r}))")
+            .text()
+            .strip()
+        )
+        other.ask("setBreakpoints", source={"path": path}, breakpoints=[{"line": 4}])
+        other.ask("configurationDone")
+        cell = kernel.send(CELL)
+        event = other.wait(lambda one: one.get("event") == "stopped")
+        found = other.ask("stackTrace", threadId=event["body"]["threadId"])["body"]["stackFrames"]
+        assert (found[0]["source"]["path"], found[0]["line"]) == (path, 4)
+        with open(path, encoding="utf-8") as file:
+            assert file.read() == CELL
+        # JupyterLab's debugger comes second: it has the other rank.
+        debugging = Debugging(kernel)
+        debugging.switch_on()
+        threads = [one["name"] for one in debugging.ask("threads")["body"]["threads"]]
+        assert "rank 0: MainThread" in threads
+        assert "rank 1: MainThread" not in threads
+        debugging.switch_off()
+        assert not cell.ended
+        other.ask("terminate")  # which ends the session, not the rank
+    kernel.finish(cell)
+    assert cell.lines() == ["[0] 2", "[1] 4"]
+    assert kernel.run("detach(session)").text() == "closed 1 port\n"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more.
 AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
 
-.PHONY: help demo lab test lint types unit views soak chaos bench tables clean
+.PHONY: help demo lab test lint types unit views soak chaos bench figures tables clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,11 +53,14 @@ soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
 
+figures: $(INSTALLED) ## what views and inspection cost, measured on this machine while it does nothing else: a quarter of an hour
+	$(BIN)/python benchmarks/quiet.py
+
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
 	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json
 	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
 	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
-	$(BIN)/python benchmarks/tracing.py > benchmarks/results/tracing.json
+	$(BIN)/python benchmarks/tracing.py --json benchmarks/results/tracing.json
 	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
 	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json

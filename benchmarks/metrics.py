@@ -1,6 +1,6 @@
 """What metrics cost on a rank: where they are recorded, and on the threads that see to the rest.
 
-Run it as ``python benchmarks/metrics.py``; it prints one JSON object. It makes a world of one. Times are those of the
+Run it as ``python benchmarks/metrics.py [--json FILE]``; it prints one JSON object. It makes a world of one. Times are those of the
 quickest of several rounds: other processes only add to them.
 """
 
@@ -13,6 +13,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["HVDLAB_METRICS_INTERVAL"] = "0"
@@ -168,6 +170,8 @@ def main() -> None:
     }
     hvd.shutdown()
     print(json.dumps(result, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What recording costs: nanoseconds per span where it happens, and what follows later on other threads.
 
-Run it as ``python benchmarks/tracing.py``; it prints one JSON object. Every figure is the median of several rounds.
+Run it as ``python benchmarks/tracing.py [--json FILE]``; it prints one JSON object. Every figure is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -120,8 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--spans", type=int, default=1 << 16)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.spans, arguments.rounds), indent=2))
+    text = json.dumps(measure(arguments.spans, arguments.rounds), indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

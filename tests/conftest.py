@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forked_workers
+
 GRACE = 3.0
 """Seconds that threads and processes get to finish what the test has already asked them to."""
 
@@ -59,7 +61,8 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _new_children(before: set[int]) -> set[int]:
-    return {pid for pid in _children() - before if not _is_tracker(pid)}
+    servers = forked_workers.server_pids()
+    return {pid for pid in _children() - before - servers if not _is_tracker(pid)}
 
 
 def _shared_memory() -> set[str]:
@@ -84,7 +87,8 @@ def _fds() -> dict[int, str]:
 def _new_fds(before: dict[int, str]) -> list[tuple[int, str]]:
     # The resource tracker's pipe belongs to the interpreter, as the tracker itself does.
     tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-    return [(fd, target) for fd, target in _fds().items() if before.get(fd) != target and fd != tracker]
+    others = {tracker, *forked_workers.server_fds()}
+    return [(fd, target) for fd, target in _fds().items() if before.get(fd) != target and fd not in others]
 
 
 def _used_by_others(entry: str) -> bool:

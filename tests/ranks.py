@@ -26,8 +26,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import forked_workers
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
+Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
 WORKER = Path(__file__).with_name("rank_worker.py")
 
 
@@ -98,7 +100,7 @@ class Ranks:
         keep: bool = False,
     ) -> None:
         self.size = size
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.connections: list[Connection] = []
         self.coordinator = CoordinatorProcess.start(
             size=size, tcp_host="127.0.0.1" if tls else None, keep=keep
@@ -130,10 +132,8 @@ class Ranks:
             **self._env,
         }
         with ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, str(WORKER), str(theirs.fileno()), *self._imports],
-                env=env,
-                pass_fds=[theirs.fileno()],
+            process = forked_workers.fork(
+                "rank_worker", self._imports, env, fds=[theirs.fileno()], modules=self._modules()
             )
             connection = Connection(os.dup(ours.fileno()))
         if rank < len(self.processes):
@@ -141,6 +141,12 @@ class Ranks:
         else:
             self.processes.append(process)
             self.connections.append(connection)
+
+    def _modules(self) -> tuple[str, ...]:
+        needs_torch = self._env.get("HVDLAB_PLANE") == "gloo" or any(
+            "torch" in name for name in self._imports
+        )
+        return forked_workers.WITH_TORCH if needs_torch else forked_workers.LIGHT
 
     def start(
         self,

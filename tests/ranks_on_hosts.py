@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hosts import Network
-from ranks import WORKER, Ranks
+from ranks import WORKER, Process, Ranks
 
 PORT = 29500
 
@@ -41,7 +41,7 @@ class RanksOnHosts(Ranks):
     ) -> None:
         self.network, self.per_host = network, per_host
         self.size = per_host * len(network.hosts)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.connections: list[Connection] = []
         self._extra = env
         try:

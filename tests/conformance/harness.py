@@ -17,7 +17,7 @@ in any worker is raised in the test, with the worker's traceback. ``group.outcom
 exceptions side by side instead. A call that takes longer than its timeout kills the group and raises
 :class:`WorkersHung` with the Python stacks of all workers.
 
-A launcher is ``launcher(size, socket_path, environment) -> list[subprocess.Popen]``. The worker finds its index in
+A launcher is ``launcher(size, socket_path, environment) -> list of Popen-like``. The worker finds its index in
 ``--index``, or in the variables that MPI launchers set (``PMI_RANK``, ``OMPI_COMM_WORLD_RANK``).
 """
 
@@ -37,7 +37,9 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Protocol
 
+import forked_workers
 from conformance.store import StoreServer
+from ranks import Process
 
 TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
@@ -50,18 +52,28 @@ END_TIMEOUT = 40.0
 PATIENCE = 3.0
 """Seconds that the others get to answer after one worker raised."""
 
-Launcher = Callable[[int, str, Mapping[str, str]], "list[subprocess.Popen[bytes]]"]
+Launcher = Callable[[int, str, Mapping[str, str]], "Sequence[Process]"]
 
 
-def spawn(size: int, path: str, environment: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
-    """The plain launcher: one Python process per member."""
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), "--socket", path, "--index", str(i), "--size", str(size)],
-            env=dict(environment),
-        )
-        for i in range(size)
-    ]
+def fork_with(modules: tuple[str, ...]) -> Launcher:
+    """A launcher that forks each member from a process that has imported ``modules``."""
+
+    def launch(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Process]:
+        return [
+            forked_workers.fork(
+                "conformance.worker",
+                ["--socket", path, "--index", str(i), "--size", str(size)],
+                environment,
+                modules=modules,
+            )
+            for i in range(size)
+        ]
+
+    return launch
+
+
+WITH_TORCH = fork_with(forked_workers.WITH_TORCH)
+LIGHT = fork_with(forked_workers.LIGHT)
 
 
 class Service(Protocol):
@@ -108,7 +120,7 @@ class PlaneUnderTest:
     name: str
     target: str
     sizes: tuple[int, ...] = (1, 2, 3, 4)
-    launcher: Launcher = spawn
+    launcher: Launcher = WITH_TORCH
     memory: Callable[[int, Mapping[str, str]], int] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     lacks: frozenset[str] = frozenset()
@@ -179,7 +191,7 @@ class WorkerGroup:
         self.plane, self.size, self.epoch = plane, size, 0
         self.clean = False
         self.closed = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: Sequence[Process] = []
         self._directory = Path(tempfile.mkdtemp(prefix="conf-"))
         self._store = StoreServer(str(self._directory / "store"))
         self._service: Service | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.engine_actor import Coordination
-from conformance.harness import WORKER, PlaneUnderTest
+from conformance.harness import LIGHT, WORKER, PlaneUnderTest
 from hvdlab.collectives.planes.shm.layout import layout_from
 
 CHUNK = 4096
@@ -72,12 +72,13 @@ def hierarchical(hosts: str, outer: str = "gloo", every: int = 12) -> PlaneUnder
 
 
 PLANES: tuple[PlaneUnderTest, ...] = (
-    PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,)),
+    PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,), launcher=LIGHT),
     PlaneUnderTest(
         "shm",
         "hvdlab.collectives.planes.shm:ShmPlane",
         memory=shm_memory,
         options={"chunk_bytes": str(CHUNK)},
+        launcher=LIGHT,
         environment={"PYTHONWARNINGS": "error"},
     ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
@@ -99,7 +100,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("abab", outer="mpi"),
     hierarchical("aabab", outer="mpi"),
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
-    negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane"),
+    negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane", launcher=LIGHT),
     negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
     negotiated("hierarchical-aabb", HIERARCHICAL, library=True, hosts="aabb", sizes=(4,), every=12),
     negotiated("hierarchical-abb", HIERARCHICAL, library=True, hosts="abb", sizes=(3,), every=12),

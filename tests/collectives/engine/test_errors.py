@@ -139,9 +139,11 @@ def fused(count: int) -> int:
     engine = context.engine()
     size, rank = engine.size, engine.rank
     xs = [np.full(100 + i, rank + 1, np.float32) for i in range(count)]
-    for x in api.grouped_allreduce(xs, "group", op=api.Average, prescale_factor=2.0):
+    averages = api.grouped_allreduce(xs, "group", op=api.Average, prescale_factor=2.0)
+    batches = engine.recorder.drain()  # before the engine sends them off
+    for x in averages:
         np.testing.assert_allclose(x, 2 * (size + 1) / 2)
-    spans = [e for batch in engine.recorder.drain() for e in decode(batch).events if isinstance(e, Span)]
+    spans = [e for batch in batches for e in decode(batch).events if isinstance(e, Span)]
     return len({(s.process_set, s.sequence, s.batch) for s in spans})
 
 

@@ -1,0 +1,210 @@
+"""Processes forked from one that has imported what they need, where tests start many: importing torch takes seconds.
+
+``fork("rank_worker", ["skewed_clock"], environment, fds=[5])`` runs ``rank_worker.main()`` in a new process whose
+``sys.argv`` is ``["rank_worker", "<its number of descriptor 5>", "skewed_clock"]``. The working directory, standard output
+and standard error are those of the caller at that moment, the environment is the one given. What the interpreter reads
+only when it starts (``PYTHON…``, ``OMP_…``) is that of :data:`FIXED`.
+
+There is one server for each list of modules, started when first needed; it lives as long as the test run. It has a
+single thread and no other descriptors, so that its children are as good as fresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+
+LIGHT = ("numpy", "numpy.testing", "pytest", "hvdlab.collectives.context")
+WITH_TORCH = (*LIGHT, "torch", "torch._dynamo", "hvdlab.torch")
+"""The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
+FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_LARGEST = 1 << 17
+"""Bytes of a message: mostly the environment."""
+_STANDARD = 2
+"""Descriptors that each request begins with: standard output and error."""
+
+
+class ForkedProcess:
+    """A process of a server, to be used as one of ``subprocess.Popen``."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            # Nobody but us makes the server reap it, so the number is its own until then.
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                poller = select.poll()
+                poller.register(pidfd, select.POLLIN)
+                if poller.poll(None if timeout is None else timeout * 1000):
+                    self.returncode = self._server.reap(self.pid)
+            finally:
+                os.close(pidfd)
+        return self.returncode
+
+
+class _Server:
+    """Our end of a server. Thread-safe."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                env={**os.environ, **FIXED},
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(
+        self, main: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
+    ) -> int:
+        request = [main, list(arguments), dict(environment), os.getcwd()]
+        return self._ask(request, [1, 2, *fds])
+
+    def reap(self, pid: int) -> int:
+        return self._ask(pid, [])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+    def _ask(self, request: object, fds: Sequence[int]) -> int:
+        with self._lock:
+            socket.send_fds(self.socket, [json.dumps(request).encode()], fds)
+            answer = self.socket.recv(_LARGEST)
+        if not answer:
+            raise RuntimeError(f"the process that forks has ended: {self.process.wait()}")
+        return int(answer)
+
+
+_servers: dict[tuple[str, ...], _Server] = {}
+
+
+def fork(
+    main: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    fds: Sequence[int] = (),
+    modules: tuple[str, ...] = LIGHT,
+) -> ForkedProcess:
+    """Run ``main()`` of the module ``main``, one of this directory, in a new process that has imported ``modules``."""
+    server = _servers.get(modules)
+    if server is None:
+        server = _servers[modules] = _Server(modules)
+    return ForkedProcess(server, server.fork(main, arguments, environment, fds))
+
+
+def server_pids() -> set[int]:
+    return {server.process.pid for server in _servers.values()}
+
+
+def server_fds() -> set[int]:
+    return {server.socket.fileno() for server in _servers.values()}
+
+
+@atexit.register
+def _close_servers() -> None:
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+# -- the server ---------------------------------------------------------------------------------------------------
+
+
+def _serve(channel: socket.socket) -> tuple[str, list[str]] | None:
+    """Answer requests until the other end is closed; in a new process, return what it is to run."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, _LARGEST, 16)
+        if not data:
+            return None
+        request = json.loads(data)
+        if isinstance(request, int):
+            _, status = os.waitpid(request, 0)
+            channel.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            return _settle_in(request, fds)
+        for fd in fds:
+            os.close(fd)
+        channel.send(str(pid).encode())
+
+
+def _settle_in(request: tuple[str, list[str], dict[str, str], str], fds: list[int]) -> tuple[str, list[str]]:
+    main, arguments, environment, directory = request
+    for number, fd in enumerate(fds[:_STANDARD], start=1):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    if environment.get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["numpy"].random.seed()
+    return main, [str(fd) for fd in fds[_STANDARD:]] + arguments
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel.set_inheritable(False)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # what the collector never looks at is never copied
+    if order := _serve(channel):
+        _run(*order)
+
+
+def _run(main: str, arguments: list[str]) -> None:
+    """The rest of a process's life. Taking the interpreter apart would copy most of its memory, which takes longest."""
+    code = 1
+    try:
+        sys.argv = [main, *arguments]
+        importlib.import_module(main).main()
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: joins what is no daemon
+        code = 0
+    except BaseException:  # noqa: BLE001  # the last one that it meets
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # as multiprocessing does in its children
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _main()

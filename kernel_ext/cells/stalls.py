@@ -222,9 +222,12 @@ class Stalls:
         return not (wait.missing or wait.executing)
 
     def _is_own(self, wait: _Wait) -> bool:
-        """Whether a rank waits in this very cell, and not in another that these ranks run before or after it."""
-        answers = self._places.answers
-        return any(rank in answers and answers[rank].cell == self._cell for rank in wait.seen)
+        """Whether a rank waits in this very cell, and not in another that these ranks run before or after it.
+
+        If none of them can say so in time, rather tell it under a cell too many than nowhere.
+        """
+        cells = [stack.cell for rank, stack in self._places.answers.items() if rank in wait.seen]
+        return not cells or self._cell in cells
 
     def _is_behind(self, running: Collection[int], now: float) -> bool:
         if not running or self._ended_at is None or self._every is None:

@@ -204,6 +204,22 @@ def test_another_cells_collective_is_not_told_here() -> None:
     assert played.status == []
 
 
+@pytest.mark.parametrize("answers", [(), (elsewhere(2),)], ids=["nobody", "the one who is missing"])
+def test_it_is_told_although_those_who_wait_do_not_answer_in_time(answers: tuple[StackArrived, ...]) -> None:
+    played = Played()
+    played.happen(10.0, stalled(), *answers)
+    played.happen(10.6, TimePassed())
+    played.happen(10.9, TimePassed())
+    (status,) = played.status
+    assert status.text.startswith(
+        "allreduce `loss` (cell [7] line 4): ranks 0,1,3 have waited 11 s for rank 2\n  rank 2: "
+    )
+    assert ("it does not answer" in status.text) == (not answers)
+    played.happen(11.9, TimePassed())
+    played.happen(12.0, elsewhere(2), *(waiting(rank, 12.0, cell="c2") for rank in (0, 1, 3)))
+    assert len(played.status) == 1, "they answer that it is in another cell"
+
+
 def test_ranks_that_stay_behind_are_told() -> None:
     played = Played(stall_time=5.0)
     played.happen(1.0, done(0), done(1), done(3))

@@ -16,3 +16,6 @@ JOINED = "hvdlab.pool.joined"
 
 ENVIRONMENT = "hvdlab.pool.environment"
 """Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""
+
+COMM = "hvdlab.pool.comm"
+"""Both ways: what a widget of a rank and its view in the frontend say to each other (``kernel_ext.comms``)."""

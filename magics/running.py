@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.displayhook import DisplayHook
+from IPython.core.interactiveshell import InteractiveShell
 
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
 from hvdlab.kernel_ext.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.screens.base import MergingSink, Screen
@@ -71,9 +74,7 @@ def run_cell(
             shell.user_ns[options.out] = handle
         return handle
     with as_usage_error():
-        results = pool.run(
-            source, **arguments, prompter=ProcessPrompter(shows_status=in_notebook(shell))
-        )
+        results = pool.run(source, **arguments, prompter=ProcessPrompter(shows_status=in_notebook(shell)))
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
 
@@ -87,7 +88,22 @@ def _conclude(session: Session, results: CellResults, name: str | None, *, quiet
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure
-    return results if results.has_values else None
+    if not results.has_values:
+        return None
+    if not quiet and in_notebook(session.shell) and results.has_live_values and not results.as_one:
+        _show_each(session.shell, results)
+        session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # as above
+        return None
+    return results
+
+
+def _show_each(shell: InteractiveShell, results: CellResults) -> None:
+    """Values that a table can't hold, such as widgets: each in an output of its own, under its ranks."""
+    for ranks, data in results.groups():
+        if len(results.ranks) > 1:
+            heading = {"text/html": label_html(ranks), "text/plain": f"{format_ranks(ranks)}:"}
+            shell.display_pub.publish(heading)
+        shell.display_pub.publish(dict(data))
 
 
 def _quiet(source: str) -> bool:

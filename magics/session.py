@@ -14,6 +14,7 @@ from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
+from hvdlab.magics.screens.publisher import in_notebook
 from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ class Session:
 
     def _set(self, pool: Pool | None) -> None:
         self._pool = pool
+        if pool is not None and in_notebook(self.shell):
+            from hvdlab.kernel_ext.comms import CommRelay
+
+            CommRelay(pool.client)
         for watcher in tuple(self.watchers):
             watcher()
 

@@ -233,6 +233,13 @@ class CellResults(Sequence[Any]):
         """Whether the last expression gave something other than None on some rank."""
         return any(done.has_value for done in self._done.values())
 
+    @property
+    def has_live_values(self) -> bool:
+        """Whether a rank's value is shown by something of the frontend's, such as a widget's view."""
+        return any(
+            kind.startswith("application/vnd.") for shown in self._shown.values() for kind in shown.data
+        )
+
     def value(self, rank: int) -> Any:
         """The value of one rank; None if the last statement was no expression.
 
@@ -303,8 +310,12 @@ class CellResults(Sequence[Any]):
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any] | None:
         """The value's own representations, if it is to be shown plainly; None leaves it to the others."""
-        groups = self.groups() if self.plain else []
-        return dict(groups[0][1]) if len(groups) == 1 and groups[0][0] == self.ranks else None
+        return dict(self.groups()[0][1]) if self.as_one else None
+
+    @property
+    def as_one(self) -> bool:
+        """Whether it is shown as the one value that all ranks agree on."""
+        return self.plain and [ranks for ranks, _ in self.groups()] == [self.ranks]
 
     def __repr__(self) -> str:
         groups = self.groups()

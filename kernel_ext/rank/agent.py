@@ -13,6 +13,8 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.kernel_ext.comms import CommMessage
+from hvdlab.kernel_ext.comms import decode as decode_comm
 from hvdlab.kernel_ext.debugger.messages import DEBUG
 from hvdlab.kernel_ext.inspect.messages import Examine
 from hvdlab.kernel_ext.payload import Payload
@@ -47,6 +49,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.comms import RankComms
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
 from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
@@ -59,6 +62,7 @@ from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
+from hvdlab.kernel_ext.topics import COMM
 
 
 class RankAgent:
@@ -107,6 +111,8 @@ class RankAgent:
             self._prompting,
         )
         self._setup.preparing = lambda: self._runner.preparing
+        self._comms = RankComms(engine.post)
+        self._delivering: set[asyncio.Task[None]] = set()
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
         self._lending, self._parcels = Lending(loop), Parcels()
@@ -128,6 +134,7 @@ class RankAgent:
         """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
         context.adopt(self._engine)
         self._setup.install()
+        self._comms.install()
         self._capture.start()
         self._last_words.install()
         self._gate.install()
@@ -135,6 +142,7 @@ class RankAgent:
         self._engine.on_interrupt(self._on_interrupt)
         self._engine.on_leave(self._on_leave)
         self._engine.on_mail(DEBUG, self._debug.on_mail)
+        self._engine.on_mail(COMM, lambda sender, body: self._call_soon(lambda: self._on_comm(body)))
         self._engine.on_mail(TO_RANK, self._on_mail)
 
     def close(self) -> None:
@@ -147,6 +155,7 @@ class RankAgent:
         self._last_words.uninstall()
         self._capture.close()
         self._gate.uninstall()
+        self._comms.uninstall()
         self._setup.uninstall()
         if self._fds is not None:
             self._fds.close()
@@ -290,6 +299,16 @@ class RankAgent:
             if self._leaving:
                 self._leave()
                 return
+
+    def _on_comm(self, body: bytes) -> None:
+        """A widget's view in the frontend says something: after what runs, in the order in which it was said."""
+        task = self._loop.create_task(self._deliver(decode_comm(body)))
+        self._delivering.add(task)
+        task.add_done_callback(self._delivering.discard)
+
+    async def _deliver(self, message: CommMessage) -> None:
+        async with self._turn:
+            self._comms.deliver(message)
 
     def _do(self, job: ToRank) -> Awaitable[None]:
         return self._run_cell(job) if isinstance(job, RunCell) else self._answer(job)

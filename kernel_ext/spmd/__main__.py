@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-
-from ipykernel.kernelapp import IPKernelApp
-
-from hvdlab.kernel_ext.spmd.kernel import HvdlabKernel
 
 
 def main() -> None:
-    if (
-        sys.path and sys.path[0] == ""
-    ):  # as `python -m ipykernel_launcher`: modules beside the notebook come later
+    # A file beside the notebook that is called like a module of ours is none; the shell puts the directory back.
+    if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
+    from ipykernel.kernelapp import IPKernelApp
+
+    from hvdlab.kernel_ext.spmd.kernel import HvdlabKernel
+
     IPKernelApp.launch_instance(kernel_class=HvdlabKernel)
 
 

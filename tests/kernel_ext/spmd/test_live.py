@@ -171,3 +171,39 @@ def test_a_rank_that_holds_the_interpreter_is_said_to_be_silent(kernel: LiveKern
 
 def test_autohvd_has_no_meaning_here(kernel: LiveKernel) -> None:
     assert "cells run on the ranks anyway" in kernel.run("%autohvd off").text("stderr")
+
+
+SLIDER = """\
+import ipywidgets
+slider = ipywidgets.IntSlider(value=rank)
+slider.observe(lambda change: globals().update(seen=change['new']), 'value')
+slider"""
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) -> None:
+    cell = kernel.run(SLIDER)
+    assert cell.error is None, cell.error
+    opened = {one["comm_id"]: one["data"]["state"] for one in cell.of("comm_open")}
+    views = [one["data"][VIEW]["model_id"] for one in cell.of("display_data") if VIEW in one["data"]]
+    assert [opened[view]["value"] for view in views] == [0, 1]
+
+    update = {"method": "update", "state": {"value": 42}, "buffer_paths": []}
+    message = kernel.client.session.msg("comm_msg", {"comm_id": views[1], "data": update})
+    kernel.client.shell_channel.send(message)
+    kernel.until(lambda: any(kind == "comm_msg" for _, kind, _ in kernel.others))  # it echoes what it has got
+    assert value(kernel.run("slider.value, globals().get('seen')")) == "[0] (0, None)\n[1] (42, 42)"
+
+    moved = kernel.run("slider.value = 7")
+    sent = {one["comm_id"]: one["data"]["state"] for one in moved.of("comm_msg")}
+    assert sent == {view: {"value": 7} for view in views}
+
+
+def test_a_rank_asks_the_user(kernel: LiveKernel) -> None:
+    cell = kernel.send("%%hvd_rank 1\nname = input('name? ')\nprint('hello', name)", allow_stdin=True)
+    assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[rank 1] name? "
+    kernel.client.input("you")
+    kernel.finish(cell)
+    assert cell.lines()[-1] == "hello you"
+    refused = kernel.run("input('?')", allow_stdin=False)
+    assert refused.reply["ename"] == "StdinNotImplementedError"

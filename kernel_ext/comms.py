@@ -1,0 +1,102 @@
+"""Comms of ranks (widgets are made of them): what both sides send through the pool, and the pool's side.
+
+For each comm that a rank opens there is one of the same id in the notebook's kernel, so that the frontend takes it for
+one of the kernel's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+
+from hvdlab.collectives.client import Client
+from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.topics import COMM
+
+
+class CommMessage(Payload, frozen=True):
+    """A message of a comm.
+
+    Attributes:
+        kind: ``comm_open``, ``comm_msg`` or ``comm_close``.
+        comm: The comm's id.
+        data, metadata, buffers: As in Jupyter's protocol.
+        target, module: The frontend's side, of ``comm_open``.
+    """
+
+    kind: str
+    comm: str
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: tuple[bytes, ...]
+    target: str = ""
+    module: str | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(CommMessage).decode
+
+
+def as_bytes(buffers: Any) -> tuple[bytes, ...]:
+    """Buffers as they are sent."""
+    return tuple(bytes(buffer) for buffer in buffers or ())
+
+
+class CommRelay:
+    """Opens comms for those of a pool's ranks. Lives as long as the pool's connection.
+
+    Args:
+        client: That connection.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._comms: dict[str, Any] = {}
+        client.on_mail(COMM, self._from_rank)
+
+    def _from_rank(self, rank: int, body: bytes) -> None:
+        """A rank sent. The client's thread."""
+        message = decode(body)
+        if message.kind == "comm_open":
+            self._open(rank, message)
+            return
+        with self._lock:
+            comm = self._comms.get(message.comm)
+        if comm is None:
+            return
+        if message.kind == "comm_close":
+            self._forget(message.comm)
+            comm.close(message.data, message.metadata, list(message.buffers))
+        else:
+            comm.send(message.data, message.metadata, list(message.buffers))
+
+    def _open(self, rank: int, message: CommMessage) -> None:
+        from comm import create_comm
+
+        comm = create_comm(
+            target_name=message.target,
+            target_module=message.module,
+            data=message.data,
+            metadata=message.metadata,
+            buffers=list(message.buffers),
+            comm_id=message.comm,
+        )
+        comm.on_msg(lambda content: self._to_rank(rank, "comm_msg", message.comm, content))
+        comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
+        with self._lock:
+            self._comms[message.comm] = comm
+
+    def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
+        """The frontend sent. Whichever thread takes the kernel's comm messages."""
+        if kind == "comm_close":
+            self._forget(comm)
+        data = content["content"].get("data", {})
+        message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
+        self._client.post(COMM, encode(message), (rank,))
+
+    def _forget(self, comm: str) -> None:
+        with self._lock:
+            self._comms.pop(comm, None)

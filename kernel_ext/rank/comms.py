@@ -1,0 +1,84 @@
+"""Comms in a rank: what widgets send goes to the notebook's frontend, what it answers comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import comm
+import ipykernel.ipkernel  # noqa: F401  # puts its own in the place of what is replaced here when it is imported
+from comm.base_comm import BaseComm, CommManager
+
+from hvdlab.kernel_ext.comms import CommMessage, as_bytes, encode
+from hvdlab.kernel_ext.rank.display import wire_value
+from hvdlab.kernel_ext.topics import COMM
+
+Post = Callable[[str, bytes], None]
+
+
+class RankComms:
+    """The comms of this process.
+
+    Args:
+        post: Sends mail to the pool.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._manager = CommManager()
+        self._before: tuple[Any, Any] | None = None
+
+    def install(self) -> None:
+        """Let ``comm.create_comm``, and so ipywidgets, make comms of the frontend's."""
+        self._before = comm.create_comm, comm.get_comm_manager
+        comm.create_comm = self._create
+        comm.get_comm_manager = lambda: self._manager
+
+    def uninstall(self) -> None:
+        """Put back what was there before."""
+        if self._before is not None:
+            comm.create_comm, comm.get_comm_manager = self._before
+            self._before = None
+
+    def deliver(self, message: CommMessage) -> None:
+        """The frontend sent this: call what the user or a widget has registered for it. Main thread."""
+        content = {"comm_id": message.comm, "data": message.data}
+        found: dict[str, Any] = {
+            "content": content,
+            "metadata": message.metadata,
+            "buffers": list(message.buffers),
+        }
+        if message.comm in self._manager.comms:
+            take: Any = getattr(self._manager, message.kind)
+            take(None, None, found)
+
+    def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
+        return _RankComm(self._post, *args, **kwargs)
+
+
+class _RankComm(BaseComm):
+    """A comm whose other side is in the notebook's frontend."""
+
+    def __init__(self, post: Post, *args: Any, **kwargs: Any) -> None:
+        self._post = post
+        super().__init__(*args, **kwargs)
+
+    def publish_msg(
+        self,
+        msg_type: str,
+        data: dict[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
+        buffers: Any = None,
+        **keys: Any,
+    ) -> None:
+        """Send a message of this comm."""
+        message = CommMessage(
+            msg_type,
+            self.comm_id,
+            wire_value(data or {}),
+            wire_value(metadata or {}),
+            as_bytes(buffers),
+            keys.get("target_name") or "",
+            keys.get("target_module"),
+        )
+        self._post(COMM, encode(message))

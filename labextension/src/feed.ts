@@ -49,14 +49,15 @@ export class Feed implements IDisposable {
   private isAway = false;
   private gone = false;
   private readonly timer: number;
-  /** Rows that the newest store may have. */
-  limit = 1_000_000;
+  private most: number;
 
   private readonly trans: TranslationBundle;
 
-  constructor(session: ISessionContext, trans: TranslationBundle) {
+  /** `limit`: how many rows a pool may have here. */
+  constructor(session: ISessionContext, trans: TranslationBundle, limit: number) {
     this.session = session;
     this.trans = trans;
+    this.most = limit;
     session.kernelChanged.connect(this.attach, this);
     session.statusChanged.connect(this.status, this);
     session.connectionStatusChanged.connect(this.connection, this);
@@ -88,6 +89,19 @@ export class Feed implements IDisposable {
     window.removeEventListener('online', this.online);
     this.kernel?.iopubMessage.disconnect(this.receive, this);
     Signal.clearData(this);
+  }
+
+  /** From now on so many rows are kept of each pool; what is here is asked for again. */
+  set limit(limit: number) {
+    if (limit === this.most) return;
+    this.most = limit;
+    for (const channel of this.channels.values()) {
+      const { ranks, heading } = channel.store;
+      this.renewStore(channel);
+      Object.assign(channel.store, { ranks, heading });
+      this.hello(channel);
+      this.changed.emit(channel);
+    }
   }
 
   channel(pool: string): Channel {
@@ -237,7 +251,7 @@ export class Feed implements IDisposable {
   // -- what comes -----------------------------------------------------------------------------------------------------
 
   private renewStore(channel: Channel): void {
-    channel.store = new Store(this.limit);
+    channel.store = new Store(this.most);
     const send = (hello: unknown) => this.say({ ...(hello as JSONObject), pool: channel.pool, recording: channel.recording, rows: this.wanted(channel) ?? false });
     channel.stream = new Stream(channel.store, { get: () => undefined, on: () => undefined, off: () => undefined, send });
   }
@@ -325,8 +339,8 @@ function settled(kernel: Kernel.IKernelConnection): Promise<void> {
 
 /** The feeds of all notebooks that are open. */
 export class Feeds {
-  private readonly known = new WeakMap<ISessionContext, Feed>();
-  limit = 1_000_000;
+  private readonly known = new Map<ISessionContext, Feed>();
+  private most = 1_000_000;
   private readonly trans: TranslationBundle;
 
   constructor(trans: TranslationBundle) {
@@ -336,12 +350,24 @@ export class Feeds {
   of(session: ISessionContext): Feed {
     let feed = this.known.get(session);
     if (!feed || feed.isDisposed) {
-      const made = new Feed(session, this.trans);
-      made.limit = this.limit;
+      const made = new Feed(session, this.trans, this.most);
       this.known.set(session, (feed = made));
-      session.disposed.connect(() => made.dispose());
+      session.disposed.connect(() => {
+        made.dispose();
+        this.known.delete(session);
+      });
     }
     return feed;
+  }
+
+  /** Rows that are kept of each pool. */
+  get limit(): number {
+    return this.most;
+  }
+
+  set limit(limit: number) {
+    this.most = limit;
+    for (const feed of this.known.values()) feed.limit = limit;
   }
 }
 

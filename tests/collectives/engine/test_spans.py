@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
@@ -118,18 +121,40 @@ def test_failed_operations_are_recorded_with_the_times_they_had(two: Ranks) -> N
 def test_a_killed_operation_is_recorded_as_begun_and_failed(two: Ranks) -> None:
     two.run(quiet)
     two.run(total, 5000)
-    survivor, _ = two.start(keep_reducing, ranks=[0]), two.start(keep_reducing, ranks=[1])
-    time.sleep(0.5)  # somewhere in the middle of them
+    with Mail(two) as mail:
+        survivor, _ = two.start(keep_reducing, ranks=[0]), two.start(keep_reducing, ranks=[1])
+        mail.wait()
     two.kill(1)
     survivor.results()
     (found,) = two.run(recorded_failures, ranks=[0])
     assert {(name, ok) for name, _, ok in found} == {("big", False)}, found
 
 
+class Mail:
+    """Knows of the ranks that :func:`keep_reducing`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._told = threading.Event()
+        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        self._client.on_mail("reducing", lambda rank, body: self._told.set())
+
+    def wait(self) -> None:
+        assert self._told.wait(30), "the ranks do not reduce"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
 def keep_reducing() -> None:
+    """Reduce until a rank is lost; tell once that the first one is done and the next ones are under way."""
     try:
-        while True:
+        for number in itertools.count():
             total(LARGE, "big")
+            if number == 3:
+                context.engine().post("reducing", b"")
     except AbortedError:
         return
 

@@ -47,7 +47,8 @@ def forget_failure(shell: Any) -> None:
 
 def stop_here(debugger: bdb.Bdb, frame: FrameType) -> bool:
     """In place of ``Bdb.stop_here``: stepping goes over hvdlab's own functions, and out of a cell into the end of it."""
-    return not is_ours(frame) and _in_cell(frame) and bool(_plain_stop_here(debugger, frame))
+    plumbing = is_ours(frame) or frame.f_globals.get("__name__") == "IPython.core.displayhook"
+    return not plumbing and _in_cell(frame) and bool(_plain_stop_here(debugger, frame))
 
 
 def _in_cell(frame: FrameType) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.recording.rows import FAILED, NOT_STARTED, Rows, distance
+from hvdlab.collectives.recording.rows import FAILED, NOT_STARTED, Rows, distance, joined
 from hvdlab.collectives.recording.series import SeriesStore
 from hvdlab.collectives.recording.shares import SECOND, SECONDS_KEPT, Shares, first_of_each
 
@@ -48,7 +49,7 @@ class Bandwidths:
         self._new.append(rows)
 
     def _digest(self, origin: int) -> None:
-        rows = np.concatenate(self._new)
+        rows = joined(self._new)
         self._new = []
         # The root's tensor is the one that is sent; the others have none. Of a barrier nobody has one.
         rows = rows[((rows["flags"] & (FAILED | NOT_STARTED)) == 0) & (rows["nbytes"] > 0)]
@@ -57,8 +58,9 @@ class Bandwidths:
         length = finish - rows["arrival"] - distance(rows, "started")
         second = (finish - origin) // SECOND
         size = rows["size"].astype(np.float64)
+        kinds = rows["kind"].copy()
         for kind, bus in _BUS.items():
-            own = rows["kind"] == kind
+            own = kinds == kind
             if not own.any():
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -93,36 +95,47 @@ class Bandwidths:
             self._changed.discard(key)
 
 
+class _Came(NamedTuple):
+    """Columns of rows: what it takes to compare arrivals."""
+
+    op: NDArray[np.uint32]
+    arrival: NDArray[np.int64]
+    rank: NDArray[np.uint16]
+    size: NDArray[np.uint16]
+
+
 class Lateness:
     """By how much each rank came later than the first one, at most, in each second."""
 
     def __init__(self) -> None:
-        self._new: list[Rows] = []
-        self._rest: Rows | None = None
+        self._new: list[_Came] = []
+        self._rest: _Came | None = None
         self._most: dict[tuple[int, int], int] = {}  # by rank and second, ns
         self._changed: set[tuple[int, int]] = set()
 
     def add(self, rows: Rows) -> None:
-        self._new.append(rows)
+        matched = rows["op"] > 0
+        self._new.append(_Came(*(rows[name][matched] for name in _Came._fields)))
 
     def digest(self, origin: int) -> None:
         """Compare the arrivals at collectives of which all members' are here."""
         if not self._new:
             return
-        rows = np.concatenate(self._new if self._rest is None else [self._rest, *self._new])
+        parts = self._new if self._rest is None else [self._rest, *self._new]
+        op, arrival, rank, size = (np.concatenate(column) for column in zip(*parts, strict=True))
         self._new = []
-        rows = rows[rows["op"] > 0]
-        rows = rows[np.lexsort((rows["arrival"], rows["op"]))]
-        begins = np.flatnonzero(np.concatenate(([True], rows["op"][1:] != rows["op"][:-1])))
-        counts = np.diff(np.concatenate((begins, [len(rows)])))
-        whole = (counts >= rows["size"][begins]) & (rows["size"][begins] > 1)
+        order = np.lexsort((arrival, op))
+        op, arrival, rank, size = op[order], arrival[order], rank[order], size[order]
+        begins = np.flatnonzero(np.concatenate(([True], op[1:] != op[:-1])))
+        counts = np.diff(np.concatenate((begins, [len(op)])))
+        whole = (counts >= size[begins]) & (size[begins] > 1)
         done = np.repeat(whole, counts)
-        late = (rows["arrival"] - np.repeat(rows["arrival"][begins], counts))[done]
-        alone = np.repeat(rows["size"][begins] == 1, counts)
+        late = (arrival - np.repeat(arrival[begins], counts))[done]
         # What never becomes complete makes room: numbers grow.
-        self._rest = rows[~done & ~alone][-ROWS_UNMATCHED:]
-        seconds = (rows["arrival"][done] - origin) // SECOND
-        ranks = rows["rank"][done].astype(np.int64)
+        left = np.flatnonzero(~done & ~np.repeat(size[begins] == 1, counts))[-ROWS_UNMATCHED:]
+        self._rest = _Came(op[left], arrival[left], rank[left], size[left])
+        seconds = (arrival[done] - origin) // SECOND
+        ranks = rank[done].astype(np.int64)
         order = np.lexsort((late, seconds, ranks))
         keys = np.stack((ranks, seconds), 1)[order]
         other = np.any(keys[1:] != keys[:-1], axis=1)

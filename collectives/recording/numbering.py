@@ -79,6 +79,27 @@ class Numbering:
             self._new, self._old = {}, self._new
 
     def _numbers(self, keys: list[int], bit: int) -> list[int]:
+        return self._alike(keys, bit) or self._each(keys, bit)
+
+    def _alike(self, keys: list[int], bit: int) -> list[int] | None:
+        """The usual case, in which other ranks have told of all of these before, or of none."""
+        if len(set(keys)) < len(keys):
+            return None
+        known = [number for number in map(self._new.get, keys) if number is not None]
+        if len(known) == len(keys):
+            if any(number & bit for number in known):
+                return None
+            self._new.update(zip(keys, [number | bit for number in known], strict=True))
+            return [number & 0xFFFFFFFF for number in known]
+        following = self._next + len(keys)
+        if known or following > 0xFFFFFFFF or not self._old.keys().isdisjoint(keys):
+            return None
+        found = list(range(self._next, following))
+        self._new.update(zip(keys, (number | bit for number in found), strict=True))
+        self._next = following
+        return found
+
+    def _each(self, keys: list[int], bit: int) -> list[int]:
         # Called for every tensor of every collective on every rank: names that are local are found quicker.
         new, following = self._new, self._next
         find, find_old = new.get, self._old.get

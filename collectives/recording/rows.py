@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,14 @@ ROW = np.dtype(
 )
 
 
+_WHOLE = np.dtype((np.void, ROW.itemsize))
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """A copy of rows one after the other; numpy looks at each column of them if it is not kept from it."""
+    return np.concatenate([part.view(_WHOLE) for part in parts]).view(ROW) if parts else np.empty(0, ROW)
+
+
 def rows_of(records: NDArray[Any], rank: int, offset_ns: int) -> Rows:
     """Rows of records of spans; the names and numbers of operations are still to be set."""
     rows = np.zeros(len(records), ROW)
@@ -108,6 +117,9 @@ class RowStore:
         self.limit = limit
         self.begin = self.end = 0
         self._chunks: deque[Rows] = deque()
+        self._spare: Rows | None = (
+            None  # used again: memory that is given back and asked for anew gets scattered
+        )
         self._filled = 0
 
     def __len__(self) -> int:
@@ -118,15 +130,15 @@ class RowStore:
         taken = 0
         while taken < len(rows):
             if not self._chunks or self._filled == self.CHUNK:
-                self._chunks.append(np.empty(self.CHUNK, ROW))
-                self._filled = 0
+                self._chunks.append(np.empty(self.CHUNK, ROW) if self._spare is None else self._spare)
+                self._spare, self._filled = None, 0
             count = min(self.CHUNK - self._filled, len(rows) - taken)
             self._chunks[-1][self._filled : self._filled + count] = rows[taken : taken + count]
             self._filled += count
             taken += count
         self.end += len(rows)
         while len(self) > self.limit and len(self._chunks) > 1:
-            self._chunks.popleft()
+            self._spare = self._chunks.popleft()
             self.begin += self.CHUNK
 
     def clear(self) -> int:
@@ -148,4 +160,4 @@ class RowStore:
             if lo < hi:
                 parts.append(chunk[lo:hi])
             at += self.CHUNK
-        return first, np.concatenate(parts) if parts else np.empty(0, ROW)
+        return first, joined(parts)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.recording.intervals import Times, Union
-from hvdlab.collectives.recording.rows import NOT_STARTED, Rows, distance
+from hvdlab.collectives.recording.rows import NOT_STARTED, Rows, distance, joined
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 600
@@ -134,7 +134,7 @@ class Shares:
     def _digest(self, origin: int) -> None:
         if not self._new:
             return
-        rows = np.concatenate(self._new)
+        rows = joined(self._new)
         self._new = []
         arrival = rows["arrival"].astype(np.int64)
         finish = arrival + distance(rows, "finished")
@@ -213,7 +213,9 @@ def first_of_each(rows: Rows, before: tuple[int, ...]) -> tuple[NDArray[np.bool_
     names = [rows[name].astype(np.int64) for name in ("set", "epoch", "sequence", "batch")]
     other = np.ones(len(rows), np.bool_)
     if len(rows):
-        other[1:] = np.any([column[1:] != column[:-1] for column in names], axis=0)
+        other[1:] = False
+        for column in names:
+            other[1:] |= column[1:] != column[:-1]
         other[0] = tuple(int(column[0]) for column in names) != before
         before = tuple(int(column[-1]) for column in names)
     return other, before

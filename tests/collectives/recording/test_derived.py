@@ -252,4 +252,4 @@ def test_what_is_kept_for_the_derivation_is_bounded(monkeypatch: pytest.MonkeyPa
     assert len(one._under_way) <= 500
     rest = recording._derived._lateness._rest
     assert rest is not None
-    assert len(rest) == 0
+    assert len(rest.op) == 0

@@ -14,6 +14,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.recording import Recording, names, summarize
+from hvdlab.collectives.recording.numbering import Numbering
 from hvdlab.collectives.recording.rows import ROW, RowStore
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import (
@@ -329,3 +330,37 @@ def test_without_pyarrow_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ModuleNotFoundError, match="pip install pyarrow"):
         Recording().arrow()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 9), max_size=8)), max_size=30))
+def test_many_at_once_get_the_numbers_that_one_by_one_they_would(
+    batches: list[tuple[int, list[int]]],
+) -> None:
+    quick, plain = Numbering(), Numbering()
+    for place, (rank, keys) in enumerate(batches):
+        bit = 1 << (rank + 32)
+        assert quick._numbers(keys, bit) == plain._each(keys, bit)
+        if place % 7 == 6:
+            for one in (quick, plain):
+                one._new, one._old = {}, one._new
+        assert (quick._new, quick._old, quick._next) == (plain._new, plain._old, plain._next)
+    last = Numbering(), Numbering()
+    for one in last:
+        one._next = 0xFFFFFFFE  # numbers begin anew
+    assert (
+        last[0]._numbers([1, 2, 3], 1 << 32)
+        == last[1]._each([1, 2, 3], 1 << 32)
+        == [0xFFFFFFFE, 0xFFFFFFFF, 1]
+    )
+
+
+def test_the_rows_that_are_kept_are_the_newest_whatever_memory_they_lie_in() -> None:
+    store = RowStore(3 * RowStore.CHUNK)
+    for first in range(0, 10 * RowStore.CHUNK, 5000):
+        rows = np.zeros(5000, ROW)
+        rows["arrival"] = np.arange(first, first + 5000)
+        store.append(rows)
+        begin, kept = store.since(0)
+        assert begin == store.begin
+        assert (kept["arrival"] == np.arange(begin, first + 5000)).all()
+    assert store.begin > 0

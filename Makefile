@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 NP ?= 4
 INSTALLED := $(VENV)/.installed
 
-# With RETRY=1, what failed is run once more.
-AGAIN := $(BIN)/python -m pytest -m "not soak" --last-failed --last-failed-no-failures none
+# With RETRY=1, what failed is run once more, and named at the end.
+AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types unit views soak chaos bench figures tables clean
+.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,8 +37,10 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports
 
 types: $(INSTALLED)
-	$(BIN)/mypy
-	$(BIN)/pyright
+	@$(MAKE) --no-print-directory --jobs=2 mypy pyright
+
+mypy pyright: $(INSTALLED)
+	$(BIN)/$@
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))

@@ -30,7 +30,7 @@ def train(steps: int) -> None:
 
 def test_the_variable_makes_a_sound_trace_of_a_training(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with Ranks(2, init=False, env={"HOROVOD_TIMELINE": str(path)}) as ranks:
+    with Ranks(2, init=False, env={"HOROVOD_TIMELINE": str(path)}, imports=["torch"]) as ranks:
         ranks.run(train, 5, timeout=60)
     checked = subprocess.run(
         [sys.executable, "-m", "hvdlab.collectives.timeline.check", str(path)],

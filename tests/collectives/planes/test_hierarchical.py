@@ -146,7 +146,7 @@ def started(
     hosts, environment, plane, shares = request.param
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with Ranks(len(hosts), init=False, tls=len(set(hosts)) == 1) as ranks:
+    with Ranks(len(hosts), init=False, tls=len(set(hosts)) == 1, imports=["torch"]) as ranks:
         ranks.run(join, hosts, timeout=60)
         yield ranks, plane, shares
 
@@ -176,7 +176,7 @@ def test_the_name_of_a_host_decides_the_place() -> None:
 
 
 def test_process_sets_of_parts_of_hosts() -> None:
-    with Ranks(4, init=False) as ranks:
+    with Ranks(4, init=False, imports=["torch"]) as ranks:
         ranks.run(join, "aabb", timeout=60)
         assert ranks.run(of_a_set, [0, 1, 3], timeout=60) == [
             "hierarchical",

@@ -63,7 +63,7 @@ def side_by_side(count: int, used: bool) -> tuple[Held, Held]:
 
 @pytest.mark.parametrize(("plane", "hosts"), [("shm", "aa"), ("gloo", "aa"), ("hierarchical", "aab")])
 def test_nothing_is_left_of_planes(plane: str, hosts: str) -> None:
-    with Ranks(len(hosts), init=False) as ranks:
+    with Ranks(len(hosts), init=False, imports=["torch"]) as ranks:
         ranks.run(join, hosts, plane, timeout=60)
         before = ranks.run(come_and_go, 1, timeout=60)
         unused = ranks.run(side_by_side, SETS, False, timeout=60)

@@ -71,6 +71,12 @@ def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFa
         ps.past_failure = (now + state.options.failure_grace, message.epoch, rank.rank, message.text)
 
 
+def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        state.sets.switch(ps, tuple(member for member in ps.members if member not in ps.gone))
+
+
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
     if rank.tracked:
         state.check_admission = True
@@ -158,6 +164,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.Post: _on_post,
     m.Withdraw: _on_withdraw,
     m.PlaneFailed: _on_plane_failed,
+    m.Renew: _on_renew,
     m.CellBegin: _on_cell_begin,
     m.CellEnd: _on_cell_end,
     m.Elastic: on_elastic,

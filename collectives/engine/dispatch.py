@@ -19,6 +19,7 @@ from hvdlab.collectives.engine.effects import (
 )
 from hvdlab.collectives.engine.executor import Executor, Lane
 from hvdlab.collectives.engine.guarded import GuardedState, complete
+from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot
@@ -29,7 +30,7 @@ from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
 
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before its thread is abandoned."""
@@ -51,6 +52,7 @@ class Dispatcher:
         self._spans = spans
         self._address = address
         self._tickets = Tickets()
+        self.lacking = Lacking(self.send, self._call_later)
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
@@ -134,12 +136,20 @@ class Dispatcher:
         assert self.control is not None
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
 
+    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        assert self.control is not None
+        self.control.call_later(seconds, call)
+
     def _new_epoch(self, effect: NewEpoch) -> None:
         memory = self._endpoint.take_descriptor() if effect.has_memory else -1
         if effect.index < 0:
             if memory >= 0:
                 os.close(memory)
             return
+        if effect.has_memory and memory == LOST:
+            self.lacking.lost(effect.process_set, effect.epoch)
+        else:
+            self.lacking.came(effect.process_set)
         store = EngineStore(effect.process_set, effect.epoch, self._tickets, self.send)
         context = PlaneContext(
             effect.process_set,

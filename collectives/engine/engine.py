@@ -323,6 +323,7 @@ class Engine:
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
         self.cells_begun += 1
+        self._dispatcher.lacking.look()  # the cell before may have closed what was open
         self.recorder.cell_begin(cell)
         self._guarded.tell(lambda state: state.begin_cell(cell))
 

@@ -248,6 +248,13 @@ class PlaneFailed(Message, frozen=True):
     text: str
 
 
+class Renew(Message, frozen=True):
+    """The memory of this epoch did not reach this rank, which could have it now: what is pending is for the next one."""
+
+    process_set: int
+    epoch: int
+
+
 class CellBegin(Message, frozen=True):
     """A cell began to run here."""
 
@@ -570,6 +577,7 @@ FromRank = (
     | Resumed
     | Withdraw
     | PlaneFailed
+    | Renew
     | CellBegin
     | CellEnd
     | Elastic

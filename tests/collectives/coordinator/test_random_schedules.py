@@ -153,6 +153,12 @@ class RandomSchedules(RuleBasedStateMachine):
             rank.say(m.PlaneFailed(set_id, rank.sets[set_id].epoch, "no luck"))
 
     @rule(who=index, where=index)
+    def renew(self, who: int, where: int) -> None:
+        rank = self.pick(who)
+        if rank is not None and (set_id := self.target(rank, where)) is not None:
+            rank.say(m.Renew(set_id, rank.sets[set_id].epoch))
+
+    @rule(who=index, where=index)
     def block(self, who: int, where: int) -> None:
         rank = self.pick(who)
         if rank is None or (set_id := self.target(rank, where)) is None:

@@ -348,6 +348,20 @@ def test_a_failed_plane_ends_the_epoch_after_a_moment() -> None:
     assert last(sim.ranks[1], m.Abort).text == "the data plane failed on rank 0: connection reset"
 
 
+def test_an_epoch_is_renewed_for_one_whose_memory_was_lost() -> None:
+    sim = simulate(2)
+    submit(sim, "early", 1)
+    sim.ranks[0].say(m.Renew(0, 1))
+    sim.drain()
+    assert [last(rank, m.Configure).epoch for rank in sim.ranks.values()] == [2, 2]
+    assert count(sim.ranks[1], m.Abort) == 0
+    submit(sim, "early", 0)
+    assert isinstance(sim.ranks[1].submissions[0].outcome, m.Execute)
+    sim.ranks[1].say(m.Renew(0, 1))  # as the other rank, which did not know yet
+    sim.drain()
+    assert last(sim.ranks[1], m.Configure).epoch == 2
+
+
 def test_a_death_explains_a_failed_plane() -> None:
     sim = simulate(3)
     sim.ranks[0].say(m.PlaneFailed(0, 1, "connection reset"))

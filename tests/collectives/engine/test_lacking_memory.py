@@ -1,0 +1,111 @@
+"""A rank that has no file descriptor left when its group's memory comes, and has some again later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine import lacking
+from hvdlab.collectives.engine.lacking import Lacking
+from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.protocol import messages as m
+from ranks import Ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+held: list[int] = []
+
+
+def fill() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+
+
+def give_up() -> None:
+    context.engine().withdraw("a new group, please")
+
+
+def epoch() -> int:
+    return context.engine()._guarded.state.sets[0].epoch
+
+
+def await_epoch(number: int) -> None:
+    deadline = Deadline(20)
+    while epoch() < number:
+        deadline.check("the next group")
+
+
+def free() -> None:
+    while held:
+        os.close(held.pop())
+
+
+def begin_cell() -> None:
+    context.engine().begin_cell("a cell")
+
+
+def total() -> float:
+    return float(api.allreduce(np.ones(100_000, np.float32), "total", op=api.Sum)[0])
+
+
+def test_the_first_collective_works_once_there_are_descriptors_again(ranks: Ranks) -> None:
+    assert ranks.run(total) == [2.0] * 2
+    (first, _) = ranks.run(epoch)
+    ranks.run(fill, ranks=[1])
+    ranks.run(give_up, ranks=[0])
+    ranks.run(await_epoch, first + 1)
+    outcomes = ranks.outcomes(total)
+    assert all(isinstance(error, AbortedError) for error in outcomes)
+    assert "ulimit -n" in str(outcomes[0])
+    ranks.run(await_epoch, first + 2)  # without memory as well
+    ranks.run(free, ranks=[1])
+    ranks.run(begin_cell, ranks=[1])
+    assert ranks.run(total) == [2.0] * 2
+
+
+def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
+    (first, _) = ranks.run(epoch)
+    ranks.run(fill, ranks=[1])
+    ranks.run(give_up, ranks=[0])
+    ranks.run(await_epoch, first + 1)
+    ranks.run(free, ranks=[1])
+    ranks.run(await_epoch, first + 2)
+    assert ranks.run(total) == [2.0] * 2
+
+
+def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = False
+    monkeypatch.setattr(lacking, "_has_descriptor", lambda: there)
+    sent: list[m.Message] = []
+    calls: list[Any] = []
+    lack = Lacking(sent.append, lambda seconds, call: calls.append(call))
+    lack.lost(0, 5)
+    lack.lost(3, 2)
+    lack.lost(0, 6)
+    assert len(calls) == 1
+    calls.pop()()
+    assert not sent
+    assert len(calls) == 1
+    lack.came(3)
+    there = True
+    calls.pop()()
+    assert sent == [m.Renew(0, 6)]
+    assert not calls
+    lack.look()
+    assert len(sent) == 1

@@ -37,6 +37,8 @@ WAIT_MS = 60_000
 
 EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
 
+KERNELSPEC = Path(__file__).parents[1] / "kernel_ext" / "spmd" / "kernelspec"
+
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none", "showHiddenCellsButton": False},
@@ -172,6 +174,9 @@ def _server(directory: Path, work: Path, theme: str, classic: bool) -> Iterator[
     link = directory / "share" / "labextensions" / "@hvdlab" / "labextension"
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(EXTENSION)
+    kernels = directory / "share" / "kernels"
+    kernels.mkdir()
+    (kernels / "hvdlab").symlink_to(KERNELSPEC)
     environment = os.environ | {
         "JUPYTER_PATH": str(directory / "share"),
         "JUPYTERLAB_SETTINGS_DIR": str(directory / "settings"),

@@ -183,6 +183,7 @@ class RankAgent:
             self._capture.credit(mail.cell, mail.taken)
         elif isinstance(mail, Settled):
             self._capture.settled(mail.cell)
+            self._prompting.settled(mail.cell)
         elif isinstance(mail, Resync):
             self._capture.resync(mail.cells)
             self._prompting.ask_again()

@@ -82,6 +82,7 @@ class Prompting:
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._waiting: dict[int, _Waiting] = {}
         self._nobody = False
+        self._settled = ""  # a cell that nobody waits for any more
         self._cell = ""
         self._pid = os.getpid()
 
@@ -111,7 +112,7 @@ class Prompting:
         what = _WHAT[kind]
         if os.getpid() != self._pid:
             raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
-        if not self._cell or self._nobody:
+        if self._cell in ("", self._settled) or self._nobody:
             raise StdinNotImplementedError(NOBODY.format(what=what))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -158,6 +159,12 @@ class Prompting:
         """The pool may have missed mail."""
         for waiting in tuple(self._waiting.values()):
             self._post(waiting.ask)
+
+    def settled(self, cell: str) -> None:
+        """The pool wants nothing more of this cell. If it still runs, it was given up."""
+        if cell == self._cell:
+            self._settled = cell
+            self._end_all(NOBODY)
 
     def attended(self, somebody: bool) -> None:
         """Whether there is a notebook that could answer. Any thread."""

@@ -272,7 +272,8 @@ def main() -> None:
     options = parser.parse_args()
     load = round(os.getloadavg()[1], 1)
     found = {"cores": len(os.sched_getaffinity(0)), "load_before": load, **measures[options.command](options)}
-    print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=2))
+    found.pop("samples", None)  # they were printed
+    print(json.dumps(found, indent=2))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -102,10 +102,22 @@ def frame(
     records: bytes,
 ) -> bytes:
     """Put definitions (number, text, call site) and packed records together into one batch."""
-    definitions = [DEFINITION.pack(ident, len(text), len(site)) + text + site for ident, text, site in names]
+    return frame_defined(rank, clock, dropped, refused, *define(names), records)
+
+
+def define(names: Iterable[tuple[int, bytes, bytes]]) -> tuple[int, bytes]:
+    """How many definitions there are, and the part of a batch that they make up."""
+    found = [DEFINITION.pack(ident, len(text), len(site)) + text + site for ident, text, site in names]
+    return len(found), b"".join(found)
+
+
+def frame_defined(
+    rank: int, clock: int, dropped: int, refused: int, definitions: int, table: bytes, records: bytes
+) -> bytes:
+    """As :func:`frame`, with what :func:`define` has made."""
     count = len(records) // RECORD_BYTES
-    head = HEADER.pack(MAGIC, VERSION, 0, rank, len(definitions), count, clock, dropped, refused)
-    return b"".join((head, *definitions, records))
+    head = HEADER.pack(MAGIC, VERSION, 0, rank, definitions, count, clock, dropped, refused)
+    return head + table + records
 
 
 def pack_span(name_id: int, span: Span) -> bytes:

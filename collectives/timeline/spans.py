@@ -84,6 +84,8 @@ class Recorder:
         self._texts_before: dict[int, tuple[bytes, bytes]] = {}
         self._next_id = 1
         self._max_names = max_names
+        self._defined: set[int] | None = None  # the names of the last batch, and what defines them
+        self._table = (0, b"")
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -372,6 +374,10 @@ class Recorder:
         # The name is the second 32-bit word of every record.
         used = set(memoryview(chunk).cast("I")[1 :: RECORD_BYTES // 4])
         used.discard(0)
-        texts, before = self._texts, self._texts_before
-        names = [(ident, *(texts.get(ident) or before.get(ident, _UNKNOWN))) for ident in sorted(used)]
-        return records.frame(self.rank, clock_domain(), self.dropped, self.refused, names, chunk)
+        # Steps of a training are alike: most batches have the names of the one before. Numbers are never used again.
+        if used != self._defined:
+            texts, before = self._texts, self._texts_before
+            names = [(ident, *(texts.get(ident) or before.get(ident, _UNKNOWN))) for ident in sorted(used)]
+            self._defined, self._table = used, records.define(names)
+        lost = self.dropped, self.refused
+        return records.frame_defined(self.rank, clock_domain(), *lost, *self._table, chunk)

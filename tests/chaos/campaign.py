@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from chaos import census
+from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
 from chaos.figures import Outcome
 from hvdlab.kernel_ext.cells.results import CellResults
@@ -38,10 +38,12 @@ class Hang(Exception):
 
 
 class Sink:
-    """Keeps what a cell tells its user, with the time."""
+    """Keeps what a cell tells its user, with the time, and when it heard of each rank's end."""
 
     def __init__(self) -> None:
         self.told: list[tuple[float, str]] = []
+        self.ends: dict[int, float] = {}
+        self.over = False
         self._changed = threading.Condition()
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -50,7 +52,12 @@ class Sink:
                 self.tell(f"rank {rank} wrote: {chunk.text.rstrip()}")
 
     def done(self, rank: int, done: CellDone | None) -> None:
-        pass
+        self.ends[rank] = time.monotonic()
+
+    def finished(self, results: CellResults) -> None:
+        with self._changed:
+            self.over = True
+            self._changed.notify_all()
 
     def note(self, text: str) -> None:
         self.tell(text)
@@ -66,13 +73,13 @@ class Sink:
             self._changed.notify_all()
 
     def await_line(self, wanted: Callable[[str], bool], timeout: float) -> tuple[float, str] | None:
-        """The first line that is wanted, with its time; None if none comes within the time."""
+        """The first line that is wanted, with its time; None if none comes within the time, or before the cell's end."""
 
         def found() -> tuple[float, str] | None:
             return next((line for line in self.told if wanted(line[1])), None)
 
         with self._changed:
-            self._changed.wait_for(lambda: found() is not None, timeout)
+            self._changed.wait_for(lambda: found() is not None or self.over, timeout)
             return found()
 
 
@@ -162,6 +169,8 @@ class Campaign:
         self._stack.enter_context(self._surroundings())
         self.mailbox = Mailbox(self.directory / "mail")
         self._stack.callback(self.mailbox.close)
+        clock = self._stack.enter_context(standstill.start(self.mailbox.path, census.MARK))
+        self._stack.callback(clock.stdin.close)  # type: ignore[union-attr]  # it is a pipe
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,8 @@ class LiveKernel:
         strip: Whether cells get a live strip. Whether one comes depends on how quick the machine is, so tests that look
             at all displays do without.
         name: Which kernel.
-        environment: Variables that are set for it.
+        environment: Variables that are set for it. Ranks have only numpy from the beginning, unless ``HVDLAB_PRELOAD``
+            is among them: importing torch takes longer than most tests.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class LiveKernel:
         name: str = "python3",
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self.directory = directory
         self.manager = KernelManager(kernel_name=name)
-        given = {"HVDLAB_STRIP": str(int(strip)), **(environment or {})}
+        preload = os.environ.get("HVDLAB_PRELOAD", "numpy")
+        given = {"HVDLAB_STRIP": str(int(strip)), "HVDLAB_PRELOAD": preload, **(environment or {})}
         self.manager.start_kernel(cwd=str(directory), env=os.environ | given)
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()

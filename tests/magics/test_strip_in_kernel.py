@@ -31,7 +31,7 @@ def leak_check() -> None:
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
     directory = tmp_path_factory.mktemp("kernel")
-    kernel = LiveKernel(directory, strip=True)
+    kernel = LiveKernel(directory, strip=True, environment={"HVDLAB_PRELOAD": "torch"})
     kernel.directory = directory  # type: ignore[attr-defined]  # of this test
     kernel.run("%load_ext hvdlab")
     assert not kernel.run("%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()").error

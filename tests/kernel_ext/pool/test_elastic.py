@@ -63,6 +63,12 @@ class Watching(NullSink):
             callback()
 
 
+@pytest.fixture(autouse=True)
+def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks need it, and what the first optimizer imports: once is enough."""
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_repaired_rank_joins_the_training_of_the_others(

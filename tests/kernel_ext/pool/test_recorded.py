@@ -39,6 +39,12 @@ for step in range(1, 20):
 """
 
 
+@pytest.fixture(autouse=True)
+def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks need it, and what the first optimizer imports: once is enough."""
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
+
+
 @pytest.fixture
 def pool(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pool:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 PATIENCE = 5.0
-"""Seconds that a rank has to answer; its first completion imports jedi."""
+"""Seconds that an idle rank has to answer; its first completion imports jedi."""
+
+BUSY_PATIENCE = 2.0
+"""Seconds that one has which runs a cell; it answers at once, or its interpreter is held by other code."""
 
 
 class KernelRanks:
@@ -37,11 +40,11 @@ class KernelRanks:
 
     def complete(self, code: str, cursor: int) -> Completions | None:
         """Completions from the first rank."""
-        return self._ask(lambda pool: pool.complete(code, cursor, timeout=PATIENCE))
+        return self._ask(lambda pool: pool.complete(code, cursor, timeout=_patience(pool)))
 
     def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
         """Documentation from the first rank."""
-        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=PATIENCE))
+        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=_patience(pool)))
 
     def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
         """Expressions of a client."""
@@ -64,3 +67,7 @@ class KernelRanks:
             return ask(pool)
         except HvdlabError:  # it broke down, or has no ranks; the next cell says so
             return None
+
+
+def _patience(pool: Pool) -> float:
+    return BUSY_PATIENCE if pool.state == "running" else PATIENCE

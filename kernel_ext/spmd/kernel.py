@@ -119,7 +119,11 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
             if answer is None:
                 return self._unknown(cursor, self._silence())
         reply = _reply(answer if answer is not None else Completions(0, (), cursor, cursor))
-        if here is not None and here["cursor_start"] == reply["cursor_start"]:
+        if here is not None:
+            if (
+                here["cursor_start"] != reply["cursor_start"]
+            ):  # the rank took a magic's name for one of Python's
+                return here
             reply["matches"] += [name for name in here["matches"] if name not in reply["matches"]]
             reply["metadata"][_TYPES] += here["metadata"].get(_TYPES, [])
         return reply

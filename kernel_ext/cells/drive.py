@@ -38,7 +38,7 @@ from hvdlab.kernel_ext.cells.events import (
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, settle, status_of
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
 from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND
@@ -198,9 +198,10 @@ class CellHandle:
 
     def _ask_user(self, question: Question) -> None:
         """Let the user answer a rank. On this thread, which does nothing else meanwhile."""
+        settle(self._sink)
         if self._desk.shows_status:
             self._status(self._desk.status(), final=False)
-            self._tick(time.monotonic())
+        self._tick(time.monotonic())
         try:
             told = self._desk.ask(question)
         except KeyboardInterrupt:
@@ -209,7 +210,7 @@ class CellHandle:
         if told:
             self._sink.note(told)
         if self._desk.shows_status:
-            self._status("", final=False)
+            self._status("", final=True)
         if self._desk.ranks != self._at_prompts:
             self._at_prompts = self._desk.ranks
             self._take(AtPrompts(self._at_prompts), time.monotonic())

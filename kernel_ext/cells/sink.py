@@ -61,6 +61,20 @@ class EndingSink(OutputSink, Protocol):
         """The run is over; called once, after all of its output was written."""
 
 
+@runtime_checkable
+class SettlingSink(OutputSink, Protocol):
+    """A sink that holds output back, and can be told to show all of it now."""
+
+    def settle(self) -> None:
+        """The user is about to be asked something: what was written before is to be seen."""
+
+
+def settle(sink: OutputSink) -> None:
+    """Have a sink show what it holds back, if it does."""
+    if isinstance(sink, SettlingSink):
+        sink.settle()
+
+
 class AsNotes:
     """What the run waits for, for a sink that only knows notes: when it begins, and how it ends."""
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, settle, status_of
 from hvdlab.kernel_ext.output.lines import current
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
@@ -117,6 +117,9 @@ class LimitedSink:
 
     def backlog(self) -> int:
         return self._inner.backlog()
+
+    def settle(self) -> None:
+        settle(self._inner)
 
     def hurry(self) -> None:
         self._inner.hurry()

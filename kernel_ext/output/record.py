@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, ShowsStatus, TimedSink, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, ShowsStatus, TimedSink, settle, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
@@ -96,6 +96,10 @@ class Recorder:
     def tick(self, now: float) -> float | None:
         times = [sink.tick(now) for sink, _ in self._sinks if isinstance(sink, TimedSink)]
         return min((at for at in times if at is not None), default=None)
+
+    def settle(self) -> None:
+        for sink, _ in self._sinks:
+            settle(sink)
 
     def backlog(self) -> int:
         return max((sink.backlog() for sink, _ in self._sinks if isinstance(sink, TimedSink)), default=0)

@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
 from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask, Reply
 
 GATHER = 0.3
-"""Seconds after a question in which others may come, and what was written before it is shown."""
+"""Seconds after a question in which others may come."""
 
 RETURN = 0.6
 """Seconds that ranks which were answered have to ask again, before the user is asked for others that wait."""
@@ -58,8 +58,10 @@ class PromptQueue:
             return [Answer(rank, known)] if known.number == ask.number else []
         if (rank, ask.number) not in self._waiting:
             self._waiting[rank, ask.number] = ask
+            awaited = rank in self._expected
             self._expected.discard(rank)
-            self._gather_until = now + GATHER
+            # When all that were answered are back there is nobody else to be waited for.
+            self._gather_until = now if awaited and not self._expected else now + GATHER
         return []
 
     def unasked(self, rank: int, number: int) -> None:

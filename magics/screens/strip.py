@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, settle, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone
@@ -84,6 +84,11 @@ class Strip:
             logger.exception("the strip under the cell is not shown any more")
             self._at = None
         return self._at
+
+    def hasten(self) -> None:
+        """Nothing is done for a while after the next tick: the state is to be shown in that."""
+        if self._view is not None and self._at is not None:
+            self._at = float("-inf")
 
     def _step(self, now: float) -> float | None:
         if self._loading is None:
@@ -169,6 +174,10 @@ class StripSink:
     def status(self, text: str, *, final: bool) -> None:
         self._strip.stalled = "" if final else text
         self._show_status(text, final=final)
+
+    def settle(self) -> None:
+        settle(self._inner)
+        self._strip.hasten()
 
     def tick(self, now: float) -> float | None:
         at = self._inner.tick(now)

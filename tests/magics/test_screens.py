@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
 from hvdlab.magics.screens.pacing import Pacer, wire_size
@@ -276,3 +278,13 @@ def test_pages_are_updated_now_and_then_and_at_the_end() -> None:
     (shown,) = recorder.areas().values()
     assert "<pre>a</pre>" in shown["text/html"]
     assert len(recorder.sent) == 2
+
+
+def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
+    notebook, recorder, clock = screen(2)
+    sink = MergingSink(LineMerger(range(2)), notebook, clock)
+    sink.output(1, (Stream("stdout", "only here\n"),))
+    sink.tick(clock())
+    assert recorder.sent == []
+    sink.settle()
+    assert recorder.sent == [("stdout", "[1] only here\n")]

@@ -29,7 +29,8 @@ from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
-from joint_simulation import SimEntry, SimRank, Simulation, allreduce
+from joint_ranks import SimEntry, SimRank
+from joint_simulation import Simulation, allreduce
 
 _SIZES = (1, 2, 2, 3, 3, 4)
 ACTIONS = (

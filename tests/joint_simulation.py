@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,11 +27,12 @@ from hvdlab.collectives.coordinator.events import (
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
-from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
+from joint_planes import Planes
+from joint_ranks import Scope, SimEntry, SimRank
 
 CLIENT = 1
 _FIRST_PEER = 100
@@ -40,77 +40,8 @@ _PATIENCE = 5.0
 """Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""
 
 
-class SimEntry(Entry):
-    """An entry that remembers how it ended."""
-
-    __slots__ = ("number", "outcome")
-
-    def __init__(self, request: Request, site: str, number: int = 0) -> None:
-        Entry.__init__(self, request, site, 0)
-        self.number = number
-        self.outcome: object = None
-
-    def complete(self, outcome: object) -> None:
-        assert self.outcome is None, f"{self.name} ended twice: {self.outcome!r}, {outcome!r}"
-        self.outcome = outcome
-
-
-Scope = tuple[int, int]  # process set, epoch
-Operation = tuple[int, int, int, int]  # process set, epoch, sequence, batch
-
-
-@dataclass(eq=False)
-class SimRank:
-    """One rank's process: its state, its connection's queues, its executor.
-
-    Attributes:
-        pid: Which process it is; no other has it.
-        peer: Its connection.
-        generation: Of the coordinator that it is, or was, connected to.
-        alive: Whether it is part of the job, as far as it knows.
-        open: Whether the coordinator listens to its connection.
-        ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
-        lost: Whether it looks for a successor of its coordinator.
-        cut: Whether its network has failed.
-        killed, told_to_leave: What happened to it.
-        blocked: What its user waits for.
-        world: Ranks that live, as far as it was told.
-        cells: Those that run here. known_cells: Those that ever did.
-        members: Process ids of the members of each epoch.
-        aborted, broken: Epochs whose plane was ended, or has failed here.
-        order: What was executed in each epoch.
-    """
-
-    rank: int
-    pid: int
-    state: RankState
-    peer: int = 0
-    generation: int = -1
-    alive: bool = True
-    open: bool = True
-    ending: bool = False
-    lost: bool = False
-    cut: bool = False
-    killed: bool = False
-    told_to_leave: bool = False
-    blocked: SimEntry | None = None
-    world: tuple[int, ...] = ()
-    to_coordinator: deque[m.Message] = field(default_factory=deque)
-    from_coordinator: deque[m.Message | None] = field(default_factory=deque)
-    jobs: deque[RunBatch] = field(default_factory=deque)
-    cells: dict[str, None] = field(default_factory=dict)
-    known_cells: set[str] = field(default_factory=set)
-    members: dict[Scope, tuple[int, ...]] = field(default_factory=dict)
-    aborted: set[Scope] = field(default_factory=set)
-    broken: set[Scope] = field(default_factory=set)
-    entries: list[SimEntry] = field(default_factory=list)
-    done: set[Operation] = field(default_factory=set)
-    order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)
-
-
 class Simulation:
-    """Ranks, a coordinator and, if wanted, a client. Planes are a meeting: an operation ends when all its members have
-    come to it.
+    """Ranks, a coordinator and, if wanted, a client.
 
     Args:
         size: Number of ranks.
@@ -140,10 +71,10 @@ class Simulation:
         self.former: list[SimRank] = []
         self.client: deque[m.Message] = deque()
         self.epochs: dict[Scope, tuple[int, ...]] = {}
-        self.results: dict[Operation, object] = {}
         self._newest: dict[int, int] = {}
         self._by_peer: dict[int, SimRank] = {}
         self.by_pid: dict[int, SimRank] = {}
+        self.planes = Planes(self.by_pid)
         self._peers = _FIRST_PEER
         self._running: dict[str, set[int]] = {}  # processes that may run each cell
         self._told: m.World | None = None  # what the client was told of
@@ -359,10 +290,10 @@ class Simulation:
                 if me.from_coordinator:
                     choices.append((self._from_coordinator, me))
                 if me.jobs and work:
-                    if self._can_run(me):
-                        choices.append((self._run_job, me))
-                    elif self._meets_nobody(me):
-                        choices.append((self._break_plane, me))
+                    if self.planes.can_run(me):
+                        choices.append((self.planes.run, me))
+                    elif self.planes.meets_nobody(me):
+                        choices.append((self.planes.break_one, me))
         if self.client and not (isinstance(self.client[0], m.Post) and self.coordinator.restoring.active):
             choices.append((self._from_client, self.ranks[0]))
         if choices:
@@ -491,58 +422,6 @@ class Simulation:
                 case NewEpoch():
                     me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
 
-    # -- planes ---------------------------------------------------------------------------------------------------
-
-    def _can_run(self, me: SimRank) -> bool:
-        job = me.jobs[0]
-        here = _operation(job)
-        if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
-            return True
-        others = [self.by_pid[pid] for pid in me.members[here[:2]]]
-        return all(here in o.done or (o.alive and o.jobs and _operation(o.jobs[0]) == here) for o in others)
-
-    def _meets_nobody(self, me: SimRank) -> bool:
-        """Whether the plane notices that somebody else will not come."""
-        here = _operation(me.jobs[0])
-        others = [self.by_pid[pid] for pid in me.members[here[:2]]]
-        return any(here not in o.done and (not o.alive or here[:2] in o.broken) for o in others)
-
-    def _break_plane(self, me: SimRank) -> None:
-        job = me.jobs.popleft()
-        me.broken.add((job.process_set, job.epoch))
-        me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
-
-    def _run_job(self, me: SimRank) -> None:
-        job = me.jobs.popleft()
-        here = _operation(job)
-        if here[:2] in me.aborted or here[:2] in me.broken:
-            return
-        me.done.add(here)
-        names = tuple(f"{e.request.kind.label} {e.name}" for e in job.entries)
-        me.order.setdefault(here[:2], []).append(names)
-        result = self._result(me, job, names)
-        for entry in job.entries:
-            if me.state.finish(entry) and isinstance(entry, SimEntry):
-                entry.complete(("done", *here, names, result))
-
-    def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
-        """What comes out on this rank, as far as it may not differ from what comes out on others."""
-        here = _operation(job)
-        if _is_local(job):
-            result: object = (names, job.tables, job.payloads)
-        elif here in self.results:
-            return self.results[here]
-        else:
-            jobs = [self.by_pid[pid].jobs for pid in me.members[here[:2]]]
-            met = [me_jobs[0] if me_jobs and _operation(me_jobs[0]) == here else job for me_jobs in jobs]
-            for other in met:
-                assert tuple(f"{e.request.kind.label} {e.name}" for e in other.entries) == names
-                assert other.tables == job.tables
-            result = (names, job.tables, tuple(map(_tag, zip(*(x.entries for x in met), strict=True))))
-        known = self.results.setdefault(here, result)
-        assert known == result, f"{here} has two results"
-        return known
-
     # -- what must hold -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -570,17 +449,3 @@ def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object
     for key, value in changes.items():
         setattr(request, key, value)
     return request
-
-
-def _operation(job: RunBatch) -> Operation:
-    return (job.process_set, job.epoch, job.sequence, job.batch)
-
-
-def _is_local(job: RunBatch) -> bool:
-    """Whether a rank does this without meeting the others."""
-    return bool(job.payloads) or job.entries[0].request.kind is OpKind.JOIN
-
-
-def _tag(entries: tuple[Entry, ...]) -> tuple[int, ...]:
-    """Which submissions met; 0 for the zeros of one that has joined."""
-    return tuple(entry.number if isinstance(entry, SimEntry) else 0 for entry in entries)

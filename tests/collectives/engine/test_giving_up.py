@@ -17,7 +17,8 @@ from hvdlab.collectives.engine.effects import Fail
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m
-from joint_simulation import SimEntry, allreduce
+from joint_ranks import SimEntry
+from joint_simulation import allreduce
 from ranks import Ranks
 
 MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))

@@ -13,7 +13,8 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.protocol import messages as m
-from joint_simulation import SimEntry, Simulation, allreduce
+from joint_ranks import SimEntry
+from joint_simulation import Simulation, allreduce
 
 SEEDS = st.integers(0, 2**32)
 

@@ -10,7 +10,8 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
-from joint_simulation import SimEntry, Simulation, allreduce
+from joint_ranks import SimEntry
+from joint_simulation import Simulation, allreduce
 
 GENERATION = 1 << 20
 

@@ -1,0 +1,89 @@
+"""Planes of a simulated job are a meeting: an operation ends when all its members have come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
+from joint_ranks import Operation, SimEntry, SimRank
+
+
+class Planes:
+    """Of all sets and epochs.
+
+    Attributes:
+        results: What came out of each operation, as far as it may not differ from rank to rank.
+    """
+
+    def __init__(self, by_pid: Mapping[int, SimRank]) -> None:
+        self._by_pid = by_pid
+        self.results: dict[Operation, object] = {}
+
+    def can_run(self, me: SimRank) -> bool:
+        """Whether the next operation of this rank can end."""
+        job = me.jobs[0]
+        here = _operation(job)
+        if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
+            return True
+        others = [self._by_pid[pid] for pid in me.members[here[:2]]]
+        return all(here in o.done or (o.alive and o.jobs and _operation(o.jobs[0]) == here) for o in others)
+
+    def meets_nobody(self, me: SimRank) -> bool:
+        """Whether the plane notices that somebody else will not come."""
+        here = _operation(me.jobs[0])
+        others = [self._by_pid[pid] for pid in me.members[here[:2]]]
+        return any(here not in o.done and (not o.alive or here[:2] in o.broken) for o in others)
+
+    def break_one(self, me: SimRank) -> None:
+        """The next operation of this rank fails, and its plane with it."""
+        job = me.jobs.popleft()
+        me.broken.add((job.process_set, job.epoch))
+        me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
+
+    def run(self, me: SimRank) -> None:
+        """The next operation of this rank ends."""
+        job = me.jobs.popleft()
+        here = _operation(job)
+        if here[:2] in me.aborted or here[:2] in me.broken:
+            return
+        me.done.add(here)
+        names = tuple(f"{e.request.kind.label} {e.name}" for e in job.entries)
+        me.order.setdefault(here[:2], []).append(names)
+        result = self._result(me, job, names)
+        for entry in job.entries:
+            if me.state.finish(entry) and isinstance(entry, SimEntry):
+                entry.complete(("done", *here, names, result))
+
+    def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
+        """What comes out on this rank, as far as it may not differ from what comes out on others."""
+        here = _operation(job)
+        if _is_local(job):
+            result: object = (names, job.tables, job.payloads)
+        elif here in self.results:
+            return self.results[here]
+        else:
+            jobs = [self._by_pid[pid].jobs for pid in me.members[here[:2]]]
+            met = [me_jobs[0] if me_jobs and _operation(me_jobs[0]) == here else job for me_jobs in jobs]
+            for other in met:
+                assert tuple(f"{e.request.kind.label} {e.name}" for e in other.entries) == names
+                assert other.tables == job.tables
+            result = (names, job.tables, tuple(map(_tag, zip(*(x.entries for x in met), strict=True))))
+        known = self.results.setdefault(here, result)
+        assert known == result, f"{here} has two results"
+        return known
+
+
+def _operation(job: RunBatch) -> Operation:
+    return (job.process_set, job.epoch, job.sequence, job.batch)
+
+
+def _is_local(job: RunBatch) -> bool:
+    """Whether a rank does this without meeting the others."""
+    return bool(job.payloads) or job.entries[0].request.kind is OpKind.JOIN
+
+
+def _tag(entries: tuple[Entry, ...]) -> tuple[int, ...]:
+    """Which submissions met; 0 for the zeros of one that has joined."""
+    return tuple(entry.number if isinstance(entry, SimEntry) else 0 for entry in entries)

@@ -1,0 +1,80 @@
+"""Ranks of a simulated job, without processes: what each is in the middle of, and what it has done."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.protocol import messages as m
+
+
+class SimEntry(Entry):
+    """An entry that remembers how it ended."""
+
+    __slots__ = ("number", "outcome")
+
+    def __init__(self, request: Request, site: str, number: int = 0) -> None:
+        Entry.__init__(self, request, site, 0)
+        self.number = number
+        self.outcome: object = None
+
+    def complete(self, outcome: object) -> None:
+        assert self.outcome is None, f"{self.name} ended twice: {self.outcome!r}, {outcome!r}"
+        self.outcome = outcome
+
+
+Scope = tuple[int, int]  # process set, epoch
+Operation = tuple[int, int, int, int]  # process set, epoch, sequence, batch
+
+
+@dataclass(eq=False)
+class SimRank:
+    """One rank's process: its state, its connection's queues, its executor.
+
+    Attributes:
+        pid: Which process it is; no other has it.
+        peer: Its connection.
+        generation: Of the coordinator that it is, or was, connected to.
+        alive: Whether it is part of the job, as far as it knows.
+        open: Whether the coordinator listens to its connection.
+        ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
+        lost: Whether it looks for a successor of its coordinator.
+        cut: Whether its network has failed.
+        killed, told_to_leave: What happened to it.
+        blocked: What its user waits for.
+        world: Ranks that live, as far as it was told.
+        cells: Those that run here. known_cells: Those that ever did.
+        members: Process ids of the members of each epoch.
+        aborted, broken: Epochs whose plane was ended, or has failed here.
+        order: What was executed in each epoch.
+    """
+
+    rank: int
+    pid: int
+    state: RankState
+    peer: int = 0
+    generation: int = -1
+    alive: bool = True
+    open: bool = True
+    ending: bool = False
+    lost: bool = False
+    cut: bool = False
+    killed: bool = False
+    told_to_leave: bool = False
+    blocked: SimEntry | None = None
+    world: tuple[int, ...] = ()
+    to_coordinator: deque[m.Message] = field(default_factory=deque)
+    from_coordinator: deque[m.Message | None] = field(default_factory=deque)
+    jobs: deque[RunBatch] = field(default_factory=deque)
+    cells: dict[str, None] = field(default_factory=dict)
+    known_cells: set[str] = field(default_factory=set)
+    members: dict[Scope, tuple[int, ...]] = field(default_factory=dict)
+    aborted: set[Scope] = field(default_factory=set)
+    broken: set[Scope] = field(default_factory=set)
+    entries: list[SimEntry] = field(default_factory=list)
+    done: set[Operation] = field(default_factory=set)
+    order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)

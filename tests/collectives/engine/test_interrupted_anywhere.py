@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.engine import waiting
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError
 from ranks import Ranks
@@ -96,9 +97,14 @@ def reduce_once() -> None:
             return
 
 
-def interrupted_at_each_place() -> tuple[int, list[str], bool]:
-    """How many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the end."""
+def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], bool]:
+    """How many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the end.
+
+    Args:
+        blocked_after: Seconds after which a wait leaves everything to the rank's other threads.
+    """
     engine = context.engine()
+    waiting.BLOCKED_AFTER = blocked_after
     SpanLog.INTERVAL = 0.0  # so that each collective finds the flush of the one before done
     heard, sent = threading.Event(), threading.Event()
     engine.on_mail("echo", lambda sender, body: heard.set())
@@ -130,8 +136,9 @@ def interrupted_at_each_place() -> tuple[int, list[str], bool]:
 # -- tests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_is_never_deaf_or_dumb_afterwards(one: Ranks) -> None:
-    ((places, deaf, sent),) = one.run(interrupted_at_each_place, timeout=60)
+@pytest.mark.parametrize("blocked_after", [0.5, 0.0], ids=["it works itself", "its other threads work"])
+def test_a_rank_is_never_deaf_or_dumb_afterwards(one: Ranks, blocked_after: float) -> None:
+    ((places, deaf, sent),) = one.run(interrupted_at_each_place, blocked_after, timeout=60)
     assert places > 100
     assert deaf == []
     assert sent, "its spans are not sent any more"

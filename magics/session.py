@@ -177,18 +177,22 @@ class Session:
         """Stop the pool, if there is one, and what was started ahead."""
         self.strips.close()
         self.leaving.close()
+        self.end_pool()
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def end_pool(self) -> None:
+        """Stop the pool, or leave it if it is kept; one that is being started as well. Any thread."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.close()
         pool, self._pool = self._pool, None
-        ahead, self.ahead = self.ahead, None
         if pool is not None and pool.state != "stopped":
             if pool.name:
                 pool.detach()
             else:
                 pool.stop()
-        if ahead is not None:
-            ahead.close()
 
     def attach(self, name: str, show: Callable[[LeftCell], OutputSink]) -> Pool:
         """Take a pool over that was kept. UsageError if it can't be had, or this notebook has one.

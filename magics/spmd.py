@@ -59,6 +59,10 @@ class KernelRanks:
         pool = self._session.current
         return self._session.running_label if pool is not None and pool.state == "running" else ""
 
+    def end(self) -> None:
+        """The kernel ends."""
+        self._session.end_pool()
+
     def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
         pool = self._session.current
         if pool is None or pool.state not in ("idle", "running"):

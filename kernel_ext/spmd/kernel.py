@@ -57,6 +57,12 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         """The extension brings the ranks; None when it is unloaded: cells then run here."""
         self._side = side
 
+    def do_shutdown(self, restart: bool) -> dict[str, Any]:
+        """End the ranks in order; ipykernel would send signals to them, in no order, and wait."""
+        if self._side is not None:
+            self._side.end()
+        return dict(super().do_shutdown(restart))
+
     # -- cells --------------------------------------------------------------------------------------------------------
 
     async def do_execute(

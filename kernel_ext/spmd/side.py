@@ -35,3 +35,7 @@ class RankSide(Protocol):
     def busy_with(self) -> str:
         """The label of a cell that the first rank runs; empty if it is idle or there is none."""
         ...
+
+    def end(self) -> None:
+        """The kernel ends: end the ranks, or leave them if they are kept. Any thread, also while a cell runs."""
+        ...

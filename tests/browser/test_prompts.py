@@ -1,0 +1,71 @@
+"""Ranks that ask, in JupyterLab and Notebook 7, in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("notebook")
+pytest.importorskip("playwright.sync_api")
+
+from lab_page import CHROMIUM, LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 60_000
+INIT, ASK, STOP, AGAIN, NEXT = range(5)
+
+CELLS = [
+    "%load_ext hvdlab\n%hvd_run -np 2 import os; rank = int(os.environ['RANK']); x = rank * 10",
+    "%%hvd_run\nprint('hello', input('name? '))",
+    "%%hvd_run\ndef f(a):\n    if rank == 1: breakpoint()\n    b = a + 1\n    return b\nf(x)",
+    "%%hvd_run\nbreakpoint()\nx = 1",
+    "%%hvd_run\nx",
+]
+
+
+def answer(lab: LabPage, prompt: str, line: str) -> None:
+    """Wait for a prompt in the notebook's input box, and type a line."""
+    lab.page.locator(".jp-Stdin-prompt", has_text=prompt).last.wait_for(timeout=WAIT_MS)
+    box = lab.page.locator(".jp-Stdin-input").last
+    box.fill(line)
+    box.press("Enter")
+
+
+@pytest.mark.parametrize("classic", [False, True], ids=["lab", "notebook"])
+def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool) -> None:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = new_notebook(
+        cells=[new_code_cell(source) for source in CELLS], metadata={"kernelspec": kernel}
+    )
+    with lab_page(tmp_path, notebook, classic=classic) as lab:
+        lab.finish(INIT)
+
+        lab.run(ASK)
+        answer(lab, "[rank 0] (rank 1 waits, @? tells) name?", "all: Ada")
+        lab.wait_until_ended(ASK)
+        assert "[0,1] hello Ada" in lab.output(ASK)
+
+        lab.run(STOP)
+        answer(lab, "[rank 1] ipdb>", "p a, 6 * 7")
+        lab.wait_for_text(STOP, "(10, 42)", running=True)
+        lab.wait_for_text(STOP, "rank 1 is at a prompt", running=True)
+        answer(lab, "[rank 1] ipdb>", "continue")
+        lab.wait_until_ended(STOP)
+        assert "[1] 11" in lab.output(STOP)
+        assert "is at a prompt" not in lab.output(STOP)
+
+        lab.run(AGAIN)
+        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 0]").last.wait_for(timeout=WAIT_MS)
+        lab.stop()
+        lab.wait_until_ended(AGAIN)
+        assert "KeyboardInterrupt" in lab.output(AGAIN)
+
+        assert "[0] 0" in lab.finish(NEXT)

@@ -2,7 +2,8 @@
 
 Rendezvous goes through the coordinator's store, so that no extra port is opened; Gloo's own sockets bind to
 ``PlaneContext.address``. Gloo can't be told to give up, so an abort shuts its sockets down: the call that waits on
-them returns with an error at once, here and on the peers.
+them returns with an error at once, here and on the peers. Only a message that has arrived in part keeps its call waiting
+for the rest; hence what is still on its way is let through first.
 """
 
 from __future__ import annotations
@@ -19,18 +20,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors
-from hvdlab.collectives.planes.staging import Staging, leave_to_library
+from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors, traffic
+from hvdlab.collectives.planes.staging import Staging
 
 if TYPE_CHECKING:
     import torch
 
-# Longest time in which Gloo may see nothing from a peer; the coordinator ends a collective long before.
-_GLOO_TIMEOUT = timedelta(hours=24)
+_GLOO_TIMEOUT = timedelta(hours=1)
+"""Longest time in which Gloo may see nothing from a peer that takes part in an operation: one that was stopped. It is also
+how long a group is kept whose operation does not end after an abort."""
 _NEWS_SECONDS = 0.5
 _FINISH_SECONDS = 0.3
+"""For so long an aborted operation may go on in any case."""
+_LOOK_SECONDS = 0.1
+"""From then on a byte has to come or go within this time."""
+_FLOWING_SECONDS = 1.0
+"""Not much longer than this one may go on whose bytes flow."""
 _GIVE_UP_SECONDS = 0.2
 _one_listens = threading.Lock()
 """Held while Gloo opens its listener, so that no other plane of this process takes that for its own."""
@@ -49,6 +57,7 @@ class GlooPlane(Plane):
         self._ports: set[tuple[str, int]] = set()
         self._aborted = threading.Event()
         self._settled = threading.Event()
+        self._busy = False  # whether somebody begins an operation or waits for its end
         self._running: list[Any] = []  # the operation that goes on, if one does
         self.gave_up = False
         """Whether an aborted operation, with the group's descriptors, had to be left to the process."""
@@ -86,7 +95,8 @@ class GlooPlane(Plane):
             options._devices = [device]
             options._threads = 1  # operations come one at a time
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
-            self._group.barrier().wait()
+        self.barrier(Phases())
+        with self._failures():
             shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
             self._group._set_default_timeout(_GLOO_TIMEOUT)
 
@@ -211,15 +221,22 @@ class GlooPlane(Plane):
 
     def abort(self) -> None:
         self._aborted.set()
-        if not self._running:  # else whoever waits for its end does that in a moment
-            self._disconnect()
+        if not self._busy:  # else whoever is does that in a moment
+            self._part()
         self._settled.set()
 
-    def _disconnect(self) -> None:
+    def _part(self) -> None:
+        """Send nothing more: others, in the middle of what this member has done its part of, get all of it, then the end."""
+        if self._group is None:  # it is being connected, or nothing is left of it
+            self._disconnect(socket.SHUT_RDWR)
+        elif not self._running:
+            self._disconnect(socket.SHUT_WR)
+
+    def _disconnect(self, how: int) -> None:
         for sock, local, peer in connections():
             if local in self._ports or peer in self._ports:
                 with suppress(OSError):  # disconnected meanwhile, which is what was wanted
-                    sock.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(how)
 
     def close(self) -> None:
         # The destructor joins Gloo's threads; they end by themselves unless an operation goes on for ever, which may
@@ -230,11 +247,19 @@ class GlooPlane(Plane):
         self._group = None
 
     def _give_up(self) -> None:
-        """Leave the operation that does not end, and its group, to the process."""
+        """Leave the operation that does not end, and its group, to Gloo, which gives up on it after a long time."""
         self.gave_up = True
-        leave_to_library(self._group, *self._running)
+        kept = [self._group, *self._running]
+        work = kept[-1]
         self._group = None
         self._running.clear()
+
+        # Called by a thread of the group, which must not be the one that lets go of it: the destructor joins that thread.
+        # Until then Gloo has the operation, that has this function, and so it also has the group.
+        def let_go(_: object) -> None:
+            threading.Thread(target=kept.clear, name="hvdlab-gloo-let-go", daemon=True).start()
+
+        work.get_future().add_done_callback(let_go)
 
     @property
     def _usable(self) -> Any:
@@ -247,33 +272,55 @@ class GlooPlane(Plane):
         """Run an operation to its end, or to an abort.
 
         When a connection ends Gloo tells the buffers that wait for a message's beginning, but not one whose message has
-        arrived in part: its operation never ends. Then the operation and its group are left to the process; nothing can
-        arrive on what is shut down, so no buffer changes any more.
+        arrived in part, as from a member that died: its operation waits for as long as Gloo ever does. Then the
+        operation and its group are left to Gloo; nothing can arrive on what is shut down, so no buffer changes any more.
         """
-        with self._failures():
-            # Starting and noting it are one step of the interpreter: an interrupt can't come in between.
-            self._running.extend(map(operator.call, (start,)))
-            work = self._running[-1]
-            settled = self._settled = threading.Event()
-            work.get_future().add_done_callback(lambda _: settled.set())
-            if not self._aborted.is_set():
-                settled.wait()
-            if not self._ends(work):
-                self._give_up()
-                raise PlaneAborted
-            self._running.clear()
-            work.wait()
+        self._busy = True  # before it is asked whether there was an abort, which asks for this afterwards
+        try:
+            with self._failures():
+                # Starting and noting it are one step of the interpreter: an interrupt can't come in between.
+                self._running.extend(map(operator.call, (start,)))
+                work = self._running[-1]
+                settled = self._settled = threading.Event()
+                work.get_future().add_done_callback(lambda _: settled.set())
+                if not self._aborted.is_set():
+                    settled.wait()
+                if not self._ends(work):
+                    self._give_up()
+                    raise PlaneAborted
+                self._running.clear()
+                work.wait()
+        finally:
+            self._busy = False
+            if self._aborted.is_set():
+                self._part()
 
     def _ends(self, work: Any) -> bool:
         """Whether the operation has ended, or ends after an abort, in whatever way.
 
-        It is given a moment in which all members may finish it, as they do unless one has died or never began: then no
-        message is left that has arrived in part.
+        As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
+        comes any more, no message is left that has arrived in part, but those of members that died or were stopped.
         """
-        if work.is_completed() or _completes(work, _FINISH_SECONDS):
+        if work.is_completed() or self._finishes(work):
             return True
-        self._disconnect()
+        self._disconnect(socket.SHUT_RDWR)
         return _completes(work, _GIVE_UP_SECONDS)
+
+    def _finishes(self, work: Any) -> bool:
+        """Whether the operation ends while its bytes flow."""
+        deadline = Deadline(_FLOWING_SECONDS)
+        before = traffic(self._ports)
+        if _completes(work, _FINISH_SECONDS):
+            return True
+        while not deadline.expired:
+            now = traffic(self._ports)
+            # A connection that has ended is missing, which is no traffic.
+            if all(count == before.get(connection, 0) for connection, count in now.items()):
+                return False
+            before = now
+            if _completes(work, _LOOK_SECONDS):
+                return True
+        return False
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""What an abort leaves of a Gloo group: nothing, and to others all that this member had to give."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes import gloo
+from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.gloo import GlooPlane
+from hvdlab.collectives.planes.sockets import listeners, traffic
+
+pytest.importorskip("torch.distributed")
+
+COUNT = 1 << 20
+
+
+class Shared(KeyValue):
+    """The store of planes within one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, timeout)
+            return self._values[key]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[GlooPlane]]:
+    store = Shared()
+    planes = [
+        GlooPlane(PlaneContext(0, 1, index, 2, (0, 1), ("here", "here"), store, -1, "127.0.0.1", {}))
+        for index in range(2)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda plane: plane.connect(30.0), planes))
+    yield planes
+    for plane in planes:
+        plane.close()
+
+
+def add(plane: GlooPlane) -> Any:
+    ones, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
+    plane.allreduce([ones], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    return out
+
+
+def test_others_get_all_of_an_operation_that_is_aborted_while_it_begins(pair: list[GlooPlane]) -> None:
+    first, second = pair
+    group = first._group
+
+    def begin(*args: object) -> Any:
+        """Begin the operation, which is aborted before anybody has noted that."""
+        work = group.allreduce(*args)
+        first.abort()
+        return work
+
+    first._group = SimpleNamespace(allreduce=begin)
+    with ThreadPoolExecutor(2) as threads:
+        aborted, other = threads.submit(add, first), threads.submit(add, second)
+        assert isinstance(aborted.exception(20), PlaneAborted)
+        assert np.all(other.result(20) == 2)
+    assert not first.gave_up
+
+
+def test_others_end_when_one_has_aborted_between_operations(pair: list[GlooPlane]) -> None:
+    first, second = pair
+    first.abort()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(add, second)
+        second.abort()
+        assert isinstance(waiting.exception(20), PlaneAborted)
+    assert not second.gave_up
+
+
+def test_a_group_that_was_given_up_is_let_go_when_gloo_gives_up_as_well(
+    pair: list[GlooPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    mine = first._ports
+    first._group._set_default_timeout(timedelta(seconds=1))
+    monkeypatch.setattr(gloo, "_completes", lambda work, seconds: False)
+    monkeypatch.setattr(first, "_disconnect", lambda how: None)
+    timer = threading.Timer(0.05, first.abort)
+    timer.start()
+    with pytest.raises(PlaneAborted):
+        add(first)
+    timer.join()
+    assert first.gave_up
+    second.close()
+    deadline = time.monotonic() + 20
+    while mine & listeners("127.0.0.1"):
+        assert time.monotonic() < deadline, "its sockets are still open"
+        time.sleep(0.02)
+    for thread in threading.enumerate():
+        if thread.name == "hvdlab-gloo-let-go":
+            thread.join(10)
+
+
+def test_traffic_counts_what_came_and_went() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as caller,
+        server.accept()[0] as callee,
+    ):
+        ports = {server.getsockname()[:2]}
+        assert sum(traffic(ports).values()) < 10
+        caller.sendall(b"x" * 1000)
+        assert len(callee.recv(1000, socket.MSG_WAITALL)) == 1000
+        counts = traffic(ports)
+        assert counts[callee.getsockname(), callee.getpeername()] >= 1000
+        assert traffic({("127.0.0.1", 1)}) == {}

@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.timeout(400)
 
 BEGIN = """
-import os, resource, signal, sys
+import os, re, resource, signal, sys
 from hvdlab.kernel_ext.pool import Pool
 
 SUM = "float(api.allreduce(np.ones({0}, np.float32), op=ReduceOp.SUM, name='sum')[0])"
@@ -188,7 +188,7 @@ api.allreduce(np.ones(1_000_000, np.float32), name='sum')
     assert pool.run("x = 1").ok
     assert pool.run("1 / 0").root_cause.ename == "ZeroDivisionError"
     again = pool.run(SUM.format(1_000_000), timeout=100)
-    assert "ulimit -n" in again.root_cause.evalue, again.root_cause
+    assert re.search("ulimit -n|Too many open files", again.root_cause.evalue), again.root_cause
     assert pool.run("for file in held: file.close()").ok
     sums(pool, 1_000_000)
     assert list(pool.run("x")) == [1, 1]

@@ -7,7 +7,8 @@ from typing import Any
 
 import comm
 import ipykernel.ipkernel  # noqa: F401  # puts its own in the place of what is replaced here when it is imported
-from comm.base_comm import BaseComm, CommManager
+from comm.base_comm import BaseComm
+from ipykernel.comm import CommManager
 
 from hvdlab.kernel_ext.comms import CommMessage, as_bytes, encode
 from hvdlab.kernel_ext.rank.display import wire_value
@@ -25,7 +26,8 @@ class RankComms:
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._manager = CommManager()
+        # ipykernel's: the engine of ipyparallel, a kernel of its, wants no other.
+        self._manager: Any = CommManager()  # type: ignore[no-untyped-call]  # it has no annotations
         self._before: tuple[Any, Any] | None = None
 
     def install(self) -> None:

@@ -63,7 +63,12 @@ class Expired:
     key: int
 
 
-Event = Requested | LocalReplied | Wanted | RankOpened | RankSaid | RankGone | Expired
+@dataclass(frozen=True, slots=True)
+class Reminded:
+    """The time that :class:`Remind` asked for has passed."""
+
+
+Event = Requested | LocalReplied | Wanted | RankOpened | RankSaid | RankGone | Expired | Reminded
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +116,9 @@ class Publish:
     event: Json
 
 
-Effect = AskLocal | OpenRank | CloseRank | ToRank | Reply | Publish
+@dataclass(frozen=True, slots=True)
+class Remind:
+    """A rank steps: remind of it after a moment."""
+
+
+Effect = AskLocal | OpenRank | CloseRank | ToRank | Reply | Publish | Remind

@@ -30,6 +30,8 @@ from hvdlab.kernel_ext.debugger.events import (
     RankGone,
     RankOpened,
     RankSaid,
+    Remind,
+    Reminded,
     Reply,
     Requested,
     ToRank,
@@ -46,6 +48,8 @@ ANSWER_WITHIN = 8.0
 """Seconds that a frontend waits for ranks; then it gets what there is."""
 START_WITHIN = 20.0
 """The same, while debug servers start."""
+STEP_WITHIN = 1.0
+"""Seconds that the rank that is looked at gets to step before the others are shown."""
 OWNER = "the notebook's debugger"
 
 Process = Callable[[Json], Awaitable[Json]]
@@ -177,6 +181,8 @@ class DebugHub:
                     answer.set_result(effect.response)
             elif isinstance(effect, Publish):
                 self._kernel._publish_debug_event(effect.event)
+            elif isinstance(effect, Remind):
+                asyncio.get_running_loop().call_later(STEP_WITHIN, self._handle, Reminded())
             else:
                 self._to_rank(effect)
 

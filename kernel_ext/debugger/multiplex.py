@@ -26,6 +26,8 @@ from hvdlab.kernel_ext.debugger.events import (
     RankGone,
     RankOpened,
     RankSaid,
+    Remind,
+    Reminded,
     Reply,
     Requested,
     ToRank,
@@ -99,6 +101,8 @@ class Multiplexer:
         self._open: dict[int, _Gathering] = {}
         self._threads, self._frames, self._variables = Numbers(), Numbers(), Numbers()
         self._selected = 0
+        self._stepping: int | None = None  # the rank that is looked at, while it steps
+        self._held: list[tuple[int, Json]] = []  # what others tell meanwhile
         self._knows_threads = False
         self._seq = 0
 
@@ -140,6 +144,8 @@ class Multiplexer:
             return self._gone(event.rank, event.reason)
         if isinstance(event, Wanted):
             return self._wanted(event.ranks)
+        if isinstance(event, Reminded):
+            return self._step_over()
         return self._expired(event)
 
     def _wanted(self, ranks: Iterable[int]) -> list[Effect]:
@@ -182,7 +188,8 @@ class Multiplexer:
         failure = {"success": False, "message": f"rank {rank} is gone: {reason}"}
         for take in list(one.waiting.values()):
             effects += take(failure)
-        return effects + self._answered_by(rank, failure) + self._show_again()
+        effects += self._answered_by(rank, failure)
+        return effects + (self._step_over() if rank == self._stepping else self._show_again())
 
     def _answered_by(self, rank: int, reply: Json) -> list[Effect]:
         """Whoever waits for a rank itself, not for an answer to a question, waits no more."""
@@ -289,6 +296,7 @@ class Multiplexer:
             effects += self._gone(rank, "the debugger was switched off")
         self._on, self._knows_threads = False, False
         self._breakpoints, self._kept = {}, {}
+        self._stepping, self._held = None, []
         return [*effects, AskLocal(key, request), *self._only(key, request)]
 
     def _only(self, key: int, request: Json) -> list[Effect]:
@@ -370,7 +378,7 @@ class Multiplexer:
             return [self._failed(key, request, "that rank goes on")]
         rank, own = meant
         command = request["command"]
-        if command == "scopes":
+        if command == "scopes" and self._stepping is None:
             self._selected = rank
         if command == "copyToGlobals":
             return self._copy(key, request, rank, own)
@@ -486,7 +494,18 @@ class Multiplexer:
         def finish(got: dict[int, Json]) -> list[Effect]:
             return [self._response(key, request, {} if step else {"allThreadsContinued": everything})]
 
-        return self._gather(key, request, asked, finish)
+        effects = self._gather(key, request, asked, finish)
+        if step and not self._knows_threads:
+            self._stepping = thread[0]
+            effects.append(Remind())
+        return effects
+
+    def _step_over(self) -> list[Effect]:
+        """The rank that is looked at has stepped, or takes long: tell what the others have done."""
+        self._stepping = None
+        held, self._held = self._held, []
+        events = [self._event("stopped", body) for rank, body in held if rank in self.stopped]
+        return list(events) or self._show_again()
 
     def _beside(self, thread: tuple[int, int]) -> list[tuple[int, int]]:
         """This thread, and those of other ranks that are known to have stopped at the same line."""
@@ -533,7 +552,7 @@ class Multiplexer:
         return []
 
     def _stop(self, rank: int, one: _Rank, body: Json) -> list[Effect]:
-        if not self.stopped:
+        if not self.stopped and self._stepping is None:
             self._selected = rank
         one.stopped[body.get("threadId", one.main)] = None
         told = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
@@ -542,7 +561,12 @@ class Multiplexer:
             "allThreadsStopped": False,
             "description": f"rank {rank}: {body.get('description') or body.get('reason', 'stopped')}",
         }
-        return [self._event("stopped", told)]
+        if self._stepping not in (None, rank):
+            self._held.append((rank, told))
+            return []
+        before = self._step_over() if self._held else []
+        self._stepping = None
+        return [*before, self._event("stopped", told)]
 
     def _goes_on(self, rank: int, one: _Rank, threads: Iterable[int]) -> list[Effect]:
         effects: list[Effect] = []
@@ -561,7 +585,7 @@ class Multiplexer:
     def _show_again(self) -> list[Effect]:
         """JupyterLab empties its list of frames when a thread goes on; others may still have stopped."""
         staying = [rank for rank in self.stopped if not self._ranks[rank].going]
-        if self._knows_threads or not staying:
+        if self._knows_threads or self._stepping is not None or not staying:
             return []
         rank = self._selected if self._selected in staying else staying[0]
         number = self._threads.give(rank, next(iter(self._ranks[rank].stopped)))

@@ -21,6 +21,8 @@ from hvdlab.kernel_ext.debugger.events import (
     RankGone,
     RankOpened,
     RankSaid,
+    Remind,
+    Reminded,
     Reply,
     Requested,
     ToRank,
@@ -69,6 +71,8 @@ class Room:
             elif isinstance(effect, OpenRank):
                 self.opened.add(effect.rank)
                 self.tell(RankOpened(effect.rank))
+            elif isinstance(effect, Remind):
+                self.reminders += 1
             elif isinstance(effect, CloseRank):
                 self.opened.discard(effect.rank)
                 self.at.pop(effect.rank, None)
@@ -135,6 +139,7 @@ class Room:
         return self.replies[key]
 
     ranks: tuple[int, ...] = ()
+    reminders = 0
 
     def start(self, *ranks: int) -> Room:
         self.ranks = ranks
@@ -232,13 +237,26 @@ def test_going_on_is_for_all_and_stepping_for_those_at_the_same_line() -> None:
     room.ask("stackTrace", threadId=thread)
     room.ask("next", threadId=thread)
     assert room.mux.stopped == (2,)
-    # Its frames are shown although the others' were just taken away.
-    assert room.stopped_events()[-1]["description"] == "rank 2"
+    assert room.reminders == 1
+    shown = len(room.stopped_events())
+    room.stop(1, 3)  # is kept back for the one that is looked at
+    assert len(room.stopped_events()) == shown
     room.stop(0, 3)
+    assert [one["description"] for one in room.stopped_events()[shown:]] == [
+        "rank 1: breakpoint",
+        "rank 0: breakpoint",
+    ]
+    assert room.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]["name"] == "rank 0: f"
+    room.ask("next", threadId=thread)  # and takes long
+    room.tell(Reminded())
+    # Others are shown again, although their frames were taken away with the threads that have gone on.
+    assert room.stopped_events()[-1]["description"] == "rank 2"
+    room.stop(0, 4)
     reply = room.ask("continue", threadId=LOCAL_THREAD)  # JupyterLab has forgotten which thread it meant
     assert reply["body"] == {"allThreadsContinued": True}
     assert room.mux.stopped == ()
     assert "continue" not in room.commands(1)
+    assert room.commands(1).count("next") == 2
 
 
 def test_one_rank_can_go_on_alone() -> None:
@@ -380,6 +398,10 @@ class AnyOrder(RuleBasedStateMachine):
             assert "body" in self.room.ask("variables", variablesReference=scopes[0]["variablesReference"])
         else:
             assert "body" in self.room.ask(command, frameId=number, expression="x", variableName="x")
+
+    @rule()
+    def be_reminded(self) -> None:
+        self.room.tell(Reminded())
 
     @rule(lines=st.lists(st.integers(1, 9), max_size=3))
     def set_breakpoints(self, lines: list[int]) -> None:

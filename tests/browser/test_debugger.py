@@ -1,0 +1,95 @@
+"""JupyterLab's own debugger in ranks, in a real browser: what its user clicks, and sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("playwright.sync_api")
+pytest.importorskip("debugpy")
+
+from lab_page import CHROMIUM, LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 60_000
+LOAD, START, CELL = range(3)
+CELLS = [
+    "%load_ext hvdlab",
+    "%%hvd_run -np 2\nimport os\nrank = int(os.environ['RANK'])",
+    "%%hvd_run\ndef double(n):\n    y = n * 2\n    return y\nz = double(rank + 1)\nprint(z)",
+]
+FRAMES = ".jp-DebuggerCallstack-body li"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[LabPage]:
+    notebook = new_notebook(
+        cells=[new_code_cell(source) for source in CELLS],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    with lab_page(tmp_path, notebook, many=True, width=1400) as page:
+        yield page
+
+
+def wait_for_frames(lab: LabPage, *frames: str) -> None:
+    """Wait until these are listed, in any order of ranks."""
+    lab.page.wait_for_function(
+        """([selector, frames]) => {
+            const shown = [...document.querySelectorAll(selector)].map(node => node.innerText.replace(/\\s+/g, " "));
+            return JSON.stringify(shown.sort()) === JSON.stringify([...frames].sort());
+        }""",
+        arg=[FRAMES, list(frames)],
+        timeout=WAIT_MS,
+    )
+
+
+def wait_for_variable(lab: LabPage, name: str, value: str) -> None:
+    lab.page.wait_for_function(
+        r"""([name, value]) => (document.querySelector(".jp-DebuggerVariables")?.innerText ?? "")
+            .split(/[\s:]+/).join(" ").includes(`${name} ${value}`)""",
+        arg=[name, value],
+        timeout=WAIT_MS,
+    )
+
+
+def test_a_click_in_the_gutter_stops_ranks_and_the_buttons_move_them(lab: LabPage) -> None:
+    lab.finish(LOAD)
+    lab.finish(START)
+    page = lab.page
+    page.locator(".jp-DebuggerBugButton").first.click()
+    page.wait_for_selector(".jp-DebuggerBugButton[aria-pressed=true]", timeout=WAIT_MS)
+    gutter = page.locator(".jp-Notebook-cell").nth(CELL).locator(".cm-breakpoint-gutter .cm-gutterElement")
+    gutter.nth(4).click()  # the first element is a hidden one that gives the width
+    page.wait_for_selector(".jp-DebuggerBreakpoints-body >> text=4", timeout=WAIT_MS)
+
+    lab.run(CELL)
+    at = {rank: (f"rank {rank}: double Cell [*]:4", f"rank {rank}: <module> Cell [*]:5") for rank in (0, 1)}
+    wait_for_frames(lab, *at[0], *at[1])
+    for rank in (0, 1):
+        page.locator(FRAMES, has_text=f"rank {rank}: double").click()
+        wait_for_variable(lab, "n", str(rank + 1))
+        wait_for_variable(lab, "y", str(2 * rank + 2))
+    page.wait_for_selector("text=ranks 0, 1 are stopped by the debugger", timeout=WAIT_MS)
+
+    page.locator('[data-command="debugger:next"]').first.click()
+    wait_for_frames(lab, *(f"rank {rank}: <module> Cell [*]:6" for rank in (0, 1)))
+    wait_for_variable(lab, "z", "4")  # rank 1, which was looked at last, is still shown
+    page.locator('[data-command="debugger:continue"]').first.click()
+    lab.wait_until_ended(CELL)
+    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+
+    # Switched off while ranks have stopped: they go on.
+    lab.run(CELL)
+    page.wait_for_selector(FRAMES, timeout=WAIT_MS)
+    page.locator(".jp-DebuggerBugButton").first.click()
+    lab.wait_until_ended(CELL)
+    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]

@@ -15,6 +15,9 @@ GATHER = 0.3
 RETURN = 0.6
 """Seconds that ranks which were answered have to ask again, before the user is asked for others that wait."""
 
+REMEMBERED = 1024
+"""Answers that are given again to a rank that may not have got them."""
+
 _KINDS = {DEBUGGER: "in the debugger"}
 
 
@@ -43,7 +46,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int], Ask] = {}
-        self._answered: dict[int, Reply] = {}
+        self._answered: dict[tuple[int, int], Reply] = {}  # the newest
         self._expected: set[int] = set()
         self._expected_until = 0.0
         self._gather_until = 0.0
@@ -53,9 +56,9 @@ class PromptQueue:
 
     def asked(self, rank: int, ask: Ask, now: float) -> list[Answer]:
         """A rank asks, perhaps again. Returns the answer if it has one already."""
-        known = self._answered.get(rank)
-        if known is not None and known.number >= ask.number:
-            return [Answer(rank, known)] if known.number == ask.number else []
+        known = self._answered.get((rank, ask.number))
+        if known is not None:
+            return [Answer(rank, known)]
         if (rank, ask.number) not in self._waiting:
             self._waiting[rank, ask.number] = ask
             awaited = rank in self._expected
@@ -165,7 +168,9 @@ class PromptQueue:
         for rank in ranks:
             number = self._ask_of(rank).number
             del self._waiting[rank, number]
-            reply = self._answered[rank] = Reply(number, text, error)
+            reply = self._answered[rank, number] = Reply(number, text, error)
             answers.append(Answer(rank, reply))
+        while len(self._answered) > REMEMBERED:
+            del self._answered[next(iter(self._answered))]
         self._expected, self._expected_until = set(ranks), now + RETURN
         return answers

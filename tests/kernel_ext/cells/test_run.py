@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.membership import Stall
 from hvdlab.kernel_ext.cells.events import (
+    AtPrompts,
     Deliver,
     DoneArrived,
     Effect,
@@ -182,6 +183,31 @@ def test_different_values_are_shown_by_group() -> None:
     assert repr(results) == "[0,2] 3\n[1]   4"
 
 
+def test_the_time_limit_stands_still_while_the_user_is_asked() -> None:
+    machine = run(2, timeout=5.0, stall_time=2.0)
+    machine.handle(AtPrompts((0,)), 3.0)
+    assert machine.deadline is None
+    assert machine.handle(TimePassed(), 100.0) == []
+    machine.handle(AtPrompts(()), 103.0)
+    assert not [e for e in machine.handle(TimePassed(), 104.9) if isinstance(e, InterruptRanks)]
+    assert InterruptRanks((0, 1)) in machine.handle(TimePassed(), 105.0)
+
+
+def test_a_rank_that_fails_does_not_interrupt_one_that_is_looked_at() -> None:
+    machine = run(2)
+    machine.handle(AtPrompts((0,)), 1.0)
+    machine.handle(done(1, error()), 2.0)
+    assert machine.handle(TimePassed(), 50.0) == []
+    machine.handle(AtPrompts(()), 60.0)
+    assert machine.handle(TimePassed(), 60.0 + GRACE) == [InterruptRanks((0,))]
+
+
+def test_an_interrupt_works_at_a_prompt() -> None:
+    machine = run(2)
+    machine.handle(AtPrompts((0, 1)), 1.0)
+    assert machine.handle(InterruptRequested(), 2.0) == [InterruptRanks((0, 1))]
+
+
 def stall(waited: set[int]) -> Stall:
     sites = tuple("cell [1] line 2" for _ in waited)
     return Stall(0, 10.0, 0, "x", tuple(waited), tuple(set(range(RANKS)) - waited), sites)
@@ -211,6 +237,7 @@ events = st.one_of(
     st.builds(lambda waited: Stalled(stall(waited)), st.sets(st.integers(0, RANKS - 1))),
     st.builds(lambda r, c: StackArrived(r, stack(c)), st.integers(0, RANKS - 1), st.sampled_from(["", "c1"])),
     st.builds(lambda r: ProcessSeen(r, "stopped"), st.integers(0, RANKS - 1)),
+    st.builds(lambda ranks: AtPrompts(tuple(sorted(ranks))), st.sets(st.integers(0, RANKS - 1))),
 )
 
 

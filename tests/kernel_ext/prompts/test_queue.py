@@ -107,8 +107,17 @@ def test_a_question_that_comes_again_gets_the_answer_it_had() -> None:
     assert question is not None
     queue.answered(question, "n", 1.0)
     assert queue.asked(0, ask(5), 2.0) == [Answer(0, Reply(5, "n"))]
-    assert queue.asked(0, ask(4), 2.0) == []
     assert queue.ranks == ()
+
+
+def test_two_threads_of_a_rank_may_ask() -> None:
+    queue = PromptQueue()
+    queue.asked(0, ask(6), 0.0)
+    question = queue.due(1.0)
+    assert question is not None
+    queue.answered(question, "n", 1.0)
+    assert queue.asked(0, ask(5), 2.0) == []  # it was made before the other one
+    assert queue.ranks == (0,)
 
 
 def test_who_dies_or_goes_on_is_not_asked_for() -> None:

@@ -26,6 +26,9 @@ _ONCE = re.compile(
 _CELLS_HERE = re.compile(r"%%(?:hvd_\w+|writefile|file|html|HTML|javascript|js|latex|markdown|svg|SVG)\b")
 """Cell magics that run here: ours, what writes one file, and what only shows the cell in the frontend."""
 
+_KERNELS = "import debugpy;debugpy.listen("
+"""Begin of what ipykernel itself runs when its debugger is switched on."""
+
 _LOCAL = re.compile(r"%%local\s*$")
 _HELP = re.compile(r"\s*(?:(\?\??)\s*([\w.]+)|([\w.]+)\s*(\?\??))\s*$")
 _LOOK = re.compile(r"\s*(?:\?\??\s*[%\w.*]+|[%\w.*]+\s*\?\??)\s*$")
@@ -60,7 +63,7 @@ def route(cell: str) -> Route:
     """Where this cell runs."""
     lines = cell.splitlines(keepends=True)
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
-    if first is None:
+    if first is None or cell.startswith(_KERNELS):
         return Route(here=cell)
     head = lines[first].rstrip()
     if _LOCAL.match(head):

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from debugging_client import Debugging, Json
 from hvdlab.kernel_ext.debugger.framing import Unframer, frame
 from live_kernel import LiveKernel
+from spmd_kernel import kernelspec_in
 
 pytest.importorskip("debugpy")
 pytestmark = pytest.mark.timeout(180)
@@ -314,3 +316,32 @@ def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
     assert kernel.run("detach(session)").text() == "closed 1 port\n"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_in_the_kernel_whose_cells_run_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = LiveKernel(kernelspec_in(tmp_path, monkeypatch), name="hvdlab")
+    try:
+        assert kernel.run("import os\nrank = int(os.environ['RANK'])").error is None
+        debugging = Debugging(kernel)
+        debugging.switch_on()
+        code = "def double(n):\n    y = n * 2\n    return y\nz = double(rank + 1)\nprint(z)"
+        path = debugging.set_breakpoints(code, 3)
+        cell = kernel.send(code)
+        threads = debugging.stopped(2)
+        frames = debugging.frames(threads[0])
+        assert (frames[0]["source"]["path"], frames[0]["line"]) == (path, 3)
+        debugging.ask("continue", threadId=1)
+        kernel.finish(cell)
+        assert cell.lines() == ["[0] 2", "[1] 4"]
+
+        code = "%%local\nx = 1\nprint(x)"
+        debugging.set_breakpoints(code, 3)
+        cell = kernel.send(code)
+        event = debugging.wait(lambda one: one["event"] == "stopped")
+        assert debugging.frames(event["body"]["threadId"])[0]["line"] == 3
+        debugging.ask("continue", threadId=event["body"]["threadId"])
+        kernel.finish(cell)
+        assert cell.lines() == ["1"]
+        debugging.switch_off()
+    finally:
+        kernel.close()

@@ -5,25 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
-import selectors
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import HvdlabError, ProtocolError
-from hvdlab.collectives.heartbeat import Heartbeat
-from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.link import Door, Link
 from hvdlab.collectives.membership import Membership, Stall
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
 if TYPE_CHECKING:
@@ -40,20 +32,6 @@ class CoordinatorLostError(HvdlabError, ConnectionError):
     """The coordinator has ended, or this client was closed; nothing can be said to the ranks any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """How to get to the coordinator."""
-
-    address: str
-    token: str
-    certificate: str | None
-
-    def enter(self, generation: int, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
-        """Connect as a client that was connected to this generation of coordinators, or to none (-1)."""
-        hello = m.Hello(m.PROTOCOL_VERSION, self.token, "client", pid=os.getpid(), generation=generation)
-        return connect(self.address, hello, certificate=self.certificate, deadline=deadline)
-
-
 class Client:
     """A connection with one thread of its own, on which all callbacks run.
 
@@ -66,8 +44,6 @@ class Client:
 
     def __init__(self, door: Door, endpoint: Endpoint, welcome: m.Welcome) -> None:
         self._door = door
-        self._endpoint = endpoint
-        self._welcome = welcome
         self._changed = threading.Condition()
         self._membership = Membership()
         self._expected: tuple[int, ...] | None = None
@@ -91,14 +67,13 @@ class Client:
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
-        self._start()
+        self._use(endpoint, welcome)
 
-    def _start(self) -> None:
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="hvdlab-client", daemon=True)
-        self._thread.start()
+    def _use(self, endpoint: Endpoint, welcome: m.Welcome) -> None:
+        pid = welcome.pid if self._door.here else 0
+        self._welcome = welcome
+        self._link = Link(endpoint, pid, self._calls, self._handle, self._end)
+        self._link.start()
 
     @classmethod
     def connect(
@@ -314,16 +289,15 @@ class Client:
             except BaseException:
                 endpoint.close()
                 raise
-            self._endpoint, self._welcome = endpoint, welcome
             self._again = True
             self._world_seen, self._lost, self._pongs = False, "", set()
-            self._start()
+            self._use(endpoint, welcome)
 
     def _wait_lost(self, deadline: Deadline) -> None:
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._link.thread:
             raise RuntimeError("reconnecting inside a callback of the client would wait for ever")
-        self._thread.join(deadline.remaining())
-        if self._thread.is_alive():
+        self._link.thread.join(deadline.remaining())
+        if self._link.thread.is_alive():
             raise TimeoutError(f"the connection was not lost within {deadline.seconds:g} s")
 
     def _recollection(self, cells: Mapping[str, Sequence[int]]) -> m.Recall:
@@ -347,9 +321,9 @@ class Client:
         if first:
             with contextlib.suppress(CoordinatorLostError):
                 self._send(m.Bye("closed"))
-            self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._link.close()
+        if threading.current_thread() is not self._link.thread:
+            self._link.thread.join(timeout)
         if self._recording is not None:
             self._recording.close()
 
@@ -365,24 +339,17 @@ class Client:
         if self._lost:
             raise CoordinatorLostError(self._lost)
         try:
-            done = self._endpoint.send(message)
+            self._link.send(message)
         except ConnectionLost as error:
             raise CoordinatorLostError(str(error)) from error
-        if not done:
-            self._wake()  # the thread has to watch for room
 
     def _call(self, call: Callable[[], None]) -> None:
         """Run this on the client's thread, after what was asked for before."""
         self._calls.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        # A full pipe wakes as well as one more byte; a closed one means that the thread has ended.
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
+        self._link.wake()
 
     def _wait(self, condition: Callable[[], bool], deadline: Deadline, what: str) -> None:
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._link.thread:
             raise RuntimeError(f"waiting for {what} inside a callback of the client would wait for ever")
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._lost, deadline.remaining())
@@ -394,73 +361,12 @@ class Client:
 
     # -- the client's thread --------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        reason = "the connection to the coordinator was closed"
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._wake_reader, selectors.EVENT_READ)
-                selector.register(self._endpoint, selectors.EVENT_READ)
-                heartbeat = Heartbeat(time.monotonic(), self._is_stopped)
-                self._receive()  # what came along with the handshake does not make the socket readable
-                while not self._closing:
-                    self._step(selector, heartbeat)
-                self._linger()
-        except (ConnectionLost, ProtocolError) as error:
-            reason = f"the coordinator is lost: {error}"
-        finally:
-            self._end(reason)
-
-    def _is_stopped(self) -> bool:
-        here = self._door.address.startswith("unix:")
-        return here and process_state(self._welcome.pid) in ("T", "t")
-
-    def _step(self, selector: selectors.BaseSelector, heartbeat: Heartbeat) -> None:
-        writing = selectors.EVENT_WRITE if self._endpoint.backlog else 0
-        selector.modify(self._endpoint, selectors.EVENT_READ | writing)
-        for key, mask in selector.select(heartbeat.timeout(time.monotonic())):
-            if key.fileobj is self._wake_reader:
-                self._wake_reader.recv(4096)
-                continue
-            if mask & selectors.EVENT_WRITE:
-                self._endpoint.flush()
-            if mask & selectors.EVENT_READ:
-                heartbeat.heard(time.monotonic())
-                self._receive()
-        self._run_calls()
-        now = time.monotonic()
-        if heartbeat.asks(now):
-            self._endpoint.send(m.Ping(0))
-        elif reason := heartbeat.lost(now):
-            raise ConnectionLost(reason)
-
-    def _run_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
-
-    def _receive(self) -> None:
-        self._run_calls()  # a callback that was registered before its answer was asked for must get it
-        for payload in self._endpoint.receive():
-            self._handle(decode_to_peer(payload))
-
-    def _linger(self) -> None:
-        """Let what was sent before close() go out, but not for ever."""
-        deadline = time.monotonic() + 1.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._endpoint, selectors.EVENT_WRITE)
-            while not self._endpoint.flush():
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    return
-
     def _end(self, reason: str) -> None:
         lost = not self._closing
-        self._endpoint.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
         with self._changed:
             self._lost = reason
             self._changed.notify_all()
-        self._run_calls()  # a callback registered just now may be for on_lost
+        self._link.run_calls()  # a callback registered just now may be for on_lost
         if lost:
             for callback in self._on_lost:
                 self._invoke(callback, reason)
@@ -480,8 +386,6 @@ class Client:
             with self._changed:
                 self._pongs.add(message.number)
                 self._changed.notify_all()
-        elif isinstance(message, m.Ping):
-            self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
         elif isinstance(message, m.Stalled):
             c = message.collective
             stall = Stall(

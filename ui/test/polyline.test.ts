@@ -61,6 +61,12 @@ test('an area goes from one point to the next, and not over gaps', () => {
   assert.deepEqual([1, 3, 4, 6, 7].map(x => made.opacity(x, 4) > 127), [true, true, false, true, false]);
 });
 
+test('an area is not cut by points of other lines', () => {
+  const made = layer();
+  fillBetween(made, [1.5, 2.5, 3.5, 5.5], [2, undefined, 2, 2], [6, undefined, 6, 6], INK, 0.8);
+  for (let x = 0; x < 8; x++) assert.equal(made.opacity(x, 4) > 127, x >= 1 && x <= 5, `column ${x}`);
+});
+
 test('what is cleared is empty, in the same size and in another', () => {
   const made = layer();
   fillLine(made, [0, 11], [5, 5], 2, INK);

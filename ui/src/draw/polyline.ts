@@ -103,13 +103,19 @@ export function fillLine(layer: Layer, x: readonly number[], y: Values, thicknes
   flush();
 }
 
-/** Fills what is between two lines; where both have a point, it goes on to the next one. */
+/** Fills what is between two lines; each pair of values counts until the next one. `null` is a gap, `undefined` nothing. */
 export function fillBetween(layer: Layer, x: readonly number[], above: Values, below: Values, colour: Rgb, alpha: number): void {
+  let [begin, top, bottom] = [NaN, 0, 0];
+  const until = (end: number) => {
+    for (let c = Math.max(0, begin); c < Math.min(layer.width, end); c++) layer.column(c, top, bottom, colour, alpha);
+  };
   for (let i = 0; i < x.length; i++) {
-    const [top, bottom] = [above[i], below[i]];
-    if (top == null || bottom == null) continue;
-    const from = Math.max(0, Math.floor(x[i]));
-    const to = Math.min(layer.width, i + 1 < x.length ? Math.floor(x[i + 1]) : from + 1);
-    for (let c = from; c < to; c++) layer.column(c, Math.min(top, bottom), Math.max(top, bottom), colour, alpha);
+    const [a, b] = [above[i], below[i]];
+    if (a === undefined || b === undefined) continue;
+    const at = Math.floor(x[i]);
+    until(at);
+    if (a === null || b === null) begin = NaN;
+    else [begin, top, bottom] = [at, Math.min(a, b), Math.max(a, b)];
   }
+  until(begin + 1);
 }

@@ -183,7 +183,9 @@ class Training:
     def strike(self, order: dict[str, Any]) -> bool:
         """Let the fault happen to this rank. Returns true if the cell is to end here."""
         self.tell("fault")
-        return bool(DEEDS[order["deed"]](self, order))
+        ends = bool(DEEDS[order["deed"]](self, order))
+        self.tell("over")
+        return ends
 
 
 def check_one(number: int, rank: int, ranks: tuple[int, ...]) -> None:
@@ -249,12 +251,11 @@ def _compute(training: Training, order: dict[str, Any]) -> None:
 
 
 def _call_c(training: Training, order: dict[str, Any]) -> None:
-    """Busy in a C function that no signal ends; it lets other threads run."""
-    rounds, until = 20_000, time.monotonic() + order["seconds"]
-    began = time.monotonic()
+    """Busy in a C function that no signal ends; it lets other threads run. Longer than it should on a busy machine."""
+    rounds, began = 20_000, time.thread_time()  # not what passes while others run: it would be too short then
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
-    speed = rounds / (time.monotonic() - began)
-    hashlib.pbkdf2_hmac("sha256", b"x", b"y", max(1, int(speed * (until - time.monotonic()))))
+    speed = rounds / (time.thread_time() - began)
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", int(speed * order["seconds"]))
 
 
 def _linger(training: Training, order: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ class FakePool:
         self.transcripts = Transcripts(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}
         self.hanging: dict[int, str] = {}
+        self.first_to_fail: int | None = None
         self._ranks: dict[int, FakeRank] = {}
         self.resize(np or 2)
         self.restarted: list[int] = []

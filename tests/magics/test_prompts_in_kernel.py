@@ -94,7 +94,8 @@ def test_ranks_in_a_collective_wait_for_one_at_a_prompt_without_a_stall(kernel: 
 
 
 def test_quitting_the_debugger_leaves_nobody_waiting(kernel: PromptingKernel) -> None:
-    cell, _ = kernel.dialogue("%%hvd_run\nif rank == 1: breakpoint()\nmeet()", "q")
+    cell, prompts = kernel.dialogue("%%hvd_run\nimport pdb\nif rank == 1: pdb.set_trace()\nmeet()", "q")
+    assert prompts == ["[rank 1] (Pdb) "]
     assert cell.error is not None
     assert "BdbQuit" in plain(cell.error)
     assert kernel.run("%%hvd_run\nmeet()").error is None

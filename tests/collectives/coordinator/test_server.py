@@ -282,6 +282,19 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
     other.endpoint.close()
 
 
+def test_a_peer_whose_user_looks_around_there_may_be_silent(start: Start) -> None:
+    running = start(tls=True, ping_after=0.02, dead_after=0.05)
+    silent = join(running, 0, tls=True)
+    silent.endpoint.send(m.Paused("stopped by the debugger"))
+    for _ in range(10):  # as many as there are in four times the silence that is allowed
+        silent.wait_for(m.Ping)
+        silent.seen.clear()
+    silent.endpoint.send(m.Resumed())
+    silent.endpoint.send(m.Ping(3))
+    assert silent.wait_for(m.Pong).number == 3
+    silent.endpoint.close()
+
+
 def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None:
     running = start(ping_after=0.02, dead_after=0.04)
     silent = join(running, 0)

@@ -8,81 +8,35 @@ the one that steps, and with it those that have stopped at the same line.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
 
+from hvdlab.kernel_ext.debugger.asking import LOCAL, RankState
 from hvdlab.kernel_ext.debugger.events import (
     AskLocal,
     CloseRank,
     Effect,
     Event,
-    Expired,
     Json,
     LocalReplied,
     OpenRank,
-    Publish,
     RankGone,
     RankOpened,
     RankSaid,
-    Remind,
     Reminded,
     Reply,
     Requested,
-    ToRank,
     Wanted,
 )
-from hvdlab.kernel_ext.debugger.identifiers import Numbers
-from hvdlab.kernel_ext.debugger.variables import shown
+from hvdlab.kernel_ext.debugger.going import STEPS
+from hvdlab.kernel_ext.debugger.looking import Looking
 
-LOCAL = -1
-"""The kernel, among ranks."""
-
-_EMPTY: Mapping[str, Json] = {
-    "stackTrace": {"stackFrames": []},
-    "scopes": {"scopes": []},
-    "variables": {"variables": []},
-    "setBreakpoints": {"breakpoints": []},
-    "completions": {"targets": []},
-    "richInspectVariables": {"data": {}, "metadata": {}},
-}
-"""What frontends expect in an answer, also in one that tells of a failure."""
-
-_STEPS = frozenset({"next", "stepIn", "stepOut"})
 _BY_FRAME = frozenset({"scopes", "evaluate", "setExpression", "completions", "stepInTargets", "gotoTargets"})
 _BY_VARIABLE = frozenset({"variables", "setVariable"})
 _BY_THREAD = frozenset({"exceptionInfo", "goto"})
 _KEPT = ("setExceptionBreakpoints", "setFunctionBreakpoints")
 
-Place = tuple[str, int, str]
-Take = Callable[[Json], list[Effect]]
-Finish = Callable[[dict[int, Json]], list[Effect]]
 
-
-@dataclass(slots=True)
-class _Rank:
-    """A rank's debug server."""
-
-    ready: bool = False
-    seq: int = 0
-    main: int = 1
-    waiting: dict[int, Take] = field(default_factory=dict)
-    stopped: dict[int, Place | None] = field(default_factory=dict)  # thread to where it is, if that was asked
-    going: bool = False  # it was told to go on, and has not yet said that it does
-
-
-@dataclass(slots=True)
-class _Gathering:
-    """A request of the frontend that several answer."""
-
-    request: Json
-    waiting: set[int]
-    finish: Finish
-    replies: dict[int, Json] = field(default_factory=dict)
-
-
-class Multiplexer:
+class Multiplexer(Looking):
     """See above. :meth:`handle` takes what happened and returns what is to be done.
 
     Args:
@@ -92,21 +46,14 @@ class Multiplexer:
     """
 
     def __init__(self, attach: Json, cells: str, for_ranks: Callable[[str], bool]) -> None:
-        self._attach, self._cells, self._for_ranks = attach, cells, for_ranks
-        self._ranks: dict[int, _Rank] = {}
+        super().__init__(cells)
+        self._attach, self._for_ranks = attach, for_ranks
         self._on = False
         self._initialize: Json = {}
         self._breakpoints: dict[str, Json] = {}
         self._kept: dict[str, Json] = {}
-        self._open: dict[int, _Gathering] = {}
-        self._threads, self._frames, self._variables = Numbers(), Numbers(), Numbers()
-        self._selected = 0
-        self._stepping: int | None = None  # the rank that is looked at, while it steps
-        self._held: list[tuple[int, Json]] = []  # what others tell meanwhile
-        self._knows_threads = False
-        self._seq = 0
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------------------
 
     @property
     def on(self) -> bool:
@@ -123,12 +70,7 @@ class Multiplexer:
         """Ranks that are debugged, or soon will be."""
         return tuple(self._ranks)
 
-    @property
-    def stopped(self) -> tuple[int, ...]:
-        """Ranks that have stopped."""
-        return tuple(sorted(rank for rank, one in self._ranks.items() if one.stopped))
-
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event."""
@@ -150,7 +92,7 @@ class Multiplexer:
 
     def _wanted(self, ranks: Iterable[int]) -> list[Effect]:
         new = [rank for rank in ranks if rank not in self._ranks] if self._on else []
-        self._ranks.update((rank, _Rank()) for rank in new)
+        self._ranks.update((rank, RankState()) for rank in new)
         return [OpenRank(rank) for rank in new]
 
     def _opened(self, rank: int) -> list[Effect]:
@@ -191,26 +133,7 @@ class Multiplexer:
         effects += self._answered_by(rank, failure)
         return effects + (self._step_over() if rank == self._stepping else self._show_again())
 
-    def _answered_by(self, rank: int, reply: Json) -> list[Effect]:
-        """Whoever waits for a rank itself, not for an answer to a question, waits no more."""
-        effects: list[Effect] = []
-        for key, gathering in list(self._open.items()):
-            if gathering.request.get("command") == "attach":
-                effects += self._answered(key, rank, reply)
-        return effects
-
-    def _expired(self, event: Expired) -> list[Effect]:
-        """Ranks have had their time. The kernel's own debugger always answers, if only when a cell has ended."""
-        gathering = self._open.get(event.key)
-        if gathering is None:
-            return []
-        gathering.waiting &= {LOCAL}
-        if gathering.waiting:
-            return []
-        del self._open[event.key]
-        return gathering.finish(gathering.replies)
-
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------------
 
     def _requested(self, event: Requested) -> list[Effect]:
         key, request = event.key, event.request
@@ -246,7 +169,7 @@ class Multiplexer:
             return self._by_number(key, request, "variablesReference", self._variables)
         if command == "pause":
             return self._pause(event)
-        if command in {"stackTrace", "continue"} | _STEPS | _BY_THREAD:
+        if command in {"stackTrace", "continue"} | STEPS | _BY_THREAD:
             thread = self._thread(event)
             if thread is None:
                 gone = self._threads.issued(arguments.get("threadId"))
@@ -272,10 +195,6 @@ class Multiplexer:
         rank = self._shown()
         return rank, next(iter(self._ranks[rank].stopped))
 
-    def _shown(self) -> int:
-        """The rank that the frontend is at."""
-        return self._selected if self._selected in self.stopped else self.stopped[0]
-
     def _start(self, key: int, request: Json) -> list[Effect]:
         self._on = True
         asked = {LOCAL: request}
@@ -298,11 +217,6 @@ class Multiplexer:
         self._breakpoints, self._kept = {}, {}
         self._stepping, self._held = None, []
         return [*effects, AskLocal(key, request), *self._only(key, request)]
-
-    def _only(self, key: int, request: Json) -> list[Effect]:
-        """The kernel's own debugger answers alone."""
-        self._open[key] = _Gathering(request, {LOCAL}, lambda got: self._first(key, request, got))
-        return []
 
     def _info(self, key: int, request: Json, got: dict[int, Json]) -> list[Effect]:
         reply = dict(got.get(LOCAL) or self._failed(key, request, "the kernel does not answer").response)
@@ -365,303 +279,3 @@ class Multiplexer:
 
     def _is_for_ranks(self, path: str) -> bool:
         return path.startswith(self._cells) and self._for_ranks(path)
-
-    # -- requests about one rank ----------------------------------------------------------------------------------
-
-    def _by_number(self, key: int, request: Json, name: str, numbers: Numbers) -> list[Effect]:
-        arguments = request.get("arguments") or {}
-        number = arguments.get(name)
-        if not numbers.issued(number):
-            return []
-        meant = numbers.meant(number)
-        if meant is None:
-            return [self._failed(key, request, "that rank goes on")]
-        rank, own = meant
-        command = request["command"]
-        if command == "scopes" and self._stepping is None:
-            self._selected = rank
-        if command == "copyToGlobals":
-            return self._copy(key, request, rank, own)
-        if command == "richInspectVariables":
-            return self._rich(key, request, rank, own)
-        return self._pass_on(key, request, rank, {**arguments, name: own})
-
-    def _pass_on(self, key: int, request: Json, rank: int, arguments: Json) -> list[Effect]:
-        asked = {rank: {**request, "arguments": arguments}}
-
-        def finish(got: dict[int, Json]) -> list[Effect]:
-            reply = got.get(rank)
-            if reply is None or not reply.get("success", True):
-                return [
-                    self._failed(key, request, (reply or {}).get("message") or f"rank {rank} does not answer")
-                ]
-            return [self._response(key, request, self._renumbered(rank, reply.get("body") or {}))]
-
-        return self._gather(key, request, asked, finish)
-
-    def _renumbered(self, rank: int, body: Json) -> Json:
-        """The body of an answer with our numbers of variables."""
-        body = dict(body)
-        if "variables" in body:
-            body["variables"] = [one for one in body["variables"] if shown(one.get("name", ""))]
-        for name in ("variables", "scopes"):
-            if name in body:
-                body[name] = [self._renumbered(rank, one) for one in body[name]]
-        if body.get("variablesReference"):
-            body["variablesReference"] = self._variables.give(rank, body["variablesReference"])
-        return body
-
-    def _copy(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
-        arguments = request["arguments"]
-        names = [arguments.get("dstVariableName", ""), arguments.get("srcVariableName", "")]
-        if not all(isinstance(name, str) and name.isidentifier() for name in names):
-            return [self._failed(key, request, "these are no names of variables")]
-        inner = {"expression": f"globals()[{names[0]!r}]", "value": names[1], "frameId": frame}
-        return self._pass_on(key, {**request, "command": "setExpression"}, rank, inner)
-
-    def _rich(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
-        """A variable as a cell would show it: how the kernel's own debugger does it, too."""
-        name = request["arguments"].get("variableName", "")
-        if not name.isidentifier():
-            return [self._response(key, request, {"data": {}, "metadata": {}})]
-        code = f"get_ipython().display_formatter.format({name})"
-        inner = {"expression": code, "frameId": frame, "context": "clipboard"}
-        asked = {rank: {**request, "command": "evaluate", "arguments": inner}}
-
-        def finish(got: dict[int, Json]) -> list[Effect]:
-            try:
-                data, metadata = ast.literal_eval(got[rank]["body"]["result"])
-            except (KeyError, TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
-                return [self._failed(key, request, f"rank {rank} can't show it")]
-            return [self._response(key, request, {"data": data, "metadata": metadata})]
-
-        return self._gather(key, request, asked, finish)
-
-    def _stacks(self, key: int, request: Json, thread: tuple[int, int]) -> list[Effect]:
-        """The stack of a thread; for a frontend that asks for no threads those of all ranks that have stopped."""
-        first = thread[0] if self._knows_threads else self._shown()
-        others = () if self._knows_threads else tuple(rank for rank in self.stopped if rank != first)
-        order = {first: thread[1] if first == thread[0] else next(iter(self._ranks[first].stopped))}
-        order |= {rank: next(iter(self._ranks[rank].stopped)) for rank in others}
-        arguments = request.get("arguments") or {}
-        asked = {
-            rank: {**request, "arguments": {**arguments, "threadId": number}}
-            for rank, number in order.items()
-        }
-
-        def finish(got: dict[int, Json]) -> list[Effect]:
-            frames = [
-                frame for rank in order if rank in got for frame in self._stack(rank, order[rank], got[rank])
-            ]
-            return [self._response(key, request, {"stackFrames": frames, "totalFrames": len(frames)})]
-
-        return self._gather(key, request, asked, finish)
-
-    def _stack(self, rank: int, thread: int, reply: Json) -> list[Json]:
-        frames = list((reply.get("body") or {}).get("stackFrames", ()))
-        paths = [str((one.get("source") or {}).get("path", "")) for one in frames]
-        in_cells = [place for place, path in enumerate(paths) if path.startswith(self._cells)]
-        if in_cells:  # below are those that run cells
-            frames = frames[: in_cells[-1] + 1]
-        one = self._ranks.get(rank)
-        if one is None or thread not in one.stopped:
-            return []
-        if frames:
-            one.stopped[thread] = (paths[0], frames[0].get("line", 0), frames[0].get("name", ""))
-        name = "{}" if self._knows_threads else f"rank {rank}: {{}}"
-        return [
-            {**frame, "id": self._frames.give(rank, frame["id"]), "name": name.format(frame.get("name", ""))}
-            for frame in frames
-        ]
-
-    # -- going on -------------------------------------------------------------------------------------------------
-
-    def _go(self, key: int, request: Json, thread: tuple[int, int]) -> list[Effect]:
-        arguments = request.get("arguments") or {}
-        one = bool(arguments.get("singleThread"))
-        step = request["command"] in _STEPS
-        if one or (step and self._knows_threads):
-            going = [thread]
-        elif step:
-            going = self._beside(thread)
-        else:
-            going = [(rank, next(iter(self._ranks[rank].stopped))) for rank in self.stopped]
-        asked = {rank: {**request, "arguments": {**arguments, "threadId": own}} for rank, own in going}
-        for rank, _ in going:
-            self._ranks[rank].going = True
-        everything = {rank for rank, _ in going} == set(self.stopped)
-
-        def finish(got: dict[int, Json]) -> list[Effect]:
-            return [self._response(key, request, {} if step else {"allThreadsContinued": everything})]
-
-        effects = self._gather(key, request, asked, finish)
-        if step and not self._knows_threads:
-            self._stepping = thread[0]
-            effects.append(Remind())
-        return effects
-
-    def _step_over(self) -> list[Effect]:
-        """The rank that is looked at has stepped, or takes long: tell what the others have done."""
-        self._stepping = None
-        held, self._held = self._held, []
-        events = [self._event("stopped", body) for rank, body in held if rank in self.stopped]
-        return list(events) or self._show_again()
-
-    def _beside(self, thread: tuple[int, int]) -> list[tuple[int, int]]:
-        """This thread, and those of other ranks that are known to have stopped at the same line."""
-        place = self._ranks[thread[0]].stopped[thread[1]]
-        return [thread] + [
-            (rank, number)
-            for rank in self.stopped
-            for number, other in self._ranks[rank].stopped.items()
-            if rank != thread[0] and place is not None and other == place
-        ]
-
-    def _pause(self, event: Requested) -> list[Effect]:
-        key, request = event.key, event.request
-        meant = self._threads.meant((request.get("arguments") or {}).get("threadId"))
-        if meant is None and (event.local_stopped or not self._talking()):
-            return []
-        pausing = [meant] if meant is not None else [(r, self._ranks[r].main) for r in self._talking()]
-        asked = {rank: {**request, "arguments": {"threadId": number}} for rank, number in pausing}
-        return self._gather(key, request, asked, lambda got: [self._response(key, request, {})])
-
-    # -- what ranks say -------------------------------------------------------------------------------------------
-
-    def _said(self, rank: int, message: Json) -> list[Effect]:
-        one = self._ranks.get(rank)
-        if one is None:
-            return []
-        if message.get("type") == "response":
-            take = one.waiting.pop(message.get("request_seq", -1), None)
-            return take(message) if take is not None else []
-        body = message.get("body") or {}
-        name = message.get("event")
-        if name == "stopped":
-            return self._stop(rank, one, body)
-        if name == "continued":
-            everything = body.get("allThreadsContinued")
-            going = list(one.stopped) if everything else [t for t in one.stopped if t == body.get("threadId")]
-            return self._goes_on(rank, one, going)
-        if name == "thread" and body.get("reason") == "exited":
-            effects = self._goes_on(rank, one, [t for t in one.stopped if t == body.get("threadId")])
-            self._threads.drop_one(rank, body.get("threadId", 0))
-            return effects
-        if name == "output" and body.get("category") not in ("telemetry", "console"):
-            return [self._event("output", {**body, "output": f"[{rank}] {body.get('output', '')}"})]
-        return []
-
-    def _stop(self, rank: int, one: _Rank, body: Json) -> list[Effect]:
-        if not self.stopped and self._stepping is None:
-            self._selected = rank
-        one.stopped[body.get("threadId", one.main)] = None
-        told = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
-        told |= {
-            "threadId": self._threads.give(rank, body.get("threadId", one.main)),
-            "allThreadsStopped": False,
-            "description": f"rank {rank}: {body.get('description') or body.get('reason', 'stopped')}",
-        }
-        if self._stepping not in (None, rank):
-            self._held.append((rank, told))
-            return []
-        before = self._step_over() if self._held else []
-        self._stepping = None
-        return [*before, self._event("stopped", told)]
-
-    def _goes_on(self, rank: int, one: _Rank, threads: Iterable[int]) -> list[Effect]:
-        effects: list[Effect] = []
-        one.going = False
-        for thread in threads:
-            del one.stopped[thread]
-            effects.append(self._continued(rank, thread))
-        if effects and not one.stopped:
-            self._forget_stacks(rank)
-        return effects + (self._show_again() if effects else [])
-
-    def _continued(self, rank: int, thread: int) -> Effect:
-        number = self._threads.give(rank, thread)
-        return self._event("continued", {"threadId": number, "allThreadsContinued": False})
-
-    def _show_again(self) -> list[Effect]:
-        """JupyterLab empties its list of frames when a thread goes on; others may still have stopped."""
-        staying = [rank for rank in self.stopped if not self._ranks[rank].going]
-        if self._knows_threads or self._stepping is not None or not staying:
-            return []
-        rank = self._selected if self._selected in staying else staying[0]
-        number = self._threads.give(rank, next(iter(self._ranks[rank].stopped)))
-        body = {
-            "reason": "pause",
-            "threadId": number,
-            "allThreadsStopped": False,
-            "description": f"rank {rank}",
-        }
-        return [self._event("stopped", body)]
-
-    def _forget_stacks(self, rank: int) -> None:
-        self._frames.drop(rank)
-        self._variables.drop(rank)
-
-    def _forget(self, rank: int) -> None:
-        self._forget_stacks(rank)
-        self._threads.drop(rank)
-
-    # -- asking and answering -------------------------------------------------------------------------------------
-
-    def _talking(self) -> list[int]:
-        return sorted(rank for rank, one in self._ranks.items() if one.ready)
-
-    def _ask(self, rank: int, command: str, arguments: Json, take: Take) -> list[Effect]:
-        one = self._ranks[rank]
-        one.seq += 1
-        one.waiting[one.seq] = take
-        message = {"type": "request", "seq": one.seq, "command": command, "arguments": arguments}
-        return [ToRank(rank, message)]
-
-    def _gather(self, key: int, request: Json, asked: Mapping[int, Json], finish: Finish) -> list[Effect]:
-        """Ask each of these its own version of the request, and finish when all have answered."""
-        self._open[key] = _Gathering(request, set(asked), finish)
-        effects: list[Effect] = []
-        for rank, version in asked.items():
-            if rank == LOCAL:
-                effects.append(AskLocal(key, version))
-            else:
-                take = _taker(self, key, rank)
-                effects += self._ask(rank, version["command"], version.get("arguments") or {}, take)
-        return effects if asked else self._expired(Expired(key))
-
-    def _answered(self, key: int, rank: int, reply: Json) -> list[Effect]:
-        gathering = self._open.get(key)
-        if gathering is None or rank not in gathering.waiting:
-            return []
-        gathering.waiting.discard(rank)
-        gathering.replies[rank] = reply
-        if gathering.waiting:
-            return []
-        del self._open[key]
-        return gathering.finish(gathering.replies)
-
-    def _first(self, key: int, request: Json, got: dict[int, Json]) -> list[Effect]:
-        """The kernel's own answer counts."""
-        if LOCAL in got:
-            return [Reply(key, got[LOCAL])]
-        return [self._failed(key, request, "the kernel does not answer")]
-
-    def _response(self, key: int, request: Json, body: Json) -> Reply:
-        return Reply(key, {**_answer(request), "success": True, "body": body})
-
-    def _failed(self, key: int, request: Json, why: str) -> Reply:
-        body = _EMPTY.get(request.get("command", ""), {})
-        return Reply(key, {**_answer(request), "success": False, "message": why, "body": dict(body)})
-
-    def _event(self, name: str, body: Json) -> Publish:
-        self._seq += 1
-        return Publish({"type": "event", "seq": self._seq, "event": name, "body": body})
-
-
-def _taker(mux: Multiplexer, key: int, rank: int) -> Take:
-    return lambda reply: mux._answered(key, rank, reply)
-
-
-def _answer(request: Json) -> dict[str, Any]:
-    seq = request.get("seq", 0)
-    return {"type": "response", "seq": seq, "request_seq": seq, "command": request.get("command", "")}

@@ -269,6 +269,26 @@ def test_one_rank_can_go_on_alone() -> None:
     assert room.mux.stopped == (0,)
 
 
+def test_whom_the_buttons_move_can_be_chosen() -> None:
+    room = Room().start(0, 1)
+    room.stop(0)
+    room.stop(1)
+    frame = room.ask("stackTrace", threadId=room.stopped_events()[0]["threadId"])["body"]["stackFrames"][2][
+        "id"
+    ]
+    room.ask("scopes", frameId=frame)
+    said = room.ask("evaluate", expression="%one", frameId=frame)["body"]["result"]
+    assert said == "the buttons move only the rank whose frame is selected"
+    room.ask("continue", threadId=LOCAL_THREAD)
+    assert room.mux.stopped == (0,)
+    room.stop(1)
+    frame = room.ask("stackTrace", threadId=LOCAL_THREAD)["body"]["stackFrames"][0]["id"]
+    room.ask("evaluate", expression="%all", frameId=frame)
+    room.ask("continue", threadId=LOCAL_THREAD)
+    assert room.mux.stopped == ()
+    assert all("evaluate" not in room.commands(rank) for rank in (0, 1))
+
+
 def test_a_rank_that_dies_while_stopped_is_taken_off_the_list() -> None:
     room = Room().start(0, 1)
     room.stop(1)

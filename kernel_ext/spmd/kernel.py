@@ -77,8 +77,9 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         cell_id: Any = None,
     ) -> dict[str, Any]:
         """Run a cell where it belongs; what a client wants to know afterwards is asked of the first rank."""
-        side = self._side
-        if side is None:
+        side, request = self._side, self.get_parent("shell")
+        # The kernel's debugger asks the kernel to run a little code in the process that it is in: this one.
+        if side is None or request.get("header", {}).get("session") == self.session.session:
             alone: dict[str, Any] = await super().do_execute(
                 code,
                 silent,
@@ -92,7 +93,7 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         self._router.cell, self._router.options = code, _options(cell_meta)
         side.cell(code, store_history=store_history and not silent)
         try:
-            with self.running(self.get_parent("shell")):
+            with self.running(request):
                 reply: dict[str, Any] = await super().do_execute(
                     code, silent, store_history, {}, allow_stdin, cell_meta=cell_meta, cell_id=cell_id
                 )

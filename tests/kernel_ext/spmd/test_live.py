@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from debugging_client import Debugging
 from live_kernel import Cell, LiveKernel
 
 
@@ -215,3 +216,21 @@ def test_a_rank_asks_the_user(kernel: LiveKernel) -> None:
     assert cell.lines()[-1] == "hello you"
     refused = kernel.run("input('?')", allow_stdin=False)
     assert refused.reply["ename"] == "StdinNotImplementedError"
+
+
+def test_the_frontends_debugger_stops_in_a_plain_cell_on_the_ranks(kernel: LiveKernel) -> None:
+    code = "step = rank * 10\nafter = step + 1"
+    debugging = Debugging(kernel)
+    debugging.switch_on()
+    debugging.set_breakpoints(code, 2)
+    cell = kernel.send(code)
+    frames = {one["name"]: one for one in debugging.frames(debugging.stopped(2)[0])}
+    for rank in (0, 1):
+        frame = frames[f"rank {rank}: <module>"]
+        assert frame["line"] == 2
+        assert debugging.variables(frame["id"])["step"] == str(rank * 10)
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)
+    debugging.switch_off()
+    assert cell.error is None, cell.error
+    assert value(kernel.run("after")) == "[0] 1\n[1] 11"

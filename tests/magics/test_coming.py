@@ -1,0 +1,111 @@
+"""A pool that is started in the background, while the user still types."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.magics.session import Interrupted, Session
+from magics_fakes import FakePool, Notebook
+
+
+class SlowStart:
+    """``Pool.start`` that says a step and waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.go, self.error = threading.Event(), None
+        self.pools: list[FakePool] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, *, on_progress: Callable[[str], None], **arguments: Any) -> FakePool:
+        self.asked.append(arguments)
+        on_progress("starting slowly")
+        assert self.go.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.pools.append(FakePool(**arguments))
+        return self.pools[-1]
+
+
+@pytest.fixture
+def start() -> Iterator[SlowStart]:
+    slow = SlowStart()
+    yield slow
+    slow.go.set()
+
+
+@pytest.fixture
+def session(notebook: Notebook, start: SlowStart) -> Iterator[Session]:
+    session = Session(notebook.shell, start)  # type: ignore[arg-type]  # a fake
+    yield session
+    start.go.set()
+    session.close()
+
+
+def test_it_is_there_without_being_asked_for(session: Session, start: SlowStart) -> None:
+    there = threading.Event()
+    session.watchers.append(there.set)
+    start.go.set()
+    session.begin(lambda: Wishes(np=3, launcher="mpi"))
+    assert there.wait(20)
+    assert session.current is start.pools[0]
+    assert (session.current.size, session.current.launcher) == (3, "mpi")
+
+
+def test_who_needs_it_waits_and_later_pools_are_like_it(session: Session, start: SlowStart) -> None:
+    session.begin(lambda: Wishes(np=3))
+    threading.Timer(0.05, start.go.set).start()
+    pool = session.need_pool("%hvd_pool")
+    assert pool.size == 3
+    pool.stop()
+    assert session.pool_for(None).size == 3
+    session.need_pool("%hvd_pool").stop()
+    assert session.pool_for(2).size == 2
+
+
+def test_what_went_wrong_is_told_once_and_the_next_try_starts_anew(
+    session: Session, start: SlowStart
+) -> None:
+    start.error = StartError("no room")  # type: ignore[assignment]
+    start.go.set()
+    session.begin(lambda: Wishes(np=3))
+    with pytest.raises(UsageError, match="no room"):
+        session.pool_for(None)
+    start.error = None
+    assert session.pool_for(None).size == 3
+
+
+def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: Session) -> None:
+    def wishes() -> Wishes:
+        raise StartError("that is no number")
+
+    session.begin(wishes)
+    with pytest.raises(UsageError, match="that is no number"):
+        session.pool_for(None)
+
+
+def test_after_an_interrupt_it_goes_on_starting(session: Session, start: SlowStart) -> None:
+    session.begin(lambda: Wishes(np=2))
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(Interrupted, match="the ranks go on starting"):
+        session.pool_for(None)
+    start.go.set()
+    assert session.pool_for(None) is start.pools[0]
+    assert len(start.asked) == 1
+
+
+def test_one_that_nobody_wants_any_more_ends_when_it_is_there(session: Session, start: SlowStart) -> None:
+    session.begin(lambda: Wishes(np=2))
+    threading.Timer(0.05, start.go.set).start()
+    session.close()
+    assert start.pools[0].state == "stopped"
+    assert session.current is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import gc
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ def looks_back(source: str) -> bool:
 
 def forget_failure(shell: Any) -> None:
     """Let go of the error that a cell has ended with, and with it of all that its frames hold."""
+    failed = getattr(sys, "last_value", None) is not None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -43,6 +45,8 @@ def forget_failure(shell: Any) -> None:
         for name in ("tb", "etype", "evalue"):
             if getattr(handler, name, None) is not None:
                 setattr(handler, name, None)
+    if failed:
+        gc.collect()  # what shows tracebacks leaves circles of frames, which may hold a model's activations
 
 
 def stop_here(debugger: bdb.Bdb, frame: FrameType) -> bool:

@@ -14,14 +14,15 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.dispatch import Dispatcher
-from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.exports import Exports
+from hvdlab.collectives.engine.groups import Groups
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.hosts import Place, host_key, place
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
+from hvdlab.collectives.engine.outcomes import Told
 from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
@@ -33,7 +34,6 @@ from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -43,7 +43,7 @@ from hvdlab.collectives.sites import call_site
 _monotonic_ns = time.monotonic_ns
 
 
-class Engine:
+class Engine(Groups):
     """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless said otherwise.
 
     Attributes:
@@ -59,29 +59,28 @@ class Engine:
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        self.settings = settings
-        self.rank = rank
+        guarded = GuardedState(rank, endpoint, self._wake, settings.cache_capacity)
+        super().__init__(rank, settings, guarded)
         self.failed_cells = self.cells_begun = 0
         self.farewell = "shutdown"
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
-        self._guarded = GuardedState(rank, endpoint, self._wake, settings.cache_capacity)
-        self._submit = self._guarded.submit
-        self._place: tuple[int, Place] | None = None
+        self._submit = guarded.submit
         self._closed = threading.Event()
-        self._executor = Executor(self, str(rank))
-        self._dispatcher = Dispatcher(self._guarded, endpoint, self._executor, self._spans, settings.address)
+        told = Told(guarded, self._spans, lambda: self._dispatcher.schedule_events())
+        self._executor = Executor(told, str(rank))
+        self._dispatcher = Dispatcher(guarded, endpoint, self._executor, self._spans, settings.address)
         self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(settings, hello, generation, self._dispatcher, self._control)
-        self._leader = Leader(self._guarded, endpoint, self._control, self._executor)
-        self._waiter = Waiter(rank, self._guarded, self._leader, self._executor)
+        self._leader = Leader(guarded, endpoint, self._control, self._executor)
+        self._waiter = Waiter(rank, guarded, self._leader, self._executor)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
         self.exports = Exports(self._dispatcher, subscription)
-        self.elastic = Regrouping(rank, self._guarded, self._dispatcher.world)
+        self.elastic = Regrouping(rank, guarded, self._dispatcher.world)
         _engines.add(self)
         self._control.start()
         self._control.call(self._dispatcher.ask_clock)
@@ -133,72 +132,6 @@ class Engine:
             return
         if all("mpi" in member.planes for member in world.members):
             registry.why_unavailable("mpi")  # what it says is told by the first collective
-
-    @property
-    def size(self) -> int:
-        """Living members of the world."""
-        return len(self.ranks()) or 1
-
-    def ranks(self, process_set: int = 0) -> tuple[int, ...]:
-        """Ranks of a process set's members, by position; empty if this rank does not know it."""
-        group = self._guarded.state.sets.get(process_set)
-        return group.ranks if group is not None else ()
-
-    def plane(self, process_set: int = 0) -> str:
-        """Name of the data plane of a process set; empty if this rank does not know it."""
-        group = self._guarded.state.sets.get(process_set)
-        return group.plane if group is not None else ""
-
-    def planes(self, process_set: int = 0) -> tuple[str, ...]:
-        """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
-        group = self._guarded.state.sets.get(process_set)
-        if group is None:
-            return ()
-        if group.plane != "hierarchical":
-            return (group.plane,)
-        return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
-
-    def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Ids of the process sets that this rank knows, and their ranks."""
-        return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
-
-    def knows_process_set(self, process_set: int) -> bool:
-        """Whether a set that was added is still there, be this rank in it or not.
-
-        One that was being added or removed when the coordinator died may be gone once there is a successor.
-        """
-        return process_set in self._guarded.state.memory.sets
-
-    @property
-    def local_rank(self) -> int:
-        """Position among the ranks of this host."""
-        given = self.settings.local_rank
-        return self._where().local_rank if given is None else given
-
-    @property
-    def local_size(self) -> int:
-        """Living ranks of this host."""
-        return self._where().local_size
-
-    @property
-    def cross_rank(self) -> int:
-        """Position among the hosts that have a rank with this local rank."""
-        given = self.settings.cross_rank
-        return self._where().cross_rank if given is None else given
-
-    @property
-    def cross_size(self) -> int:
-        """Number of the hosts that have a rank with this local rank."""
-        return self._where().cross_size
-
-    def _where(self) -> Place:
-        group = self._guarded.state.sets.get(0)
-        if group is None or group.index < 0:
-            return Place(0, 1, 0, 1)
-        if self._place is None or self._place[0] != group.epoch:
-            hosts = [member.host for member in group.members]
-            self._place = (group.epoch, place(self.rank, group.ranks, hosts))
-        return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Make a process set of these ranks; every rank of the world calls it alike. Returns its id."""
@@ -384,25 +317,6 @@ class Engine:
     def stop_timeline(self) -> None:
         """Complete the file, with what every rank has recorded by now. Raises ``OSError`` if the disk failed."""
         self._timeline.stop()
-
-    # -- the executor's side --------------------------------------------------------------------------------------
-
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
-        """A batch was executed. Called by whichever thread ran it."""
-        finished = _monotonic_ns()
-        self._guarded.finish(batch.entries, results)
-        if self._spans.batch(batch, started, finished, phases):
-            self._dispatcher.schedule_events()
-
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
-        """A batch was not executed to its end; ``started`` is 0 if it was not begun. What follows is not told here."""
-        if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
-            self._dispatcher.schedule_events()
-
-    def batch_failed(self, batch: RunBatch, error: Exception) -> None:
-        """The plane failed: all members are told, and this rank's handles end with the abort that follows."""
-        text = f"{type(error).__name__}: {error}"
-        self._guarded.tell(lambda state: state.plane_failed(batch.process_set, batch.epoch, text))
 
     # -- end ------------------------------------------------------------------------------------------------------
 

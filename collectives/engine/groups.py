@@ -1,0 +1,87 @@
+"""What a rank knows of the groups it is in."""
+
+from __future__ import annotations
+
+from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.settings import Settings
+
+
+class Groups:
+    """The world and the process sets, as this rank was told of them last. Any thread.
+
+    Attributes:
+        rank: This rank.
+        settings: What it was started with.
+    """
+
+    def __init__(self, rank: int, settings: Settings, guarded: GuardedState) -> None:
+        self.rank, self.settings = rank, settings
+        self._guarded = guarded
+        self._place: tuple[int, Place] | None = None
+
+    @property
+    def size(self) -> int:
+        """Living members of the world."""
+        return len(self.ranks()) or 1
+
+    def ranks(self, process_set: int = 0) -> tuple[int, ...]:
+        """Ranks of a process set's members, by position; empty if this rank does not know it."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.ranks if group is not None else ()
+
+    def plane(self, process_set: int = 0) -> str:
+        """Name of the data plane of a process set; empty if this rank does not know it."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.plane if group is not None else ""
+
+    def planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
+        group = self._guarded.state.sets.get(process_set)
+        if group is None:
+            return ()
+        if group.plane != "hierarchical":
+            return (group.plane,)
+        return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Ids of the process sets that this rank knows, and their ranks."""
+        return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
+
+    def knows_process_set(self, process_set: int) -> bool:
+        """Whether a set that was added is still there, be this rank in it or not.
+
+        One that was being added or removed when the coordinator died may be gone once there is a successor.
+        """
+        return process_set in self._guarded.state.memory.sets
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of this host."""
+        given = self.settings.local_rank
+        return self._where().local_rank if given is None else given
+
+    @property
+    def local_size(self) -> int:
+        """Living ranks of this host."""
+        return self._where().local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """Position among the hosts that have a rank with this local rank."""
+        given = self.settings.cross_rank
+        return self._where().cross_rank if given is None else given
+
+    @property
+    def cross_size(self) -> int:
+        """Number of the hosts that have a rank with this local rank."""
+        return self._where().cross_size
+
+    def _where(self) -> Place:
+        group = self._guarded.state.sets.get(0)
+        if group is None or group.index < 0:
+            return Place(0, 1, 0, 1)
+        if self._place is None or self._place[0] != group.epoch:
+            hosts = [member.host for member in group.members]
+            self._place = (group.epoch, place(self.rank, group.ranks, hosts))
+        return self._place[1]

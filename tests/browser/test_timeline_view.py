@@ -291,6 +291,53 @@ def test_charts_are_on_the_same_time_axis(page: Page) -> None:
     assert charts.is_visible()
 
 
+def test_a_chart_with_many_points_is_drawn_and_moves_along_until_its_turn(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            const count = 5000;
+            const points = { count, step: new Float64Array(count).fill(NaN), series: new Uint32Array(count) };
+            points.time = Float64Array.from({ length: count }, (_, k) => 2e5 * k);
+            points.value = Float64Array.from({ length: count }, (_, k) => (k % 2 ? 0.5 : 0) + (k < count / 2 ? 0 : 10));
+            points.number = Uint32Array.from({ length: count }, (_, k) => k);
+            view.store.series.define(0, [{ rank: 0, name: 'loss', unit: '' }]);
+            view.store.series.append(points, 0, count);
+            view.store.version++;
+            view.view.follow(false);
+            view.view.show(0, 1e9);
+            view.data();
+        }"""
+    )
+    page.locator(".hvd-chart-plot .u-over").first.wait_for()
+    ink = """() => {
+        const canvas = document.querySelector('.hvd-chart-plot canvas');
+        const { data, width, height } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const part = (x0, x1, y0, y1) => {
+            let [seen, all] = [0, 0];
+            for (let y = Math.floor(y0 * height); y < y1 * height; y++)
+                for (let x = Math.floor(x0 * width); x < x1 * width; x++, all++) {
+                    const at = 4 * (y * width + x);
+                    if (data[at + 3] > 200 && data[at + 2] - data[at] > 60) seen++;
+                }
+            return seen / all;
+        };
+        return [part(0.1, 0.4, 0.5, 1), part(0.1, 0.4, 0, 0.5), part(0.6, 0.9, 0, 0.5), part(0.6, 0.9, 0.5, 1)];
+    }"""
+    page.wait_for_function(f"({ink})()[0] > 0.02")
+    low, above, high, below = page.evaluate(ink)
+    assert low > 0.02
+    assert high > 0.02
+    assert above == below == 0, "the line is low in the first half and high in the second"
+    canvas = page.locator(".hvd-chart-plot canvas").first
+    assert canvas.evaluate("one => one.style.transform") == ""
+    page.evaluate("view.charts.pace.ready = () => false; view.view.show(1e8, 1.1e9); view.schedule()")
+    page.wait_for_function("document.querySelector('.hvd-chart-plot canvas').style.transform")
+    moved = canvas.evaluate("one => new DOMMatrix(getComputedStyle(one).transform).e / one.clientWidth")
+    assert moved == pytest.approx(-0.1, abs=0.002), "a tenth to the left, as its times are"
+    page.evaluate("view.charts.pace.ready = () => true; view.schedule()")
+    page.wait_for_function("!document.querySelector('.hvd-chart-plot canvas').style.transform")
+    assert page.evaluate(ink)[3] == 0
+
+
 def test_a_cleared_recording_empties_the_picture(page: Page) -> None:
     ink = """() => {
         const count = canvas => {

@@ -7,11 +7,13 @@ one of the kernel's own.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from hvdlab.collectives.client import Client
+from hvdlab.kernel_ext.output.pieces import label
 from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.topics import COMM
 
@@ -20,7 +22,8 @@ class CommMessage(Payload, frozen=True):
     """A message of a comm.
 
     Attributes:
-        kind: ``comm_open``, ``comm_msg`` or ``comm_close``.
+        kind: ``comm_open``, ``comm_msg`` or ``comm_close``; ``output`` for what a callback has printed (``data``: text by
+            stream).
         comm: The comm's id.
         data, metadata, buffers: As in Jupyter's protocol.
         target, module: The frontend's side, of ``comm_open``.
@@ -34,6 +37,8 @@ class CommMessage(Payload, frozen=True):
     target: str = ""
     module: str | None = None
 
+
+Write = Callable[[str, str], None]
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(CommMessage).decode
@@ -49,12 +54,14 @@ class CommRelay:
 
     Args:
         client: That connection.
+        here: Called when a comm is opened; what callbacks print later is written by what it returns, which takes the
+            name of a stream and a text.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, here: Callable[[], Write]) -> None:
+        self._client, self._here = client, here
         self._lock = threading.Lock()
-        self._comms: dict[str, Any] = {}
+        self._comms: dict[str, tuple[Any, Write]] = {}
         client.on_mail(COMM, self._from_rank)
 
     def _from_rank(self, rank: int, body: bytes) -> None:
@@ -64,10 +71,13 @@ class CommRelay:
             self._open(rank, message)
             return
         with self._lock:
-            comm = self._comms.get(message.comm)
-        if comm is None:
+            comm, write = self._comms.get(message.comm, (None, None))
+        if comm is None or write is None:
             return
-        if message.kind == "comm_close":
+        if message.kind == "output":
+            for name, text in message.data.items():
+                write(name, "".join(label((rank,)) + line for line in str(text).splitlines(keepends=True)))
+        elif message.kind == "comm_close":
             self._forget(message.comm)
             comm.close(message.data, message.metadata, list(message.buffers))
         else:
@@ -87,7 +97,7 @@ class CommRelay:
         comm.on_msg(lambda content: self._to_rank(rank, "comm_msg", message.comm, content))
         comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
         with self._lock:
-            self._comms[message.comm] = comm
+            self._comms[message.comm] = comm, self._here()
 
     def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
         """The frontend sent. Whichever thread takes the kernel's comm messages."""

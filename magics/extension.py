@@ -94,6 +94,9 @@ class Extension:
     def prewarm(self) -> None:
         """Begin to start what the first pool needs, in the background."""
         self.session.ahead = Ahead()
+        if self.session.ranks_by_default:
+            kernel: Any = getattr(self.shell, "kernel", None)
+            kernel.start_ranks()
 
     def unload(self) -> None:
         """Stop the pool and remove the magics."""

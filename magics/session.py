@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
-from hvdlab.magics.screens.publisher import in_notebook
+from hvdlab.magics.screens.publisher import ParentPublisher, in_notebook
 from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Session:
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.comms import CommRelay
 
-            CommRelay(pool.client)
+            CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream)
         for watcher in tuple(self.watchers):
             watcher()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -45,14 +47,16 @@ class RankComms:
     def deliver(self, message: CommMessage) -> None:
         """The frontend sent this: call what the user or a widget has registered for it. Main thread."""
         content = {"comm_id": message.comm, "data": message.data}
-        found: dict[str, Any] = {
-            "content": content,
-            "metadata": message.metadata,
-            "buffers": list(message.buffers),
-        }
-        if message.comm in self._manager.comms:
-            take: Any = getattr(self._manager, message.kind)
-            take(None, None, found)
+        found = {"content": content, "metadata": message.metadata, "buffers": list(message.buffers)}
+        if message.comm not in self._manager.comms:
+            return
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            getattr(self._manager, message.kind)(None, None, found)
+        printed = {"stdout": out.getvalue(), "stderr": err.getvalue()}
+        data = {name: wire_value(text) for name, text in printed.items() if text}
+        if data:
+            self._post(COMM, encode(CommMessage("output", message.comm, data, {}, ())))
 
     def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
         return _RankComm(self._post, *args, **kwargs)

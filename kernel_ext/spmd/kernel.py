@@ -45,17 +45,20 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         return f"hvdlab {hvdlab.__version__}: cells run on all ranks, %%local ones in the kernel\n{super().banner}"
 
     def start(self) -> None:
-        """Load the magics and begin to start ranks, then serve."""
+        """Load the magics, which begin to start ranks, and serve."""
         super().start()
         # First of all transformers: lines are counted as the user sees them.
         self.shell.input_transformers_cleanup.insert(0, self._router)
         self.shell.extension_manager.load_extension("hvdlab")
-        if self._side is not None:
-            self._side.begin(wishes_for)
 
     def take_ranks(self, side: RankSide | None) -> None:
         """The extension brings the ranks; None when it is unloaded: cells then run here."""
         self._side = side
+
+    def start_ranks(self) -> None:
+        """The extension is loaded."""
+        if self._side is not None:
+            self._side.begin(wishes_for)
 
     def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """End the ranks in order; ipykernel would send signals to them, in no order, and wait."""

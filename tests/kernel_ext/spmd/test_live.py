@@ -167,7 +167,7 @@ def test_a_rank_whose_interpreter_is_held_is_said_to_be_silent(kernel: LiveKerne
     kernel.run(
         "import ctypes, pathlib\nheld = ctypes.PyDLL(None)"
     )  # calls keep the interpreter to themselves
-    busy = kernel.send("pathlib.Path(f'held-{rank}').touch()\nif rank == 0: held.sleep(4)")
+    busy = kernel.send("pathlib.Path(f'held-{rank}').touch()\nif rank == 0: held.sleep(3)")
     kernel.until(lambda: busy.of("execute_input"))
     while not (kernel.directory / "held-0").exists():
         pass
@@ -206,6 +206,21 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
     moved = kernel.run("slider.value = 7")
     sent = {one["comm_id"]: one["data"]["state"] for one in moved.of("comm_msg")}
     assert sent == {view: {"value": 7} for view in views}
+
+
+def test_what_a_widgets_callback_prints_is_shown_under_its_cell(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "import ipywidgets\nbutton = ipywidgets.Button()\n"
+        "button.on_click(lambda button: (print('pressed'), 1 / 0))\nbutton"
+    )
+    views = [one["data"][VIEW]["model_id"] for one in cell.of("display_data") if VIEW in one["data"]]
+    press = {"method": "custom", "content": {"event": "click"}}
+    kernel.client.shell_channel.send(
+        kernel.client.session.msg("comm_msg", {"comm_id": views[1], "data": press})
+    )
+    kernel.until(lambda: "ZeroDivisionError" in cell.text("stderr"))
+    assert cell.lines() == ["[1] pressed"]
+    assert value(kernel.run("rank")) == "[0] 0\n[1] 1"
 
 
 def test_a_rank_asks_the_user(kernel: LiveKernel) -> None:

@@ -27,7 +27,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 LIGHT = ("numpy", "numpy.testing", "pytest", "hvdlab.collectives.context")
-WITH_TORCH = (*LIGHT, "torch", "torch._dynamo", "hvdlab.torch")
+WITH_TORCH = (*LIGHT, "torch")
+FOR_TRAINING = (*WITH_TORCH, "torch._dynamo", "hvdlab.torch")
 """The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
 FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _LARGEST = 1 << 17

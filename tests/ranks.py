@@ -14,6 +14,7 @@ results and exceptions are pickled; a rank's exception comes back as itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -31,6 +32,9 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
 Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
 WORKER = Path(__file__).with_name("rank_worker.py")
+
+MOMENT = 1.0
+"""Seconds in which a rank that is not stuck answers after all, or shows its stacks."""
 
 
 class RankFailed(Exception):
@@ -62,7 +66,17 @@ class Running:
             ready = wait(left, max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = [r for r in self.numbers if r not in found]
-                raise TimeoutError(f"ranks {missing} did not answer within {timeout:g} s; others: {found}")
+                for rank in missing:
+                    with contextlib.suppress(ProcessLookupError):
+                        self._ranks.processes[rank].send_signal(
+                            signal.SIGUSR1
+                        )  # it shows where its threads are
+                # A machine that stood still lets the time pass for us and for them.
+                stood_still = len(wait(left, MOMENT)) == len(left)
+                hint = "; they did a moment later: did the whole machine stand still?" if stood_still else ""
+                raise TimeoutError(
+                    f"ranks {missing} did not answer within {timeout:g} s; others: {found}{hint}"
+                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = connections[connection]
@@ -143,9 +157,9 @@ class Ranks:
             self.connections.append(connection)
 
     def _modules(self) -> tuple[str, ...]:
-        needs_torch = self._env.get("HVDLAB_PLANE") == "gloo" or any(
-            "torch" in name for name in self._imports
-        )
+        if any(name.startswith("hvdlab.torch") for name in self._imports):
+            return forked_workers.FOR_TRAINING
+        needs_torch = self._env.get("HVDLAB_PLANE") == "gloo" or "torch" in self._imports
         return forked_workers.WITH_TORCH if needs_torch else forked_workers.LIGHT
 
     def start(

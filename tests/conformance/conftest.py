@@ -24,15 +24,16 @@ GROUPS = _params(PLANES, lambda plane, size: True)
 ABORTABLE = _params(PLANES, lambda plane, size: size > 1 and "abort" not in plane.lacks)
 # Workers of their own for each test are dear: thinned out planes get one size, in which someone is left to work with.
 MORTAL = _params(PLANES, lambda plane, size: size == 3 if plane.every > 1 else size > 1)
-_reasons: dict[str, str | None] = {}
+_reasons: dict[object, str | None] = {}
 
 
 def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
     """Skip where the plane does not exist here, or can't do one of ``needs``."""
-    if plane.name not in _reasons:
-        _reasons[plane.name] = plane.unavailable()
-    if _reasons[plane.name]:
-        pytest.skip(f"{plane.name}: {_reasons[plane.name]}")
+    question = plane.missing or (plane.target, *plane.environment.items())
+    if question not in _reasons:
+        _reasons[question] = plane.unavailable()
+    if _reasons[question]:
+        pytest.skip(f"{plane.name}: {_reasons[question]}")
     if missing := plane.lacks & set(needs):
         pytest.skip(f"{plane.name} can't {', '.join(sorted(missing))}")
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -99,9 +99,11 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hear() -> None:
-        fd = os.pidfd_open(victim_pid)
-        select.select([fd], [], [])
-        os.close(fd)
+        # It may be over, and waited for, before this thread has begun.
+        with suppress(ProcessLookupError):
+            fd = os.pidfd_open(victim_pid)
+            select.select([fd], [], [])
+            os.close(fd)
         called[0] = time.monotonic()
         actor.abort()
 

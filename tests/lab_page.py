@@ -34,6 +34,8 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 WAIT_MS = 60_000
+# The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
+JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 
 EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
 
@@ -198,7 +200,7 @@ def _server(directory: Path, work: Path, theme: str, classic: bool) -> Iterator[
         f"--IdentityProvider.token={token}",
     ]
     server = subprocess.Popen(
-        [sys.executable, "-m", "notebook" if classic else "jupyterlab", *arguments],
+        [JUPYTER, "-m", "notebook" if classic else "jupyterlab", *arguments],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -77,10 +77,11 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
   };
 
   commands.addCommand('hvdlab:open-timeline', {
-    label: args => (args.isLauncher ? trans.__('Ranks') : trans.__('Timeline of the Ranks')),
+    label: trans.__('Timeline of the Ranks'),
     caption: trans.__('Show what all ranks do, live'),
     icon: ranksIcon,
-    execute: args => open(args as Partial<Choice>),
+    // A launcher would put a widget that it gets in its own place, wherever the user wants to have it.
+    execute: args => void open(args as Partial<Choice>),
   });
   commands.addCommand('hvdlab:toolbar-timeline', {
     label: '',

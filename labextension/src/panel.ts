@@ -194,7 +194,9 @@ export class TimelinePanel extends Widget {
       ...(this.withPerfetto ? { perfetto: () => this.tell(host.perfetto!(shown().feed, shown().channel.pool)) } : {}),
     };
     const charts = (place: HTMLElement) => new Charts(place, store, view);
+    const isNew = view.to === new Viewport().to;
     this.timeline = new Timeline(this.place, store, { view, fill: true, actions, charts });
+    if (isNew && !view.following && store.count) view.show(store.begin, store.end);
     // The page's own way to ask what is shown.
     (this.timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = this.timeline.api;
   }

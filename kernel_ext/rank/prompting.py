@@ -81,6 +81,7 @@ class Prompting:
         # Numbers must grow also over the processes that were this rank.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._waiting: dict[int, _Waiting] = {}
+        self._pauses = 0  # which an interrupt may have kept from being ended
         self._nobody = False
         self._settled = ""  # a cell that nobody waits for any more
         self._cell = ""
@@ -120,6 +121,7 @@ class Prompting:
         ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[ask.number] = _Waiting(ask)
         try:
+            self._pauses += 1
             self._engine.pause(AT_A_PROMPT)
             self._post(ask)
             waiting.ended.wait()
@@ -128,6 +130,7 @@ class Prompting:
             if waiting.reply is None:
                 self._post(Unask(ask.cell, ask.number))
             self._engine.resume(AT_A_PROMPT)
+            self._pauses -= 1
         reply = waiting.reply
         assert reply is not None
         if reply.error == AT_AN_END:
@@ -146,6 +149,9 @@ class Prompting:
         """Nobody answers any more, also if another thread of the cell asks."""
         self._cell = ""
         self._end_all(NOBODY)
+        while self._pauses > 0:
+            self._pauses -= 1
+            self._engine.resume(AT_A_PROMPT)
 
     # -- the control thread ---------------------------------------------------------------------------------------
 

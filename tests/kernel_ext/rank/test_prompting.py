@@ -7,9 +7,12 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import pytest
+
 from hvdlab.kernel_ext.payloads import CellDone, Owner, Resync
 from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, INPUT, PASSWORD, Ask, Reply, Unask
 from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
+from hvdlab.kernel_ext.rank.prompting import Prompting
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Ran, Rank
@@ -110,6 +113,34 @@ def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
 def test_a_long_prompt_is_cut(rank: Rank) -> None:
     _, asked = talk(rank, "input('x' * 10_000_000)", [""])
     assert len(asked[0].prompt) < 3000
+
+
+def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
+    class Engine:
+        paused, interrupts = 0, 1
+
+        def pause(self, reason: str = "") -> None:
+            self.paused += 1
+
+        def resume(self, reason: str = "") -> None:
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            self.paused -= 1
+
+    engine = Engine()
+    prompting = Prompting(
+        engine, lambda mail: isinstance(mail, Ask) and answer(mail), lambda: None, lambda: False
+    )
+
+    def answer(ask: Ask) -> None:
+        prompting.answered(Reply(ask.number, "yes"))
+
+    prompting.cell_begins("c")
+    with pytest.raises(KeyboardInterrupt):
+        prompting.input("x")
+    prompting.cell_ended()
+    assert engine.paused == 0
 
 
 # -- debuggers ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Dispatcher:
             logs.configured(self._guarded.state.rank, message)
             self._spans.members(message.process_set, message.epoch, len(message.members))
             if message.process_set == 0:
-                self.world.configured([member.rank for member in message.members])
+                self.world.configured([member.rank for member in message.members], message.epoch)
         elif isinstance(message, m.Dissolve):
             self._spans.dissolved(message.process_set)
         elif isinstance(message, m.Regrouped):

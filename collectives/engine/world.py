@@ -15,6 +15,7 @@ class WorldView:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._members: frozenset[int] = frozenset()
+        self._epoch = 0
         self._lost: str | None = None
         self._let_in: set[int] = set()
         self._regrouped = 0
@@ -31,11 +32,11 @@ class WorldView:
         for watcher in tuple(self.watchers):
             watcher(message)
 
-    def configured(self, ranks: Sequence[int]) -> None:
-        """Set 0 has these members now."""
+    def configured(self, ranks: Sequence[int], epoch: int) -> None:
+        """Set 0 has these members now, in this epoch."""
         with self._changed:
             self._let_in.update(set(ranks) & set(self.waiting))
-            self._members = frozenset(ranks)
+            self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
 
     def regrouped(self, ticket: int) -> None:
@@ -58,9 +59,16 @@ class WorldView:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Ranks that live, as far as is known."""
+        """Ranks that live, as far as is known.
+
+        Ranks are told of the world's changes now and then only, so that its members may be the newer news: a successor
+        of the coordinator that is not told of all who lived goes on without the others.
+        """
         last = self.last
-        return tuple(sorted(self._members if last is None else (member.rank for member in last.members)))
+        if last is None:
+            return tuple(sorted(self._members))
+        told = {member.rank for member in last.members}
+        return tuple(sorted(told | self._members if self._epoch > last.epoch else told))
 
     def lost(self, reason: str) -> None:
         with self._changed:

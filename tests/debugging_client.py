@@ -21,14 +21,21 @@ class Debugging:
 
     def ask(self, command: str, **arguments: Any) -> Json:
         """A request and its answer."""
+        return self.answer(self.begin(command, **arguments))
+
+    def begin(self, command: str, **arguments: Any) -> str:
+        """A request, whose answer is taken later."""
         self._seq += 1
         client = self.kernel.client
         content = {"type": "request", "seq": self._seq, "command": command, "arguments": arguments}
         message = client.session.msg("debug_request", content)
         client.control_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def answer(self, request: str) -> Json:
         while True:
-            reply = client.get_control_msg(timeout=60)
-            if reply["parent_header"]["msg_id"] == message["header"]["msg_id"]:
+            reply = self.kernel.client.get_control_msg(timeout=60)
+            if reply["parent_header"]["msg_id"] == request:
                 return dict(reply["content"])
 
     def switch_on(self) -> None:

@@ -34,7 +34,9 @@ class RankState:
     ready: bool = False
     seq: int = 0
     main: int = 1
-    waiting: dict[int, Take] = field(default_factory=dict)
+    waiting: dict[int, tuple[str, Take]] = field(
+        default_factory=dict
+    )  # by number: command, who takes the answer
     stopped: dict[int, Place | None] = field(default_factory=dict)  # thread to where it is, if that was asked
     going: bool = False  # it was told to go on, and has not yet said that it does
 
@@ -75,7 +77,7 @@ class Asking:
     def _ask(self, rank: int, command: str, arguments: Json, take: Take) -> list[Effect]:
         one = self._ranks[rank]
         one.seq += 1
-        one.waiting[one.seq] = take
+        one.waiting[one.seq] = command, take
         message = {"type": "request", "seq": one.seq, "command": command, "arguments": arguments}
         return [ToRank(rank, message)]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hvdlab.kernel_ext.debugger.asking import Asking, RankState
 from hvdlab.kernel_ext.debugger.events import Effect, Json, Remind, Requested
 
+_ABOUT_FRAMES = frozenset({"scopes", "variables", "evaluate", "setVariable", "setExpression", "completions"})
 STEPS = frozenset({"next", "stepIn", "stepOut"})
 
 
@@ -85,7 +86,7 @@ class Going(Asking):
         if one is None:
             return []
         if message.get("type") == "response":
-            take = one.waiting.pop(message.get("request_seq", -1), None)
+            _, take = one.waiting.pop(message.get("request_seq", -1), ("", None))
             return take(message) if take is not None else []
         body = message.get("body") or {}
         name = message.get("event")
@@ -128,7 +129,17 @@ class Going(Asking):
             effects.append(self._continued(rank, thread))
         if effects and not one.stopped:
             self._forget_stacks(rank)
+            effects += self._give_up(one)
         return effects + (self._show_again() if effects else [])
+
+    def _give_up(self, one: RankState) -> list[Effect]:
+        """What was asked about a rank's frames may never be answered: the text of a value that took for ever, say."""
+        effects: list[Effect] = []
+        for seq, (command, take) in list(one.waiting.items()):
+            if command in _ABOUT_FRAMES:
+                del one.waiting[seq]
+                effects += take({"success": False, "message": "that rank goes on"})
+        return effects
 
     def _continued(self, rank: int, thread: int) -> Effect:
         number = self._threads.give(rank, thread)

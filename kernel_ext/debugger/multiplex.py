@@ -128,7 +128,7 @@ class Multiplexer(Looking):
         effects: list[Effect] = [self._continued(rank, thread) for thread in one.stopped]
         self._forget(rank)
         failure = {"success": False, "message": f"rank {rank} is gone: {reason}"}
-        for take in list(one.waiting.values()):
+        for _, take in list(one.waiting.values()):
             effects += take(failure)
         effects += self._answered_by(rank, failure)
         return effects + (self._step_over() if rank == self._stepping else self._show_again())
@@ -171,6 +171,9 @@ class Multiplexer(Looking):
             return self._pause(event)
         if command in {"stackTrace", "continue"} | STEPS | _BY_THREAD:
             thread = self._thread(event)
+            if thread is None and not event.local_stopped and self._on and command not in _BY_THREAD:
+                # The kernel's own debugger would answer only when it has stopped and goes on, and nothing else till then.
+                return [self._answer_unasked(key, request)]
             if thread is None:
                 gone = self._threads.issued(arguments.get("threadId"))
                 return [self._failed(key, request, "that rank has not stopped")] if gone else []
@@ -180,6 +183,11 @@ class Multiplexer(Looking):
                 return self._pass_on(key, request, thread[0], {**arguments, "threadId": thread[1]})
             return self._go(key, request, thread)
         return []
+
+    def _answer_unasked(self, key: int, request: Json) -> Reply:
+        """Nobody has stopped; a button was pressed too late, or twice."""
+        body: dict[str, Json] = {"stackTrace": {"stackFrames": []}, "continue": {"allThreadsContinued": True}}
+        return self._response(key, request, body.get(request["command"], {}))
 
     def _thread(self, event: Requested) -> tuple[int, int] | None:
         """The rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""

@@ -255,6 +255,7 @@ class RankAgent:
 
     def _on_interrupt(self) -> None:
         self._gate.request()
+        self._debug.interrupted(self._gate.request)
 
     def _on_leave(self, reason: str) -> None:
         self._leaving = True

@@ -28,6 +28,9 @@ from hvdlab.kernel_ext.debugger.framing import FramingError, Unframer, frame
 from hvdlab.kernel_ext.debugger.messages import DEBUG, Close, Open, Opened, Said, decode_to_server
 from hvdlab.kernel_ext.payloads import encode
 
+INSIST = 0.3
+"""Seconds after which a rank that has stopped is interrupted again."""
+
 _LAST_LINE = 1 << 20
 _OURS = ("hvdlab", "IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "pydevd.")
 _PACKAGE = Path(__file__).parents[1]
@@ -57,6 +60,8 @@ class DebugServer:
         self._todo: queue.SimpleQueue[Open | Said | Close | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped: set[int] = set()
+        self._main = 1  # the server's number of the main thread
+        self._over = threading.Event()  # nothing is stopped
 
     @property
     def active(self) -> bool:
@@ -93,6 +98,22 @@ class DebugServer:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
+
+    def interrupted(self, again: Callable[[], object]) -> None:
+        """This rank was interrupted. Where it has stopped, that may only have ended the making of a value's text.
+
+        Args:
+            again: Interrupts it once more.
+        """
+        if self._main in self._stopped:
+            insist = threading.Thread(
+                target=self._insist, args=(again,), name="hvdlab-debug-insist", daemon=True
+            )
+            insist.start()
+
+    def _insist(self, again: Callable[[], object]) -> None:
+        while not self._over.wait(INSIST) and self._server is not None and self._server.waits():
+            again()
 
     # -- own thread -----------------------------------------------------------------------------------------------
 
@@ -160,6 +181,9 @@ class DebugServer:
         elif event == "continued":
             everything = (said.get("body") or {}).get("allThreadsContinued")
             self._set_stopped(set() if everything else self._stopped - {thread})
+        if said.get("type") == "response" and said.get("command") == "threads":
+            threads = (said.get("body") or {}).get("threads", ())
+            self._main = next((one["id"] for one in threads if one["name"] == "MainThread"), self._main)
         session = self._session
         if session:
             self._post(DEBUG, encode(Said(session, message)))
@@ -167,6 +191,7 @@ class DebugServer:
     def _set_stopped(self, threads: set[int]) -> None:
         with self._lock:
             before, self._stopped = self._stopped, threads
+            (self._over.clear if self._main in threads else self._over.set)()
             if bool(before) != bool(threads):
                 self._paused(bool(threads))
 
@@ -188,14 +213,16 @@ class DebugServer:
             link = link.tb_next
 
     def cell_ended(self) -> None:
-        """A cell has ended; if it was stopped, an interrupt has ended it, which the server does not tell."""
-        if self._stopped and self._server is not None:
-            self._server.go_on()
-            for thread in sorted(self._stopped):
-                body = {"threadId": thread, "allThreadsContinued": False}
-                self._take(
-                    json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode()
-                )
+        """The cell's own code has ended: what follows is no place to step to.
+
+        If it was stopped, an interrupt has ended it, which the server does not tell.
+        """
+        if not self._session or self._server is None:
+            return
+        self._server.go_on()
+        if self._main in self._stopped:
+            body = {"threadId": self._main, "allThreadsContinued": False}
+            self._take(json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode())
 
 
 def _adapted(message: bytes) -> bytes:
@@ -242,9 +269,14 @@ class _Server:
         import debugpy.server.api  # puts pydevd on the path
         import pydevd  # type: ignore[import-not-found]
         import pydevd_tracing  # type: ignore[import-not-found]
+        from _pydevd_bundle.pydevd_additional_thread_info import (  # type: ignore[import-not-found]
+            set_additional_thread_info,
+        )
         from _pydevd_bundle.pydevd_api import PyDevdAPI  # type: ignore[import-not-found]
+        from _pydevd_bundle.pydevd_constants import get_thread_id  # type: ignore[import-not-found]
 
         self._api, self._tracing = PyDevdAPI(), pydevd_tracing
+        self._number_of, self._info_of = get_thread_id, set_additional_thread_info
         self._breakpoint, sys.breakpointhook = sys.breakpointhook, before
         self._mine, theirs = socket.socketpair()
         _exempt()
@@ -312,9 +344,13 @@ class _Server:
             sys.breakpointhook = self._before
         self._db.disable_tracing()
 
+    def waits(self) -> bool:
+        """Whether the main thread has stopped and not left it, by whatever way."""
+        return bool(self._info_of(threading.main_thread()).is_in_wait_loop)
+
     def go_on(self) -> None:
-        """Let all threads run."""
-        self._api.request_resume_thread("*")
+        """Let the main thread run, wherever it was to stop next."""
+        self._api.request_resume_thread(self._number_of(threading.main_thread()))
 
     def _forget(self) -> None:
         """In a forked child, where the server's threads are not: a breakpoint would stop it for ever."""

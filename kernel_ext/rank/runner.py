@@ -86,6 +86,7 @@ class CellRunner:
             result = await self._run_in_shell(request)
             if os.getpid() != run.pid:
                 end_child(None)
+            self._debug.cell_ended()
             self._run_hooks(result)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
             self._failed(error)

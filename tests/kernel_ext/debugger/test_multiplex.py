@@ -269,6 +269,18 @@ def test_one_rank_can_go_on_alone() -> None:
     assert room.mux.stopped == (0,)
 
 
+def test_a_button_that_is_pressed_too_late_does_not_wait_for_the_kernel_to_stop() -> None:
+    room = Room().start(0)
+    room.local.clear()
+    for command in ("continue", "next", "stepIn", "stepOut", "stackTrace"):
+        assert room.ask(command, threadId=LOCAL_THREAD)["success"]
+    assert not room.local
+    key = next(room.keys)
+    request = {"type": "request", "seq": key, "command": "next", "arguments": {"threadId": LOCAL_THREAD}}
+    room.tell(Requested(key, request, local_stopped=True))
+    assert room.local == [request]
+
+
 def test_whom_the_buttons_move_can_be_chosen() -> None:
     room = Room().start(0, 1)
     room.stop(0)

@@ -17,6 +17,9 @@ from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve
 WORLD = 0
 OPEN, SWITCHING, ENDED = range(3)
 
+PAST_STORES = 4
+"""Former epochs of a process set whose rendezvous goes on."""
+
 
 class ProcessSet:
     """A process set in its current epoch.
@@ -33,13 +36,14 @@ class ProcessSet:
             last epochs: they may be needed to finish what those execute.
         aborted: The newest epoch of which nothing is executed any more.
         matcher, store, sequence: State of this epoch.
+        past_stores: Stores of former epochs, in which some may still be finding each other to finish what they execute.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
         past_failure: (when, epoch, rank, text) of one that is about to end what is executed of a former epoch.
     """
 
     __slots__ = (
         "aborted", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
-        "past_failure", "peers", "phase", "sequence", "store",
+        "past_failure", "past_stores", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -57,6 +61,7 @@ class ProcessSet:
         self.sequence = 0
         self.matcher = Matcher(())
         self.store = Store()
+        self.past_stores: dict[int, Store] = {}
 
     def clear(self) -> None:
         """Forget everything about the epoch but its members."""
@@ -114,6 +119,7 @@ class ProcessSets:
     def _tell(self, ps: ProcessSet, abort: Abort) -> None:
         """Send an abort to members that live, and to those who may be in the middle of something with them."""
         ps.aborted = abort.epoch
+        ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
         self._outbox.send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
             mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
@@ -130,6 +136,9 @@ class ProcessSets:
 
     def _end(self, ps: ProcessSet, phase: int) -> None:
         if ps.phase == OPEN:
+            if phase == SWITCHING:
+                ps.past_stores[ps.epoch] = ps.store
+                ps.past_stores.pop(ps.epoch - PAST_STORES, None)
             ps.epoch += 1
         ps.phase = phase
         if phase == ENDED:

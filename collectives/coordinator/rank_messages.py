@@ -14,6 +14,7 @@ from hvdlab.collectives.coordinator.membership import RankPeer, Wait
 from hvdlab.collectives.coordinator.pauses import on_paused, on_resumed
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.restoring import on_resume
+from hvdlab.collectives.coordinator.store import Store
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -53,7 +54,7 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
 
 
 def _past_set(
-    state: CoordinatorState, rank: RankPeer, message: m.Withdraw | m.PlaneFailed
+    state: CoordinatorState, rank: RankPeer, message: m.Withdraw | m.PlaneFailed | m.StoreSet | m.StoreGet
 ) -> ProcessSet | None:
     """The process set that a message is about, if it is of an epoch before: some may still be executing in that."""
     ps = state.sets.by_id.get(message.process_set)
@@ -93,16 +94,25 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
             ps.matcher.debts.forgive(rank.rank)
 
 
-def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
+def _store(state: CoordinatorState, rank: RankPeer, message: m.StoreSet | m.StoreGet) -> Store | None:
+    """The store that a message is about: of this epoch, or of one that was changed over from in order."""
     ps = state.open_set(rank, message)
     if ps is not None:
-        ps.store.set(message.key, message.value, state.outbox)
+        return ps.store
+    ps = _past_set(state, rank, message)
+    return ps.past_stores.get(message.epoch) if ps is not None else None
+
+
+def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
+    store = _store(state, rank, message)
+    if store is not None:
+        store.set(message.key, message.value, state.outbox)
 
 
 def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
-    ps = state.open_set(rank, message)
-    if ps is not None:
-        ps.store.get(message.key, rank.peer, message.ticket, state.outbox)
+    store = _store(state, rank, message)
+    if store is not None:
+        store.get(message.key, rank.peer, message.ticket, state.outbox)
 
 
 def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:

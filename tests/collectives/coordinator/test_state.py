@@ -362,6 +362,29 @@ def test_an_epoch_is_renewed_for_one_whose_memory_was_lost() -> None:
     assert last(sim.ranks[1], m.Configure).epoch == 2
 
 
+def test_members_find_each_other_in_an_epoch_that_was_changed_over_from() -> None:
+    """They finish what they execute in it, and may have to connect first."""
+    sim = simulate(2)
+    submit(sim, "loss", 0, 1)
+    sim.ranks[0].say(m.StoreGet(0, 1, "port", 7))
+    sim.drain()
+    sim.ranks[1].say(m.Renew(0, 1))
+    sim.drain()
+    sim.ranks[1].say(m.StoreSet(0, 1, "port", b"1234"))
+    sim.ranks[1].say(m.StoreGet(0, 1, "port", 8))
+    sim.drain()
+    assert last(sim.ranks[0], m.StoreValue) == m.StoreValue(7, b"1234")
+    assert last(sim.ranks[1], m.StoreValue) == m.StoreValue(8, b"1234")
+    sim.ranks[1].say(m.PlaneFailed(0, 1, "no luck"))
+    sim.drain()
+    sim.tick(0.3)
+    sim.drain()
+    sim.ranks[0].say(m.StoreGet(0, 1, "port", 9))
+    sim.drain()
+    assert last(sim.ranks[0], m.StoreValue).ticket == 7
+    assert not sim.state.sets.world.past_stores
+
+
 def test_a_death_explains_a_failed_plane() -> None:
     sim = simulate(3)
     sim.ranks[0].say(m.PlaneFailed(0, 1, "connection reset"))

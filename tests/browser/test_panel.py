@@ -66,9 +66,13 @@ def wait(lab: LabPage, condition: str) -> None:
 
 def command(lab: LabPage, name: str) -> None:
     """Choose a command in the palette."""
-    lab.page.keyboard.press("Control+Shift+C")
     box = lab.page.locator(".lm-CommandPalette-input")
-    box.fill(name)
+    for _ in range(10):
+        lab.page.keyboard.press("Control+Shift+C")
+        # It closes again when something else takes the focus, as pages that are just loaded may.
+        with contextlib.suppress(TimeoutError):
+            box.fill(name, timeout=4000)
+            break
     lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click()
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -80,6 +81,8 @@ class DebugHub:
         self._session: tuple[Pool, Session] | None = None
         self._changed = threading.Condition()
         kernel.debugger.process_request = self.process
+        if kernel.debugger.is_started:
+            self._join()
 
     def close(self) -> None:
         """Give the kernel its own debugger back. Ranks go on."""
@@ -90,6 +93,20 @@ class DebugHub:
             for rank in pool.ranks:
                 session.leave(rank)
             session.close()
+
+    def _join(self) -> None:
+        """The debugger was switched on before the extension was loaded."""
+        _spare_children()
+        self._loop = self._kernel.control_thread.io_loop.asyncio_loop
+        known = dict(self._debugger.breakpoint_list)
+        for path in known:
+            with contextlib.suppress(OSError):
+                self._cells[path] = self._for_ranks(Path(path).read_text(encoding="utf-8"))
+        self._mux = self._make()
+        self._mux.adopt(known)
+
+    def _make(self) -> Multiplexer:
+        return Multiplexer(self._attach(), _cells_begin(), lambda path: self._cells.get(path, False))
 
     @property
     def on(self) -> bool:
@@ -123,7 +140,8 @@ class DebugHub:
         if self._mux is None:
             if command != "initialize":  # the debugger is off
                 return await self._ask_kernel(request)
-            self._mux = Multiplexer(self._attach(), _cells_begin(), lambda path: self._cells.get(path, False))
+            _spare_children()
+            self._mux = self._make()
         if command == "dumpCell":
             return await self._dump(request)
         key = next(self._keys)
@@ -244,6 +262,20 @@ class DebugHub:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the kernel ends
                 self._loop.call_soon_threadsafe(self._handle, event)
+
+
+def _spare_children() -> None:
+    """Processes that the kernel starts, such as those of a pool, are not to wait for a debugger of their own.
+
+    debugpy would start them under itself, and JupyterLab has nothing with which to attach to them.
+    """
+    with contextlib.suppress(ImportError):
+        import debugpy  # noqa: T100  # to configure what ipykernel is about to start
+
+        debugpy.configure({"subProcess": False})
+        patching = sys.modules.get("_pydev_bundle.pydev_monkey")
+        if patching is not None:  # it has begun already
+            vars(patching)["_get_apply_arg_patching"] = lambda: False
 
 
 def _cells_begin() -> str:

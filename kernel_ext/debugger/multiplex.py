@@ -8,7 +8,7 @@ the one that steps, and with it those that have stopped at the same line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hvdlab.kernel_ext.debugger.asking import LOCAL, RankState
 from hvdlab.kernel_ext.debugger.events import (
@@ -69,6 +69,19 @@ class Multiplexer(Looking):
     def known(self) -> tuple[int, ...]:
         """Ranks that are debugged, or soon will be."""
         return tuple(self._ranks)
+
+    def adopt(self, breakpoints: Mapping[str, list[Json]]) -> None:
+        """The frontend has attached already, and set these breakpoints, by file."""
+        self._on = True
+        self._initialize = {
+            "adapterID": "",
+            "pathFormat": "path",
+            "linesStartAt1": True,
+            "columnsStartAt1": True,
+        }
+        self._breakpoints = {
+            path: {"source": {"path": path}, "breakpoints": points} for path, points in breakpoints.items()
+        }
 
     # -- events ----------------------------------------------------------------------------------------------------------
 

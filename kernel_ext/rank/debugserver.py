@@ -203,6 +203,8 @@ class DebugServer:
             if file:
                 self._server.map(file, name)
             self._server.trace_here()  # an interrupt at a breakpoint has ended the tracing of this thread
+        else:
+            self._untrace()
 
     def cut(self, error: BaseException) -> None:
         """Let a traceback end where the debugger stopped: formatting its frames takes seconds."""

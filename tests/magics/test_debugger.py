@@ -354,6 +354,25 @@ def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
+def test_switched_on_before_there_are_ranks_and_before_the_extension_is_loaded(tmp_path: Path) -> None:
+    kernel = LiveKernel(tmp_path)
+    try:
+        debugging = Debugging(kernel)
+        debugging.switch_on()
+        code = "%%hvd_run -np 2\nx = 1\nprint(x)"
+        debugging.set_breakpoints(code, 3)
+        kernel.run("%load_ext hvdlab")
+        cell = kernel.send(code)
+        debugging.stopped(2)
+        debugging.ask("continue", threadId=1)
+        kernel.finish(cell)
+        assert cell.error is None
+        assert cell.lines() == ["[0,1] 1"]
+        debugging.switch_off()
+    finally:
+        kernel.close()
+
+
 def test_in_the_kernel_whose_cells_run_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = LiveKernel(kernelspec_in(tmp_path, monkeypatch), name="hvdlab")
     try:

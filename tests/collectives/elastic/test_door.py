@@ -21,7 +21,7 @@ def view(*, waiting: tuple[int, ...]) -> WorldView:
 
 def test_who_is_let_in_does_not_look_for_others() -> None:
     world = view(waiting=(1,))
-    world.configured([0, 1])
+    world.configured([0, 1], 1)
     world.wait_complete(0, 1, 0)
 
 

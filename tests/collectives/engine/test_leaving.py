@@ -170,7 +170,7 @@ def test_a_death_counts_only_as_long_as_nobody_has_come_for_it() -> None:
     view.update(m.World((0, 1), (member[0],), (), 1))
     with pytest.raises(StartError, match="rank 0 waited"):
         view.wait_complete(0, 0)
-    view.configured([0, 1])
+    view.configured([0, 1], 1)
     view.update(
         m.World((0, 1), (member[0],), (death,), 1)
     )  # a member that dies later is no matter of starting

@@ -72,8 +72,9 @@ def command(lab: LabPage, name: str) -> None:
         # It closes again when something else takes the focus, as pages that are just loaded may.
         with contextlib.suppress(TimeoutError):
             box.fill(name, timeout=4000)
-            break
-    lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click()
+            lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click(timeout=4000)
+            return
+    pytest.fail(f"the palette does not stay open: {name}")
 
 
 def status(lab: LabPage, text: str) -> None:

@@ -36,7 +36,7 @@ def test_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_lost_rank_is_started_anew_and_takes_part_again(tmp_path: Path, lost: int) -> None:
     launcher = (sys.executable, "-m", "hvdlab", "run", "-np", "2", "--min-np", "2")
     output = run(tmp_path, *launcher, arguments=("--epochs", "5", "--lose", str(lost)))

@@ -34,7 +34,12 @@ def last_percentage(output: str) -> float:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "extra", [(), ("--fp16-allreduce", "--gradient-predivide-factor", "2")], ids=["plain", "fp16"]
+    "extra",
+    [
+        (),
+        pytest.param(("--fp16-allreduce", "--gradient-predivide-factor", "2"), marks=pytest.mark.soak),
+    ],
+    ids=["plain", "fp16"],
 )
 def test_digits(tmp_path: Path, extra: tuple[str, ...]) -> None:
     output = run(2, "torch_digits.py", "--epochs", "4", *extra, cwd=tmp_path)
@@ -44,7 +49,9 @@ def test_digits(tmp_path: Path, extra: tuple[str, ...]) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "extra", [(), ("--sync-batch-norm", "--batches-per-allreduce", "2")], ids=["plain", "sync"]
+    "extra",
+    [(), pytest.param(("--sync-batch-norm", "--batches-per-allreduce", "2"), marks=pytest.mark.soak)],
+    ids=["plain", "sync"],
 )
 def test_checkpoints_are_gone_on_from(tmp_path: Path, extra: tuple[str, ...]) -> None:
     first = run(2, "torch_checkpoints.py", "--epochs", "1", *extra, cwd=tmp_path)
@@ -74,7 +81,7 @@ def test_gradient_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("np", [2, 3])
+@pytest.mark.parametrize("np", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_adasum(tmp_path: Path, np: int) -> None:
     output = run(np, "torch_adasum.py", "--epochs", "4", cwd=tmp_path)
     assert last_percentage(output) > 80

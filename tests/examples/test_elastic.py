@@ -31,7 +31,7 @@ def accuracies(output: str) -> list[float]:
 
 @pytest.mark.timeout(220)
 def test_alone(tmp_path: Path) -> None:
-    (accuracy,) = accuracies(run(tmp_path, arguments=("--epochs", "4")))
+    (accuracy,) = accuracies(run(tmp_path, arguments=("--epochs", "3")))
     assert accuracy > 90
 
 

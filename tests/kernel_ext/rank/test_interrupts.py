@@ -330,7 +330,7 @@ def test_an_interrupt_ends_the_pickling_of_a_value(rank: Rank) -> None:
     assert "interrupted" in ran.done.value_note
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
 def test_a_storm_of_interrupts_loses_nothing(rank: Rank, seed: int) -> None:
     chance = random.Random(seed)
     sources = [

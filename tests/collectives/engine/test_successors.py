@@ -130,7 +130,7 @@ def plane() -> str:
 def wait_until_lost() -> None:
     guarded = context.engine()._guarded
     deadline = Deadline(10)
-    while not guarded._suspended:
+    while not guarded._suspended and guarded.state.lost is None:
         deadline.check("the loss")
 
 
@@ -293,6 +293,7 @@ def test_an_interrupt_while_there_is_none(three: Ranks) -> None:
 def test_without_a_successor_ranks_give_up() -> None:
     with Ranks(2, keep=True, env={"HVDLAB_REATTACH": "0.3"}) as ranks:
         kill(ranks)
+        ranks.run(wait_until_lost)  # what was begun before is lost for another reason, and told so
         for error in ranks.outcomes(total):
             assert isinstance(error, AbortedError)
             assert error.cause.kind is CauseKind.COORDINATOR_LOST
@@ -302,6 +303,7 @@ def test_without_a_successor_ranks_give_up() -> None:
 def test_nobody_waits_when_its_starter_closes_it() -> None:
     with Ranks(2, keep=True) as ranks:
         ranks.coordinator.close()
+        ranks.run(wait_until_lost)
         for error in ranks.outcomes(total, timeout=5):
             assert isinstance(error, AbortedError)
             assert "restart the group" in str(error)

@@ -1,0 +1,188 @@
+"""What runs on ranks and what it writes: cells, their output and their ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hvdlab.kernel_ext.payload import Payload
+
+
+class RunCell(Payload, frozen=True):
+    """Run a cell.
+
+    Attributes:
+        cell: Unique id of this run.
+        label: How users know it, such as ``[7]``.
+        source: Python source without the magic line; ``line_offset`` blank lines are to be thought before it, so that
+            line numbers are those that the notebook shows.
+        line_offset: Number of lines of the notebook's cell above the source (the magic line).
+        want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
+        file: What the frontend's debugger calls the whole cell.
+    """
+
+    cell: str
+    label: str
+    source: str
+    line_offset: int = 1
+    want_value: bool = True
+    value_limit: int = 1 << 20
+    store_history: bool = True
+    file: str = ""
+
+
+class Credit(Payload, frozen=True):
+    """The pool has taken ``taken`` bytes of output of this cell so far; the rank may have a window more in flight."""
+
+    cell: str
+    taken: int
+
+
+class Resync(Payload, frozen=True):
+    """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
+
+    Every cell of this rank that the pool waits for is listed, as ``(cell, received, taken)``: bytes of output that
+    have arrived, and those of them that the pool has taken, as in :class:`Credit`. What follows ``received`` is to be
+    sent again, the cell's :class:`CellDone` too if there is one. What is kept of other cells is no longer wanted.
+    """
+
+    cells: tuple[tuple[str, int, int], ...]
+
+
+class Settled(Payload, frozen=True):
+    """The pool has everything of this cell."""
+
+    cell: str
+
+
+class Owner(Payload, frozen=True):
+    """This process, on the rank's host, uses the kept pool from now on; nobody does if ``pid`` is 0.
+
+    ``started`` is when it started, in clock ticks since the boot.
+    """
+
+    pid: int
+    started: int
+
+
+class AskCells(Payload, frozen=True):
+    """Ask which cells of a pool's process before this one the rank has: :class:`Cells`."""
+
+    ticket: int
+
+
+class Stream(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Text of one stream (``stdout`` or ``stderr``), in the order in which it was written on this rank."""
+
+    name: str
+    text: str
+
+
+class Display(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """A display_data (or, with ``update``, update_display_data) message; ``result`` marks the cell's value."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    update: bool = False
+    result: bool = False
+
+
+class Clear(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """clear_output."""
+
+    wait: bool = False
+
+
+Chunk = Stream | Display | Clear
+
+
+class Output(Payload, frozen=True):
+    """What a rank wrote since its last Output.
+
+    ``total`` counts all bytes of this cell, this one's included, ``before`` those of the messages before it: the pool
+    sees from them whether one is missing, or comes a second time.
+    """
+
+    cell: str
+    chunks: tuple[Chunk, ...]
+    total: int = 0
+    before: int = 0
+
+
+class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How a cell failed on a rank.
+
+    Attributes:
+        ename: Class name, such as ``ValueError``.
+        evalue: Its text.
+        traceback: Coloured lines, as IPython renders them, with the cell's own line numbers.
+        when: ``time.monotonic_ns()`` of the raise (same host: comparable between ranks), to find the first.
+        aborted: True if it only fails because a collective was ended by somebody else (AbortedError).
+        collective: The collective it was stopped in, such as ``allreduce `loss```, if aborted.
+        culprits: Ranks that the abort names as its cause.
+        interrupted: True for KeyboardInterrupt.
+        mismatch: True for MismatchError (the same text on all ranks).
+        syntax: True if the source did not compile (the same on all ranks).
+        cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
+        site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if it did not get there.
+        recorded: The last steps of a training that was recorded, in lines; ``wrong`` the first that was not finite.
+    """
+
+    ename: str
+    evalue: str
+    traceback: tuple[str, ...]
+    when: int
+    aborted: bool = False
+    collective: str = ""
+    culprits: tuple[int, ...] = ()
+    interrupted: bool = False
+    mismatch: bool = False
+    syntax: bool = False
+    cause: str = ""
+    why: str = ""
+    site: str = ""
+    recorded: tuple[str, ...] = ()
+    wrong: str = ""
+
+
+class CellDone(Payload, frozen=True):
+    """The cell ended here; sent after its last Output, whose ``total`` it repeats.
+
+    ``value`` is the pickled last expression if it was asked for and small enough; ``value_note`` says why it is
+    missing. ``has_value`` is False when the last statement was no expression or gave None.
+    """
+
+    cell: str
+    error: CellError | None
+    seconds: float
+    has_value: bool = False
+    value: bytes | None = None
+    value_repr: str = ""
+    value_note: str = ""
+    total: int = 0
+
+
+class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A cell of which a rank has something that nobody has taken.
+
+    Attributes:
+        cell, label: As in :class:`RunCell`.
+        before: Bytes of its output that are not there any more.
+        dropped: Those of them that nobody has taken: it was too much to be kept.
+        running: Whether it has not ended.
+    """
+
+    cell: str
+    label: str
+    before: int
+    dropped: int
+    running: bool
+
+
+class Cells(Payload, frozen=True):
+    """Answer to :class:`AskCells`, in the order in which they came."""
+
+    ticket: int
+    cells: tuple[HeldCell, ...]

@@ -1,0 +1,88 @@
+"""Values on their way: bound on ranks, or brought from there."""
+
+from __future__ import annotations
+
+from hvdlab.kernel_ext.inspect.messages import Shared
+from hvdlab.kernel_ext.payload import Payload
+
+
+class PushValue(Payload, frozen=True):
+    """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
+
+    With a ``lot`` one pickle of all values and its buffers were brought before, as :class:`PushPart`.
+    """
+
+    ticket: int
+    names: tuple[str, ...]
+    pickles: tuple[bytes, ...]
+    lot: int = 0
+
+
+class PushPart(Payload, frozen=True):
+    """A piece of what a :class:`PushValue` with this ``lot`` will bind: ``data`` of one part at an offset.
+
+    ``sizes`` are the bytes of all parts. The answer is a :class:`Done`; then what is ``shared`` may change.
+    """
+
+    ticket: int
+    lot: int
+    sizes: tuple[int, ...]
+    part: int
+    offset: int
+    data: bytes
+    shared: Shared | None = None
+
+
+class PullValue(Payload, frozen=True):
+    """Evaluate each expression and send the values back."""
+
+    ticket: int
+    names: tuple[str, ...]
+
+
+class Fetch(Payload, frozen=True):
+    """Ask for a :class:`Piece` of what the :class:`Value` with ticket ``lot`` did not carry.
+
+    ``share`` says that the pool is on the rank's host and can look into its memory.
+    """
+
+    ticket: int
+    lot: int
+    part: int
+    offset: int
+    length: int
+    share: bool = False
+
+
+class Release(Payload, frozen=True):
+    """Nothing of this lot is needed any longer."""
+
+    lot: int
+
+
+class Done(Payload, frozen=True):
+    """Answer to PushValue; ``error`` is empty if all is well."""
+
+    ticket: int
+    error: str = ""
+
+
+class Value(Payload, frozen=True):
+    """Answer to PullValue: pickles by name, or an error line for the names that could not be sent.
+
+    What is too large for a message has neither, but ``sizes``: the bytes of a pickle and of its buffers, which are
+    to be fetched (:class:`Fetch`) and then released (:class:`Release`). Only for a question about one name.
+    """
+
+    ticket: int
+    pickles: tuple[bytes | None, ...]
+    errors: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+
+
+class Piece(Payload, frozen=True):
+    """Answer to Fetch; with neither if the value is not kept any longer. What is shared is valid until the next one."""
+
+    ticket: int
+    data: bytes | None
+    shared: Shared | None = None

@@ -39,7 +39,8 @@ class Client:
     wait for the coordinator. An exception in one is logged and concerns nobody else. All methods may be called from
     any thread.
 
-    When the coordinator is lost, whoever started it may let a successor take its place and then call :meth:`reconnect`.
+    When the connection is lost, :meth:`reconnect` goes on with the coordinator if that lives; if it does not, whoever
+    started it may let a successor take its place first (:mod:`hvdlab.collectives.recovery` does either).
     """
 
     def __init__(self, door: Door, endpoint: Endpoint, welcome: m.Welcome) -> None:
@@ -56,6 +57,7 @@ class Client:
         self._pongs: set[int] = set()
         self._numbers = itertools.count(1)
         self._subscribed = False
+        self._taken = 0  # the number of the last batch of events
         self._calls: deque[Callable[[], None]] = deque()
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
         self._on_membership: list[Callable[[Membership], Any]] = []
@@ -237,10 +239,11 @@ class Client:
     # -- a successor of the coordinator ---------------------------------------------------------------------------
 
     def reconnect(self, cells: Mapping[str, Sequence[int]] | None = None, timeout: float = 30) -> Membership:
-        """After the coordinator was lost and has a successor: connect to that, and wait until it has its world again.
+        """After the connection was lost: connect to the coordinator, or to its successor, and wait for its world.
 
-        It is told which ranks were expected, which lived, and which had died. What was registered here stays so. Until
-        this returns, sending raises ``CoordinatorLostError`` and the membership is the last one of the old world.
+        It is told which ranks were expected, which lived, and which had died. What was registered here stays so; events
+        go on after the last one that came, and mail that was on its way is lost. Until this returns, sending raises
+        ``CoordinatorLostError`` and the membership is the last one that was told.
 
         Args:
             cells: Ranks by cell, of the cells that run as far as the caller knows.
@@ -250,7 +253,7 @@ class Client:
             The membership: ranks that have not come back have died.
 
         Raises:
-            StartError: There is no successor.
+            StartError: Nobody answers.
             CoordinatorLostError: It was lost as well, or this client was closed. May be called again.
             TimeoutError: The connection was not lost at all, or the world was not there in time.
         """
@@ -275,12 +278,16 @@ class Client:
 
     def _go_on(self, endpoint: Endpoint, welcome: m.Welcome, cells: Mapping[str, Sequence[int]]) -> None:
         """Use this connection. What the successor has to know comes first."""
+        same = welcome.generation == self.generation
         with self._changed:
             losses, self._losses = self._losses, []
+            if not same:
+                self._taken = 0
+            subscribe = m.Subscribe(self._subscribed, after=self._taken)
             try:
                 if self._closing:
                     raise CoordinatorLostError("this client was closed")
-                for message in (self._recollection(cells), *losses, m.Subscribe(self._subscribed)):
+                for message in (*self._recollection(cells, same=same), *losses, subscribe):
                     endpoint.send(message)
             except ConnectionLost as error:
                 self._losses = losses
@@ -300,11 +307,14 @@ class Client:
         if self._link.thread.is_alive():
             raise TimeoutError(f"the connection was not lost within {deadline.seconds:g} s")
 
-    def _recollection(self, cells: Mapping[str, Sequence[int]]) -> m.Recall:
+    def _recollection(self, cells: Mapping[str, Sequence[int]], *, same: bool) -> tuple[m.Recall, ...]:
+        """What the coordinator has to know, if anything; one that is still the same knows the ranks better."""
+        if same and self._expected is None and not cells:
+            return ()
         known = self._membership
         expected = known.expected if self._expected is None else self._expected
         running = tuple((cell, tuple(ranks)) for cell, ranks in cells.items())
-        return m.Recall(expected, known.members, known.deaths, running)
+        return (m.Recall(expected, known.members, () if same else known.deaths, running),)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -376,6 +386,7 @@ class Client:
             for callback in self._mail.get(message.topic, ()):
                 self._invoke(callback, message.sender, message.body)
         elif isinstance(message, m.RankEvents):
+            self._taken = message.number
             for callback in self._on_events:
                 self._invoke(callback, message.rank, message.batch)
         elif isinstance(message, m.World):

@@ -1,26 +1,26 @@
 """Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
 
+A coordinator that lives, and to which only the connection was lost, stays.
+
 One thread, which sleeps until something has died. (The warm process and ipyparallel's controller are put back by
 whoever has them: that takes no waiting.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import os
 import queue
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.recovery import Coordinator, Recovered, Recovery
 from hvdlab.kernel_ext.group import CUT_OFF_WITHIN, Group
 from hvdlab.kernel_ext.members import Ended
 from hvdlab.kernel_ext.runs import Runs
@@ -34,22 +34,6 @@ OFTEN = 5
 """Coordinators that may die within a minute; more of them die for a reason that another one would not cure."""
 
 
-class Coordinator(Protocol):
-    """What is needed of the coordinator's process."""
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        ...
-
-    def ending(self) -> str:
-        """How it ended; empty as long as it runs."""
-        ...
-
-    def respawn(self, timeout: float = ...) -> None:
-        """Start a successor."""
-
-
 class Rebuilder:
     """Watches the coordinator, and ranks that it takes for dead.
 
@@ -60,7 +44,7 @@ class Rebuilder:
         runs: The cells.
         tell: Takes one sentence for the user.
         give_up: Called with the reason if the pool can't be put back.
-        rebuilt: Called when there is another coordinator.
+        rebuilt: Called when there is another connection to a coordinator.
     """
 
     def __init__(
@@ -74,7 +58,14 @@ class Rebuilder:
         give_up: Callable[[str], None],
         rebuilt: Callable[[], None],
     ) -> None:
-        self._coordinator, self._client, self._group, self._runs = coordinator, client, group, runs
+        self._client, self._group, self._runs = client, group, runs
+        self._recovery = Recovery(
+            coordinator,
+            client,
+            cells=lambda: runs.running(),
+            respawn_within=RESPAWN_WITHIN,
+            reconnect_within=RECONNECT_WITHIN,
+        )
         self._tell, self._give_up, self._rebuilt = tell, give_up, rebuilt
         self._closing = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -152,43 +143,39 @@ class Rebuilder:
             self._group.handle(Ended(rank, pid, reason))
 
     def _rebuild(self, reason: str) -> None:
-        began = time.monotonic()
-        how = self._ending() or reason
+        began, how = time.monotonic(), reason
         while self._client.closed and not self._closing:
             if len(self._deaths) == OFTEN and began - self._deaths[0] < 60:
                 self._fail(f"its coordinator ended {OFTEN} times within a minute, the last time: {how}")
                 return
             self._deaths.append(time.monotonic())
             try:
-                self._take_over()
+                recovered = self._recovery.run()
+                how = self._recovery.ending or how
+                self._go_on(recovered)
             except CoordinatorLostError:
-                how = self._ending() or how
+                how = self._recovery.ending or how
             except (StartError, TimeoutError, InvalidRequestError, OSError) as error:
+                how = self._recovery.ending or how
                 self._fail(f"its coordinator ended ({how}), and no other one could take over: {error}")
                 return
             else:
                 self._rebuilt()
-                self._tell(
-                    f"the coordinator ended ({how}) and was replaced within {time.monotonic() - began:.1f} s; the ranks "
-                    "and their variables are intact"
-                )
+                self._say(recovered, how, time.monotonic() - began)
 
-    def _ending(self) -> str:
-        """How it ended, or an empty text. A process ends a moment after its connections."""
-        with contextlib.suppress(OSError):
-            process = os.pidfd_open(self._coordinator.pid)
-            try:
-                select.select([process], [], [], CUT_OFF_WITHIN)
-            finally:
-                os.close(process)
-        return self._coordinator.ending()
-
-    def _take_over(self) -> None:
-        self._coordinator.respawn(RESPAWN_WITHIN)
-        told = self._runs.running()
-        world = self._client.reconnect(told, RECONNECT_WITHIN)
+    def _go_on(self, recovered: Recovered) -> None:
+        if not recovered.replaced:
+            self._deaths.pop()  # it was none
         self._group.reconnected()
-        self._runs.resync(world.ranks, told)
+        self._runs.resync(recovered.membership.ranks, recovered.told)
+
+    def _say(self, recovered: Recovered, how: str, seconds: float) -> None:
+        what = (
+            f"the coordinator ended ({how}) and was replaced within {seconds:.1f} s"
+            if recovered.replaced
+            else f"the connection to the coordinator was lost ({how}) and made again within {seconds:.1f} s"
+        )
+        self._tell(f"{what}; the ranks and their variables are intact")
 
     def _fail(self, reason: str) -> None:
         if not self._closing:

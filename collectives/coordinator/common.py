@@ -18,7 +18,7 @@ def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float)
 
 def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
     if message.events:
-        state.history.subscribe(peer, state.outbox, past=message.history)
+        state.history.subscribe(peer, state.outbox, past=message.history, after=message.after)
     else:
         state.history.unsubscribe(peer)
 

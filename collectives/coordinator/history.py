@@ -17,31 +17,38 @@ class History:
 
     Attributes:
         dropped: How many batches made room for newer ones.
+        number: Of the newest batch; the first one was 1.
     """
 
     def __init__(self, limit: int = HISTORY_BYTES) -> None:
         self.limit = limit
         self.nbytes = 0
         self.dropped = 0
-        self._batches: deque[tuple[int, bytes]] = deque()
+        self.number = 0
+        self._batches: deque[RankEvents] = deque()
         self._subscribers: tuple[int, ...] = ()
 
     def add(self, rank: int, batch: bytes, outbox: Outbox) -> None:
         """Keep a batch of ``rank`` and pass it on."""
-        self._batches.append((rank, batch))
+        self.number += 1
+        message = RankEvents(rank, batch, self.number)
+        self._batches.append(message)
         self.nbytes += len(batch)
         while self.nbytes > self.limit:
-            _, oldest = self._batches.popleft()
-            self.nbytes -= len(oldest)
+            self.nbytes -= len(self._batches.popleft().batch)
             self.dropped += 1
-        outbox.send(self._subscribers, RankEvents(rank, batch))
+        outbox.send(self._subscribers, message)
 
-    def subscribe(self, peer: int, outbox: Outbox, *, past: bool = True) -> None:
-        """Send ``peer`` the history (if it wants the past), oldest first, and everything from now on. Idempotent."""
+    def subscribe(self, peer: int, outbox: Outbox, *, past: bool = True, after: int = 0) -> None:
+        """Send ``peer`` the history (if it wants the past), oldest first, and everything from now on. Idempotent.
+
+        Of the past it gets what came after the batch of that number.
+        """
         if peer in self._subscribers:
             return
-        for rank, batch in self._batches if past else ():
-            outbox.send((peer,), RankEvents(rank, batch))
+        for message in self._batches if past else ():
+            if message.number > after:
+                outbox.send((peer,), message)
         self._subscribers += (peer,)
 
     def unsubscribe(self, peer: int) -> None:

@@ -66,12 +66,12 @@ class Restoring:
     def cell_ended(self, cell: str, rank: int) -> None:
         """A cell has ended on a rank, which the client need not know yet, even if it told already what it knew.
 
-        A connection that the client has given up may be read first, so it can tell twice.
+        A connection that the client has given up may be read first, so it can tell twice; and one that was lost while
+        the coordinator lived may have taken the news with it.
         """
-        if self.generation > 0:
-            self.ended[cell, rank] = None
-            if len(self.ended) > REMEMBERED:
-                del self.ended[next(iter(self.ended))]
+        self.ended[cell, rank] = None
+        if len(self.ended) > REMEMBERED:
+            del self.ended[next(iter(self.ended))]
 
     def drop(self, rank: int) -> None:
         """A rank has come, and is gone again."""
@@ -106,7 +106,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
 
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
-    """The client tells what it had from the coordinator before."""
+    """The client tells what it had from the coordinator before, or from this one over another connection."""
     for death in message.deaths:
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it

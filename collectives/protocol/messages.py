@@ -311,17 +311,21 @@ class Events(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Ask for every rank's :class:`Events` on this connection, those of the past first if wanted, or stop."""
+    """Ask for every rank's :class:`Events` on this connection, those of the past first if wanted, or stop.
+
+    Of the past, those up to the number ``after`` are not wanted: they came over an earlier connection.
+    """
 
     events: bool
     history: bool = True
+    after: int = 0
 
 
 # -- client to coordinator --------------------------------------------------------------------------------------------
 
 
 class Recall(Message, frozen=True):
-    """What a client of a coordinator that died tells the successor, before anything else.
+    """What a client that has lost its coordinator tells the successor, or the same one again, before anything else.
 
     ``members`` lived and ``deaths`` had happened as far as it was told; ``cells`` run, each on these ranks.
     """
@@ -542,10 +546,11 @@ class Regrouped(Message, frozen=True):
 
 
 class RankEvents(Message, frozen=True):
-    """Events of one rank, to a subscriber."""
+    """Events of one rank, to a subscriber. Batches of all ranks are numbered from 1 on, by each coordinator anew."""
 
     rank: int
     batch: bytes
+    number: int = 0
 
 
 class Stalled(Message, frozen=True):

@@ -6,6 +6,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import TypeVar
@@ -278,6 +279,69 @@ def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
         definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
         ranks[0].send(m.Announce(0, configure.epoch, (0,), (definition,)))
         assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "the cell was not for newcomers"
+        for endpoint in ranks:
+            endpoint.close()
+
+
+def cut(client: Client) -> None:
+    """End the connection of a client whose coordinator lives."""
+    client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProcess) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    with Client.connect(coordinator.address, coordinator.token) as client:
+        client.on_lost(lost.put)
+        client.on_events(lambda number, batch: events.put((number, batch)))
+        client.on_mail("t", lambda sender, body: mail.put((sender, body)))
+        client.expect([0, 1])
+        ranks = [join(coordinator, rank) for rank in (0, 1)]
+        epoch = client.wait_for(lambda now: now.complete, 10).epoch
+        ranks[0].send(m.Events(b"first"))
+        assert events.get(timeout=10) == (0, b"first")
+        cut(client)
+        lost.get(timeout=10)
+        ranks[0].send(m.Events(b"meanwhile"))
+        membership = client.reconnect(timeout=10)
+        assert (membership.ranks, membership.epoch) == ((0, 1), epoch), "nothing has happened to the ranks"
+        assert client.generation == 0
+        ranks[0].send(m.Events(b"later"))
+        assert [events.get(timeout=10) for _ in range(2)] == [(0, b"meanwhile"), (0, b"later")]
+        ranks[0].send(m.Post("t", b"hello"))
+        assert mail.get(timeout=10) == (0, b"hello")
+        cut(client)
+        lost.get(timeout=10)
+        client.rank_lost(1, os.getpid(), "killed by SIGBUS")
+        client.reconnect(timeout=10)
+        (death,) = client.wait_for(lambda now: bool(now.deaths), 10).deaths
+        assert (death.rank, death.reason) == (1, "killed by SIGBUS")
+        client.flush()
+        assert events.empty()
+        for endpoint in ranks:
+            endpoint.close()
+
+
+def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: CoordinatorProcess) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Client.connect(coordinator.address, coordinator.token) as client:
+        client.on_lost(lost.put)
+        client.expect([0, 1])
+        ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
+        client.wait_for(lambda now: now.complete, 10)
+        epoch = wait_for(ranks[0], m.Configure).epoch
+        client.cell_started("cell", [0, 1])
+        ranks[1].send(m.CellEnd("cell"))
+        ranks[1].send(m.Ping(7))
+        wait_for(ranks[1], m.Pong)
+        cut(client)
+        lost.get(timeout=10)
+        client.reconnect({"cell": [0, 1]}, timeout=10)
+        client.flush()
+        definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
+        ranks[0].send(m.Announce(0, epoch, (0,), (definition,)))
+        assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "rank 1 is not waited for"
         for endpoint in ranks:
             endpoint.close()
 

@@ -1,4 +1,4 @@
-"""Lets a successor take the coordinator's place when it dies."""
+"""Lets a successor take the coordinator's place when it dies, and connects again to one that lives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from time import monotonic
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.recovery import Recovery
 
 _OFTEN = 5
 """Deaths within a minute after which there is a reason that another one would not cure."""
@@ -32,10 +33,12 @@ class Keeper:
         say: Callable[[str], None],
         lost: Callable[[str], None],
     ) -> None:
-        self._coordinator, self._client = coordinator, client
+        self._client = client
+        self._recovery = Recovery(coordinator, client)
         self._say, self._lost = say, lost
         self._deaths: deque[float] = deque(maxlen=_OFTEN)
         self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
         self._closing = False
         self._thread: threading.Thread | None = None
         client.on_lost(self._begin)
@@ -55,21 +58,32 @@ class Keeper:
                 self._thread.start()
 
     def _replace(self, reason: str) -> None:
+        with self._one_at_a_time:
+            if self._client.closed and not self._closing:
+                self._recover(reason)
+
+    def _recover(self, reason: str) -> None:
         began = monotonic()
         if len(self._deaths) == _OFTEN and began < self._deaths[0] + 60:
             self._lost(f"{reason}; it has ended {_OFTEN} times within a minute")
             return
         self._deaths.append(began)
         try:
-            self._coordinator.respawn()
-            self._client.reconnect()
+            recovered = self._recovery.run()
         except CoordinatorLostError:
             return  # it has died as well, which was told, too
         except (StartError, TimeoutError, OSError) as error:
             if not self._closing:
                 self._lost(f"{reason}; no other one could take over: {error}")
         else:
-            self._say(
-                f"{reason}; another coordinator took over within {monotonic() - began:.1f} s. What ranks were doing "
-                "together at that moment has failed; those that can, go on"
-            )
+            seconds = monotonic() - began
+            if recovered.replaced:
+                self._say(
+                    f"{reason}; another coordinator took over within {seconds:.1f} s. What ranks were doing together at "
+                    "that moment has failed; those that can, go on"
+                )
+            else:
+                self._deaths.pop()  # it was none
+                self._say(
+                    f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
+                )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -127,6 +128,27 @@ def test_the_coordinator_dies_while_cells_print(start_pool: StartPool, kills: in
     for rank in (0, 1):
         assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(60_000))
     assert "replaced within" in out.notes[0]
+    watched.check()
+
+
+def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -> None:
+    watched = Watched(start_pool(2))
+    before = watched.coordinator
+    out = Recorder()
+    run = watched.pool.start_run("for i in range(30_000):\n    print('line', i, me)\nme + 40", out=out)
+    assert out.started.wait(30)
+    again = threading.Event()
+    watched.pool.client.on_reconnected(lambda world: again.set())
+    watched.pool.client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+    assert again.wait(30)
+    results = run.wait(60)
+    assert (results.errors, list(results)) == ({}, [40, 41])
+    for rank in (0, 1):
+        assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(30_000))
+    watched.pool._base.rebuilder.settle(30)
+    (said,) = [*out.notes, *watched.pool.news()]
+    assert said.startswith("the connection to the coordinator was lost (")
+    assert (watched.coordinator, watched.pool.client.generation) == (before, 0)
     watched.check()
 
 

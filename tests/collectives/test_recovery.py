@@ -1,0 +1,119 @@
+"""Only a coordinator that has ended, is stopped or does not answer is replaced."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from hvdlab.collectives import recovery
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.recovery import OFTEN, Cells, Recovery
+
+CELLS = {"cell": (0, 1)}
+
+
+class Fakes:
+    """A coordinator and a client; ``answers`` says what the next connections meet."""
+
+    def __init__(self, pid: int, answers: list[Exception | None]) -> None:
+        self.pid = pid
+        self.answers = answers
+        self.did: list[str] = []
+        self.how = ""
+
+    def ending(self) -> str:
+        return self.how
+
+    def respawn(self, timeout: float = 0) -> None:
+        self.did.append("respawn")
+
+    def reconnect(self, cells: Cells | None = None, timeout: float = 0) -> Membership:
+        assert cells == CELLS
+        self.did.append("reconnect")
+        if self.answers and (error := self.answers.pop(0)) is not None:
+            raise error
+        return Membership()
+
+
+@pytest.fixture
+def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(recovery, "END_WITHIN", 0.0)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def recovering(fakes: Fakes) -> Recovery:
+    return Recovery(fakes, fakes, cells=lambda: CELLS)
+
+
+def test_one_that_lives_stays(living: int) -> None:
+    fakes = Fakes(living, [])
+    recovered = recovering(fakes).run()
+    assert (fakes.did, recovered.replaced, recovered.told) == (["reconnect"], False, CELLS)
+
+
+@pytest.mark.parametrize("error", [StartError("silence"), TimeoutError("silence"), ConnectionResetError()])
+def test_one_that_does_not_answer_is_replaced(living: int, error: Exception) -> None:
+    fakes = Fakes(living, [error])
+    assert recovering(fakes).run().replaced
+    assert fakes.did == ["reconnect", "respawn", "reconnect"]
+
+
+def test_one_that_has_ended_is_not_asked(living: int) -> None:
+    fakes = Fakes(living, [])
+    fakes.how = "killed by SIGKILL"
+    recovery = recovering(fakes)
+    assert recovery.run().replaced
+    assert (fakes.did, recovery.ending) == (["respawn", "reconnect"], "killed by SIGKILL")
+
+
+def test_one_that_is_stopped_is_not_asked(living: int) -> None:
+    os.kill(living, signal.SIGSTOP)
+    os.waitpid(living, os.WUNTRACED)
+    fakes = Fakes(living, [])
+    assert recovering(fakes).run().replaced
+    assert fakes.did == ["respawn", "reconnect"]
+
+
+def test_a_client_that_was_closed_needs_no_successor(living: int) -> None:
+    fakes = Fakes(living, [CoordinatorLostError("this client was closed")])
+    with pytest.raises(CoordinatorLostError):
+        recovering(fakes).run()
+    assert fakes.did == ["reconnect"]
+
+
+def test_one_that_loses_its_client_again_and_again_is_replaced(living: int) -> None:
+    fakes = Fakes(living, [])
+    recovery = recovering(fakes)
+    assert [recovery.run().replaced for _ in range(OFTEN + 1)] == [False] * OFTEN + [True]
+
+
+def test_with_a_coordinator() -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with (
+        CoordinatorProcess.start(keep=True) as coordinator,
+        Client.connect(coordinator.address, coordinator.token) as client,
+    ):
+        client.on_lost(lost.put)
+        recovery = Recovery(coordinator, client)
+        first = coordinator.pid
+        client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+        lost.get(timeout=10)
+        assert not recovery.run().replaced
+        assert (coordinator.pid, client.generation, recovery.ending) == (first, 0, "")
+        client.flush()
+        os.kill(first, signal.SIGKILL)
+        lost.get(timeout=10)
+        assert recovery.run().replaced
+        assert (client.generation, recovery.ending) == (1, "killed by SIGKILL")
+        client.flush()

@@ -74,7 +74,7 @@ def run_cell(
             shell.user_ns[options.out] = handle
         return handle
     with as_usage_error():
-        results = pool.run(source, **arguments, prompter=ProcessPrompter(shows_status=in_notebook(shell)))
+        results = pool.run(source, **arguments, prompter=ProcessPrompter(shows_beside=in_notebook(shell)))
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
 

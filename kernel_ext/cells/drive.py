@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from types import FrameType
 
@@ -43,6 +43,7 @@ from hvdlab.kernel_ext.prompts.desk import PromptDesk
 from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND
 from hvdlab.kernel_ext.prompts.queue import Question
+from hvdlab.kernel_ext.prompts.standin import standing_in
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -86,7 +87,7 @@ class CellHandle:
         self._ask, self._look = ask or _nobody, look or _nobody
         self._status = status_of(sink)
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes who waits
         self._held: list[SendCredit] = []
         self._sink_at: float | None = None
         self._driver = threading.Lock()
@@ -148,23 +149,29 @@ class CellHandle:
 
     def _drive(self, until: float | None = None) -> None:
         while not self._ended.is_set():
-            event = self._next_event(until)
-            now = time.monotonic()
-            if event is not None:
-                self._take(event, now)
-                self._drain(now)
-            if self._run.deadline is not None and now >= self._run.deadline:
-                self._take(TimePassed(), now)
-            elif event is None and until is not None and now >= until:
-                return
-            self._tick(time.monotonic())
             if self._run.finished and self._sink_at is None:
                 self._finish()
             elif (question := self._desk.due(time.monotonic())) is not None:
                 self._ask_user(question)
+                self._step(time.monotonic())  # what has come meanwhile, before another is asked for
+            elif not self._step(self._desk.deadline, until) and _passed(until):
+                return
 
-    def _next_event(self, until: float | None) -> Event | None:
-        limits = [t for t in (self._run.deadline, self._sink_at, self._desk.deadline, until) if t is not None]
+    def _step(self, *limits: float | None) -> bool:
+        """Wait for what happens next, at most until these times, and do what is due. Returns whether something was."""
+        event = self._next_event(*limits)
+        now = time.monotonic()
+        if event is not None:
+            self._take(event, now)
+            self._drain(now)
+        late = self._run.deadline is not None and now >= self._run.deadline
+        if late:
+            self._take(TimePassed(), now)
+        self._tick(time.monotonic())
+        return late or event is not None
+
+    def _next_event(self, *others: float | None) -> Event | None:
+        limits = [t for t in (self._run.deadline, self._sink_at, *others) if t is not None]
         try:
             return self._events.get(timeout=max(0.0, min(limits) - time.monotonic()) if limits else None)
         except Empty:
@@ -174,9 +181,11 @@ class CellHandle:
         """Take what has queued up meanwhile, so that a burst is written in few pieces."""
         for _ in range(_BATCH):
             try:
-                self._take(self._events.get_nowait(), now)
+                event = self._events.get_nowait()
             except Empty:
                 return
+            if event is not None:
+                self._take(event, now)
 
     def _take(self, event: Event, now: float) -> None:
         for effect in self._run.handle(event, now):
@@ -195,25 +204,30 @@ class CellHandle:
         if (asking := self._desk.ranks) != self._at_prompts:
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
+            if self._desk.asking:
+                self._status(self._desk.status(), final=False)
 
     def _ask_user(self, question: Question) -> None:
-        """Let the user answer a rank. On this thread, which does nothing else meanwhile."""
+        """Let the user answer a rank. On this thread; where there is room for output another drives the run meanwhile."""
         settle(self._sink)
-        if self._desk.shows_status:
+        if self._desk.shows_beside:
             self._status(self._desk.status(), final=False)
         self._tick(time.monotonic())
         try:
-            told = self._desk.ask(question)
+            told = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
             self.interrupt()
             told = ""
         if told:
             self._sink.note(told)
-        if self._desk.shows_status:
+        if self._desk.shows_beside:
             self._status("", final=True)
         if self._desk.ranks != self._at_prompts:
             self._at_prompts = self._desk.ranks
             self._take(AtPrompts(self._at_prompts), time.monotonic())
+
+    def _meanwhile(self) -> AbstractContextManager[None]:
+        return standing_in(self._step, lambda: self._events.put(None), self._desk.break_off)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -269,6 +283,10 @@ class CellHandle:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _passed(until: float | None) -> bool:
+    return until is not None and time.monotonic() >= until
 
 
 def _no_reply(rank: int, reply: Reply) -> None:

@@ -1,7 +1,7 @@
 """Where the ranks' questions of one cell meet the user: the shell around :class:`~hvdlab.kernel_ext.prompts.queue.PromptQueue`.
 
-The thread that drives the cell asks the user, and waits. What happens to the rank meanwhile (it dies, its cell is
-ended) comes from another thread, and breaks that wait by a signal.
+The thread that drives the cell asks the user, and waits; where output has a place beside the question another thread
+drives the cell meanwhile. What happens to the rank then (it dies, its cell is ended) breaks the wait by a signal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 from IPython.core.error import StdinNotImplementedError
@@ -23,6 +23,9 @@ SIGNAL = signal.SIGURG
 """Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""
 
 WHAT = {DEBUGGER: "the debugger", PASSWORD: "getpass()"}
+
+
+Meanwhile = Callable[[], AbstractContextManager[object]]
 
 
 class _Withdrawn(BaseException):
@@ -43,8 +46,14 @@ class PromptDesk:
         self._lock = threading.Lock()
         self._asking: Question | None = None
         self._withdrawn = False
+        self._open = False  # signals raise
         self._refusal = "" if prompter is not None else IN_BACKGROUND
-        self.shows_status = prompter is not None and prompter.shows_status
+        self.shows_beside = prompter is not None and prompter.shows_beside
+
+    @property
+    def asking(self) -> bool:
+        """The user is being asked."""
+        return self._asking is not None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -61,32 +70,41 @@ class PromptDesk:
     def asked(self, rank: int, ask: Ask, now: float) -> None:
         """A rank asks."""
         self._send(self._queue.asked(rank, ask, now))
-        if self._refusal or threading.current_thread() is not threading.main_thread():
+        if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
     def unasked(self, rank: int, number: int) -> None:
         """A rank has gone on without an answer."""
         self._queue.unasked(rank, number)
+        self.withdraw(rank, number)
 
     def gone(self, rank: int) -> None:
         """A rank has ended the cell, or died."""
         self._queue.gone(rank)
+        self.withdraw(rank)
 
     def interrupted(self) -> None:
         """The ranks are interrupted: those that ask will leave their prompts."""
         self._queue.clear()
+        self.break_off()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def withdraw(self, rank: int, number: int | None = None) -> None:
         """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
+        asking = self._asking
+        if asking is not None and asking.rank == rank and number in (None, asking.ask.number):
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Do not wait for the user any more, whomever he is asked for."""
         with self._lock:
-            asking = self._asking
-            if asking is not None and asking.rank == rank and number in (None, asking.ask.number):
-                self._withdrawn = True
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, SIGNAL)
+            if self._asking is None or self._withdrawn:
+                return
+            self._withdrawn = True
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, SIGNAL)
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -98,24 +116,33 @@ class PromptDesk:
         """Who is at a prompt, in words; empty if nobody is."""
         return self._queue.status()
 
-    def ask(self, question: Question) -> str:
+    def ask(self, question: Question, meanwhile: Meanwhile = nullcontext) -> str:
         """Ask the user and tell the ranks. Returns what is to be shown to the user. Only on the main thread.
+
+        Args:
+            meanwhile: Entered while the user is asked. Within it other threads may call everything but this and
+                :meth:`due`.
 
         Raises:
             KeyboardInterrupt: The user wants the cell to end.
         """
         assert self._prompter is not None
         line, error = "", ""
+        label, hidden = self._queue.label(question), question.ask.kind == PASSWORD
+        with self._lock:
+            self._asking, self._withdrawn = question, False
         try:
-            with self._breakable(question):
-                hidden = question.ask.kind == PASSWORD
-                line = self._prompter.ask(self._queue.label(question), hidden=hidden)
+            with meanwhile(), self._breakable():
+                line = self._prompter.ask(label, hidden=hidden)
         except _Withdrawn:
             return ""
         except EOFError:
             error = AT_AN_END
         except StdinNotImplementedError:
             self._refusal = NO_STDIN
+        finally:
+            with self._lock:
+                self._asking = None
         now = time.monotonic()
         if self._refusal:
             self._refuse(self._refusal, now)
@@ -141,27 +168,28 @@ class PromptDesk:
             self._reply(answer.rank, answer.reply)
 
     @contextmanager
-    def _breakable(self, question: Question) -> Iterator[None]:
-        """Let Ctrl-C be one, and :meth:`withdraw` break the wait."""
-        previous = {
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-            SIGNAL: signal.signal(SIGNAL, self._on_signal),
-        }
-        with self._lock:
-            self._asking, self._withdrawn = question, False
+    def _breakable(self) -> Iterator[None]:
+        """Let Ctrl-C be one, and :meth:`break_off` break the wait."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._open:
+                raise KeyboardInterrupt
+            if number == signal.SIGINT and callable(before):
+                before(number, frame)
+
+        previous = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, SIGNAL)}
         try:
             try:
+                self._open = True
+                if self._withdrawn:
+                    raise _Withdrawn
                 yield
             finally:
-                with self._lock:
-                    self._asking = None
+                self._open = False  # first of all: no signal handler runs before it
                 for number, handler in previous.items():
                     signal.signal(number, handler)
         except KeyboardInterrupt:
             if self._withdrawn:  # a kernel takes whatever breaks its wait for an interrupt
                 raise _Withdrawn from None
             raise
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asking is not None:
-            raise KeyboardInterrupt

@@ -20,10 +20,11 @@ class Prompter(Protocol):
     """Asks the user for a line.
 
     Attributes:
-        shows_status: Whether it is told beside the output who is at a prompt.
+        shows_beside: Whether the question leaves room for the cell's output, and for who is at a prompt. A terminal's does
+            not: what was typed so far would be torn.
     """
 
-    shows_status: bool
+    shows_beside: bool
 
     def ask(self, prompt: str, *, hidden: bool) -> str:
         """A line from the user, which is not to be seen if ``hidden``.
@@ -40,11 +41,11 @@ class ProcessPrompter:
     """Asks where this process has its input: in a Jupyter kernel that is the frontend's own input box.
 
     Args:
-        shows_status: As in :class:`Prompter`.
+        shows_beside: As in :class:`Prompter`.
     """
 
-    def __init__(self, *, shows_status: bool = False) -> None:
-        self.shows_status = shows_status
+    def __init__(self, *, shows_beside: bool = False) -> None:
+        self.shows_beside = shows_beside
 
     def ask(self, prompt: str, *, hidden: bool) -> str:
         try:

@@ -46,6 +46,28 @@ def test_one_rank_asks_for_a_line_and_a_password(kernel: PromptingKernel) -> Non
     assert cell.error is None
 
 
+def test_what_other_ranks_write_is_seen_while_one_asks(kernel: PromptingKernel) -> None:
+    seen: list[str] = []
+
+    def answer_when_seen() -> None:
+        (cell,) = [one for one in kernel.cells.values() if not one.ended]
+        kernel.until(lambda: "1 wrote 199" in cell.text() and "shown by 2" in str(cell.messages))
+        seen.extend(cell.lines())
+        kernel.client.input("Ada")
+
+    cell, prompts = kernel.dialogue(
+        "%%hvd_run\nif rank == 0:\n    print('asks')\n    print('hello', input('name? '))\nelse:\n    time.sleep(1)\n"
+        "    if rank == 2: display({'text/plain': 'shown by 2'}, raw=True)\n"
+        "    else:\n        for i in range(200): print(rank, 'wrote', i)",
+        answer_when_seen,
+    )
+    assert prompts == ["[rank 0] name? "]
+    written = [f"[1] 1 wrote {i}" for i in range(200)]
+    assert seen == ["[0] asks", *written]
+    assert cell.lines() == [*seen, "[0] hello Ada"]
+    assert cell.error is None
+
+
 def test_several_ranks_are_queued_and_the_user_chooses(kernel: PromptingKernel) -> None:
     cell, prompts = kernel.dialogue(
         "%%hvd_run\nprint('got', input('rate? '))", "@2", "0.2", "@?", "@7", "all: 0.1"

@@ -20,7 +20,7 @@ LONG = 60.0
 class User:
     """Does these things when asked, one after the other; the last one again and again."""
 
-    shows_status = False
+    shows_beside = False
 
     def __init__(self, *acts: Callable[[], str]) -> None:
         self._acts = list(acts)

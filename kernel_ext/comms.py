@@ -16,6 +16,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.output.pieces import label
 from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.topics import COMM
+from hvdlab.kernel_ext.widgetstates import WidgetStates
 
 
 class CommMessage(Payload, frozen=True):
@@ -56,10 +57,11 @@ class CommRelay:
         client: That connection.
         here: Called when a comm is opened; what callbacks print later is written by what it returns, which takes the
             name of a stream and a text.
+        states: Learns what passes.
     """
 
-    def __init__(self, client: Client, here: Callable[[], Write]) -> None:
-        self._client, self._here = client, here
+    def __init__(self, client: Client, here: Callable[[], Write], states: WidgetStates) -> None:
+        self._client, self._here, self._states = client, here, states
         self._lock = threading.Lock()
         self._comms: dict[str, tuple[Any, Write]] = {}
         client.on_mail(COMM, self._from_rank)
@@ -81,6 +83,7 @@ class CommRelay:
             self._forget(message.comm)
             comm.close(message.data, message.metadata, list(message.buffers))
         else:
+            self._states.told(message.comm, message.data, message.buffers)
             comm.send(message.data, message.metadata, list(message.buffers))
 
     def _open(self, rank: int, message: CommMessage) -> None:
@@ -98,6 +101,7 @@ class CommRelay:
         comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
         with self._lock:
             self._comms[message.comm] = comm, self._here()
+        self._states.opened(message.comm, message.target, message.data, message.buffers)
 
     def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
         """The frontend sent. Whichever thread takes the kernel's comm messages."""
@@ -105,8 +109,10 @@ class CommRelay:
             self._forget(comm)
         data = content["content"].get("data", {})
         message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
+        self._states.told(comm, data, message.buffers)
         self._client.post(COMM, encode(message), (rank,))
 
     def _forget(self, comm: str) -> None:
         with self._lock:
             self._comms.pop(comm, None)
+        self._states.closed(comm)

@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.kernel_ext.widgetstates import WidgetStates
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
@@ -63,6 +64,7 @@ class Session:
         self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
+        self._widgets = WidgetStates()
         self._pool: Pool | None = None
         self._coming: Coming | None = None
         self._wishes: Callable[[], Wishes] = Wishes
@@ -77,10 +79,11 @@ class Session:
 
     def _set(self, pool: Pool | None) -> None:
         self._pool = pool
+        self._widgets.clear()
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.comms import CommRelay
 
-            CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream)
+            CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream, self._widgets)
         for watcher in tuple(self.watchers):
             watcher()
 

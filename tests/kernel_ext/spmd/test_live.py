@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,6 +207,46 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
     moved = kernel.run("slider.value = 7")
     sent = {one["comm_id"]: one["data"]["state"] for one in moved.of("comm_msg")}
     assert sent == {view: {"value": 7} for view in views}
+
+
+def asked_states(kernel: LiveKernel) -> tuple[dict[str, Any], dict[tuple[str, ...], bytes]]:
+    """What a page that is opened anew learns of all widgets, and their buffers."""
+    session, send = kernel.client.session, kernel.client.shell_channel.send
+    control = {"comm_id": uuid.uuid4().hex, "target_name": "jupyter.widget.control", "data": {}}
+    send(session.msg("comm_open", control, metadata={"version": "1.0.0"}))
+    send(session.msg("comm_msg", {"comm_id": control["comm_id"], "data": {"method": "request_states"}}))
+    answers: list[dict[str, Any]] = []
+    while not answers:
+        message = kernel.client.get_iopub_msg(timeout=30)
+        if message["content"].get("comm_id") == control["comm_id"]:
+            answers.append(message)
+    assert answers[0]["msg_type"] == "comm_msg", answers
+    data = answers[0]["content"]["data"]
+    assert data["method"] == "update_states"
+    paths = map(tuple, data["buffer_paths"])
+    return data["states"], dict(zip(paths, map(bytes, answers[0]["buffers"]), strict=True))
+
+
+def test_a_page_that_is_opened_anew_gets_the_states_of_ranks_widgets(kernel: LiveKernel) -> None:
+    cell = kernel.run(f"{SLIDER}\npicture = ipywidgets.Image(value=bytes([rank, 255]))")
+    opened = {one["comm_id"]: one["data"]["state"] for one in cell.of("comm_open")}
+    sliders = sorted(
+        (state["value"], comm) for comm, state in opened.items() if state["_model_name"] == "IntSliderModel"
+    )
+    pictures = [comm for comm, state in opened.items() if state["_model_name"] == "ImageModel"]
+    kernel.run("%%local\nimport ipywidgets\nmine = ipywidgets.IntSlider(value=99)")
+    kernel.run("if rank == 0: slider.value = 7")
+    update = {"method": "update", "state": {"value": 8}, "buffer_paths": []}
+    kernel.client.shell_channel.send(
+        kernel.client.session.msg("comm_msg", {"comm_id": sliders[1][1], "data": update})
+    )
+    states, buffers = asked_states(kernel)
+    assert [states[comm]["state"]["value"] for _, comm in sliders] == [7, 8]
+    assert states[sliders[0][1]]["model_name"] == "IntSliderModel"
+    assert {buffers[comm, "state", "value"] for comm in pictures} == {b"\0\xff", b"\1\xff"}
+    assert 99 in [one["state"].get("value") for one in states.values()]
+    kernel.run("slider.close(); picture.close()")
+    assert not ({comm for _, comm in sliders} | set(pictures)) & set(asked_states(kernel)[0])
 
 
 def test_what_a_widgets_callback_prints_is_shown_under_its_cell(kernel: LiveKernel) -> None:

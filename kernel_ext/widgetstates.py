@@ -1,0 +1,125 @@
+"""What a page that is opened anew shows of ranks' widgets: the kernel answers for them, whatever the ranks do.
+
+The page asks the kernel for the states of all widgets, over a comm that only ipywidgets in the kernel itself serves. All
+that ranks and page say of a widget passes through the kernel, which so knows the state without a question.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
+"""Targets of comms, as the page knows them."""
+
+_UPDATES = ("update", "echo_update")
+Path = tuple[str | int, ...]
+OnOpen = Callable[[Any, dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Widget:
+    state: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[Path, bytes] = field(default_factory=dict)
+
+    def update(self, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        state = data.get("state") or {}
+        self.state = {**self.state, **state}  # who reads may still have the one before
+        paths = [tuple(path) for path in data.get("buffer_paths") or ()]
+        said = {*state, *(path[0] for path in paths)}
+        self.buffers = {path: one for path, one in self.buffers.items() if path[0] not in said}
+        self.buffers.update(zip(paths, buffers, strict=False))
+
+
+class WidgetStates:
+    """The states of the widgets of one notebook's ranks. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._widgets: dict[str, _Widget] = {}
+        self._served = False
+
+    def opened(self, comm: str, target: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        """A rank has opened a comm, perhaps a widget's."""
+        if target != WIDGET:
+            return
+        with self._lock:
+            self._widgets[comm] = _Widget()
+            self._widgets[comm].update(data, buffers)
+            first, self._served = not self._served, True
+        if first:  # importing ipywidgets takes a while, and mail of ranks does not wait
+            threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
+
+    def told(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        """One side has told the other something."""
+        if data.get("method") in _UPDATES:
+            with self._lock:
+                if (widget := self._widgets.get(comm)) is not None:
+                    widget.update(data, buffers)
+
+    def closed(self, comm: str) -> None:
+        """A comm is closed."""
+        with self._lock:
+            self._widgets.pop(comm, None)
+
+    def clear(self) -> None:
+        """The ranks are gone."""
+        with self._lock:
+            self._widgets.clear()
+
+    def add_to(
+        self, states: dict[str, Any], paths: list[list[str | int]], buffers: list[Any]
+    ) -> tuple[dict[str, Any], list[list[str | int]], list[Any]]:
+        """States of other widgets, where the buffers in them were, and these; with those of the ranks' widgets."""
+        with self._lock:
+            found = {comm: (one.state, one.buffers) for comm, one in self._widgets.items()}
+        states, paths, buffers = dict(states), list(paths), list(buffers)
+        for comm, (state, parts) in found.items():
+            states[comm] = {
+                "model_name": state.get("_model_name"),
+                "model_module": state.get("_model_module"),
+                "model_module_version": state.get("_model_module_version"),
+                "state": state,
+            }
+            paths += [[comm, "state", *path] for path in parts]
+            buffers += parts.values()
+        return states, paths, buffers
+
+    def _serve(self) -> None:
+        """Stand before whoever answers the page now; ipywidgets would take the place when it is imported later."""
+        import comm
+
+        if find_spec("ipywidgets") is not None:
+            import ipywidgets  # type: ignore[import-untyped]  # it ships no types  # noqa: F401
+        manager = comm.get_comm_manager()
+        theirs: OnOpen = manager.targets.get(CONTROL, _alone)
+        manager.register_target(CONTROL, lambda opened, message: theirs(_Control(opened, self), message))
+
+
+class _Control:
+    """The page's comm, as who answers for the kernel's own widgets sees it."""
+
+    def __init__(self, inner: Any, states: WidgetStates) -> None:
+        self._inner, self._states = inner, states
+        self.on_msg, self.on_close = inner.on_msg, inner.on_close
+
+    def send(self, data: dict[str, Any], metadata: Any = None, buffers: Any = None) -> None:
+        if data.get("method") == "update_states":
+            states, paths, buffers = self._states.add_to(
+                data.get("states") or {}, data.get("buffer_paths") or [], buffers or []
+            )
+            data = {**data, "states": states, "buffer_paths": paths}
+        self._inner.send(data, metadata, buffers)
+
+
+def _alone(comm: Any, message: dict[str, Any]) -> None:
+    """The kernel has no widgets of its own."""
+
+    def asked(question: dict[str, Any]) -> None:
+        if question["content"]["data"].get("method") == "request_states":
+            comm.send({"method": "update_states", "states": {}, "buffer_paths": []})
+
+    comm.on_msg(asked)

@@ -154,12 +154,15 @@ class Client:
                 while len(self._labels) > LABELS_KEPT:
                     del self._labels[next(iter(self._labels))]
         self._send(m.CellStarted(cell, tuple(ranks)))
-        self.flush(timeout)
+        self.flush(timeout, events=False)
 
-    def flush(self, timeout: float = 10) -> None:
-        """Wait until the coordinator has handled everything that was said before. Raises like ``cell_started``."""
+    def flush(self, timeout: float = 10, *, events: bool = True) -> None:
+        """Wait until the coordinator has handled everything that was said before. Raises like ``cell_started``.
+
+        With ``events``, also until those are here that it had for this client by then.
+        """
         number = next(self._numbers)
-        self._send(m.Ping(number))
+        self._send(m.Ping(number, events))
         self._wait(lambda: number in self._pongs, Deadline(timeout), "the coordinator's answer")
         with self._changed:
             self._pongs.discard(number)

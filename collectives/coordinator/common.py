@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
     """Answered after everything else of the round."""
     # The round may have begun before the question was asked, hence not ``now``.
-    state.answers.append((peer, m.Pong(message.number, state.clock())))
+    state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
 
 
 def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:

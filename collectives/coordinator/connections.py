@@ -136,12 +136,14 @@ class Connections:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def write(self, connection: Connection, frame: bytes, descriptor: int = -1) -> None:
-        """Send a frame now or as soon as the peer reads."""
+    def write(
+        self, connection: Connection, frame: bytes, descriptor: int = -1, *, bulk: bool = False
+    ) -> None:
+        """Send a frame now or as soon as the peer reads; one in bulk after what else waits."""
         if connection.broken:
             return
         try:
-            if connection.endpoint.send_frame(frame, descriptor):
+            if connection.endpoint.send_frame(frame, descriptor, bulk=bulk):
                 return
         except ConnectionLost:
             connection.broken = True  # what it sent before is still to be read; then comes its end of file

@@ -37,7 +37,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, RankEvents, Refused
+from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Pong, RankEvents, Refused
 
 _ACCEPT_AGAIN = 0.2
 """Seconds to wait when there are no descriptors for newcomers."""
@@ -280,10 +280,11 @@ class Server:
                 if type(effect.message) is RankEvents:
                     self._pass_events_on(effect.message, frame, effect.peers)
                     continue
+                bulk = type(effect.message) is Pong and effect.message.after_events
                 for peer in effect.peers:
                     connection = by_peer.get(peer)
                     if connection is not None:
-                        connections.write(connection, frame)
+                        connections.write(connection, frame, bulk=bulk)
             elif type(effect) is SendConfigure:
                 self._configure(effect)
             elif type(effect) is CloseConnection:
@@ -299,7 +300,7 @@ class Server:
         for peer in peers:
             connection = self.connections.open.get(peer)
             if connection is not None and (taken := watchers.take(connection, message)) is not None:
-                self.connections.write(connection, frame if taken is message else encode(taken))
+                self.connections.write(connection, frame if taken is message else encode(taken), bulk=True)
 
     def _write_tuning(self, line: str) -> None:
         if not self._tuning_log:

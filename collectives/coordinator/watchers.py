@@ -1,6 +1,6 @@
 """Events for peers that do not read as fast as ranks record.
 
-What they are sent waits in this process, and their mail behind it. So who is far behind gets no events until he has
+What they are sent waits in this process; only what else they are sent overtakes it. So who is far behind gets no events until he has
 read what waits; then he goes on with the present. How much he has missed is added to what the batches themselves say
 was lost.
 """

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.backlog import Backlog
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT, FrameDecoder
 from hvdlab.collectives.protocol.messages import Message
@@ -50,8 +51,7 @@ class Endpoint:
         self._descriptors: deque[int] | None = deque() if descriptors and not self._tls else None
         self._decoder = FrameDecoder(limit)
         self._lock = threading.Lock()
-        self._backlog: deque[tuple[memoryview, int]] = deque()
-        self._backlog_bytes = 0
+        self._backlog = Backlog()
         self._closed = False
         # What was read ahead and not decoded yet; see read_ahead.
         self.early: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
@@ -73,7 +73,7 @@ class Endpoint:
     @property
     def backlog(self) -> int:
         """Bytes that the socket did not take yet. While there are some, watch for writability and ``flush``."""
-        return self._backlog_bytes
+        return self._backlog.nbytes
 
     @property
     def unfinished(self) -> int:
@@ -99,18 +99,21 @@ class Endpoint:
         """
         return self.send_frame(encode(message), descriptor)
 
-    def send_frame(self, frame: bytes, descriptor: int = -1) -> bool:
-        """Like :meth:`send`, for a frame that is encoded already. The descriptor is duplicated if it has to wait."""
+    def send_frame(self, frame: bytes, descriptor: int = -1, *, bulk: bool = False) -> bool:
+        """Like :meth:`send`, for a frame that is encoded already. The descriptor is duplicated if it has to wait.
+
+        One in bulk lets others overtake it that are not.
+        """
         with self._lock:
             if self._closed:
                 raise ConnectionLost("the connection is closed")
-            if self._backlog:
-                self._defer(memoryview(frame), descriptor)
+            if self._backlog.nbytes:
+                self._backlog.add(memoryview(frame), _copy(descriptor), bulk=bulk)
                 return False
             sent = self._write(frame, descriptor)
             if sent == len(frame):
                 return True
-            self._defer(memoryview(frame)[sent:], descriptor if sent == 0 else -1)
+            self._backlog.begin(memoryview(frame)[sent:], _copy(descriptor) if sent == 0 else -1)
             return False
 
     def flush(self) -> bool:
@@ -118,23 +121,15 @@ class Endpoint:
         with self._lock:
             if self._closed:
                 raise ConnectionLost("the connection is closed")
-            while self._backlog:
-                view, descriptor = self._backlog[0]
+            while (waiting := self._backlog.next()) is not None:
+                view, descriptor = waiting
                 sent = self._write(view, descriptor)
                 if sent == 0:
                     return False
                 if descriptor >= 0:
                     os.close(descriptor)
-                self._backlog_bytes -= sent
-                if sent == len(view):
-                    self._backlog.popleft()
-                else:
-                    self._backlog[0] = (view[sent:], -1)
+                self._backlog.sent(sent)
             return True
-
-    def _defer(self, view: memoryview, descriptor: int) -> None:
-        self._backlog.append((view, os.dup(descriptor) if descriptor >= 0 else -1))
-        self._backlog_bytes += len(view)
 
     def _write(self, data: bytes | memoryview, descriptor: int) -> int:
         """Bytes that the socket took; the descriptor went with them if there are any."""
@@ -293,9 +288,7 @@ class Endpoint:
             if self._closed:
                 return
             self._closed = True
-            waiting = [descriptor for _, descriptor in self._backlog if descriptor >= 0]
-            self._backlog.clear()
-            self._backlog_bytes = 0
+            waiting = self._backlog.clear()
         for descriptor in (*waiting, *(self._descriptors or ())):
             if descriptor != LOST:
                 os.close(descriptor)
@@ -304,3 +297,7 @@ class Endpoint:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # a thread that still waits on it notices
         self._sock.close()
+
+
+def _copy(descriptor: int) -> int:
+    return os.dup(descriptor) if descriptor >= 0 else -1

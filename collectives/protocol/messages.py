@@ -122,9 +122,13 @@ class Hello(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Liveness probe; answered by :class:`Pong` with the same number."""
+    """Liveness probe; answered by :class:`Pong` with the same number.
+
+    Everything but events may overtake events that wait; so does the answer, unless it is wanted ``after_events``.
+    """
 
     number: int
+    after_events: bool = False
 
 
 class Pong(Message, frozen=True):
@@ -132,6 +136,7 @@ class Pong(Message, frozen=True):
 
     number: int
     clock: int = 0
+    after_events: bool = False
 
 
 class Bye(Message, frozen=True):

@@ -452,6 +452,29 @@ def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
         peer.endpoint.close()
 
 
+def test_mail_overtakes_events_that_wait(start: Start) -> None:
+    running = start()
+    hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
+    client = Peer(connect(running.address, hello, deadline=Deadline(10))[0])
+    rank = join(running, 0)
+    client.endpoint.send(m.Subscribe(True))
+    client.endpoint.send(m.Ping(1))
+    client.wait_for(m.Pong)
+    client.seen.clear()
+    for number in range(100):
+        rank.endpoint.send(m.Events(bytes(64_000)))
+        rank.endpoint.send(m.Ping(number))
+        rank.wait_for(m.Pong)  # it was taken in
+    rank.endpoint.send(m.Post("line", b"hello"))
+    client.endpoint.send(m.Ping(2, after_events=True))
+    client.wait_for(m.Pong)
+    kinds = [type(message) for message in client.seen]
+    assert kinds.count(m.RankEvents) == 100
+    assert kinds.index(m.Mail) < 50, "only what was on its way already comes before it"
+    client.endpoint.close()
+    rank.endpoint.close()
+
+
 def test_a_client_that_reads_no_events_keeps_its_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +491,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
         rank.endpoint.send(m.Events(batch))
         rank.endpoint.send(m.Ping(number))
         rank.wait_for(m.Pong)  # it was taken in
-    client.endpoint.send(m.Ping(2))
+    client.endpoint.send(m.Ping(2, after_events=True))
     client.wait_for(m.Pong)
     rank.endpoint.send(m.Events(batch))
     got = sum(isinstance(message, m.RankEvents) for message in client.seen)

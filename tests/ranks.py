@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -187,6 +188,15 @@ class Ranks:
         """Run and return results and exceptions."""
         return self.start(function, *args, **kwargs).outcomes(timeout)
 
+    def catch_up(self) -> None:
+        """Wait until the coordinator has handled all that ranks said, and ranks what it said to that.
+
+        What a rank submits before it knows of an abort fails with that abort, while others wait for it. Tests that
+        go on after an abort come by another way than the coordinator's connections, so nothing else orders the two.
+        """
+        self.run(_hear_from_oneself)
+        self.run(_hear_from_oneself)
+
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to the process of a rank; after SIGKILL also wait for its end."""
         self.processes[rank].send_signal(number)
@@ -222,3 +232,13 @@ def _init() -> None:
     from hvdlab.collectives import context
 
     context.init()
+
+
+def _hear_from_oneself() -> None:
+    """Send mail to this rank, and wait until it is there: the connection keeps the order."""
+    from hvdlab.collectives import context
+
+    engine, there = context.engine(), threading.Event()
+    engine.on_mail(f"to oneself {id(there)}", lambda sender, body: there.set())
+    engine.post(f"to oneself {id(there)}", b"", to=[engine.rank])
+    assert there.wait(20), "the coordinator does not pass on what a rank says to itself"

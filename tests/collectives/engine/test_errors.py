@@ -365,6 +365,7 @@ def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None
     (error,) = two.outcomes(give_up, ranks=[0])
     assert isinstance(error, AbortedError)
     assert error.cause.kind is CauseKind.WITHDRAWN
+    two.catch_up()
     assert two.run(total, 1.0) == [[2.0] * 4] * 2
 
 

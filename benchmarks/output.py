@@ -3,7 +3,8 @@
     python benchmarks/output.py                # cost per print, in microseconds
     python benchmarks/output.py --lines 200000 --rounds 7
 
-Compared are a rank's stream (with and without the capture of descriptors 1 and 2), the stream that ipykernel gives
+Compared are a rank's stream (bare, with the capture of descriptors 1 and 2, and with a copy for the case of its death
+besides, as ranks of a pool on this host have it), the stream that ipykernel gives
 its kernels, and a plain file on /dev/null, taking turns within one run. Figures are medians over the rounds, of wall
 clock and of CPU time of the whole process, sending included.
 """
@@ -27,6 +28,7 @@ from hvdlab.kernel_ext import payloads
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.streams import RankStream
+from hvdlab.kernel_ext.rank.unsent import Unsent
 
 LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
     "print(f'line {i}')": lambda i, file: print(f"line {i}", file=file),
@@ -35,7 +37,7 @@ LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
 
 
 @contextlib.contextmanager
-def rank_stream(fds: FdCapture | None) -> Iterator[io.TextIOBase]:
+def rank_stream(fds: FdCapture | None, unsent: Unsent | None = None) -> Iterator[io.TextIOBase]:
     """A rank's stdout, whose pool takes everything at once."""
 
     def post(topic: str, body: bytes) -> None:
@@ -43,8 +45,9 @@ def rank_stream(fds: FdCapture | None) -> Iterator[io.TextIOBase]:
         assert isinstance(output, payloads.Output)
         capture.credit(output.cell, output.total)
 
-    capture = Capture(post, fds=fds)
+    capture = Capture(post, fds=fds, unsent=unsent)
     capture.start()
+    capture.begin_cell("")
     stream = RankStream(capture, "stdout", None)
     stream.flush = capture.flush  # type: ignore[method-assign]  # the end of a cell
     try:
@@ -104,6 +107,7 @@ def main() -> None:
         fds = FdCapture()
         stack.callback(fds.close)
         streams["rank, with descriptors"] = stack.enter_context(rank_stream(fds))
+        streams["rank, with a copy too"] = stack.enter_context(rank_stream(fds, Unsent.make()))
         for _ in range(options.rounds):
             for text, write in LINES.items():
                 for name, stream in streams.items():

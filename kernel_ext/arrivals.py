@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hvdlab.kernel_ext.payloads import CellDone, Output
+from hvdlab.kernel_ext.payloads import CellDone, Left, Output
 
 
 class Verdict(Enum):
@@ -60,6 +60,19 @@ class Arrivals:
             return self._ask(part)
         part.ended = True
         return Verdict.TAKE
+
+    def left(self, rank: int, left: Left) -> tuple[int, Left] | None:
+        """A rank has died and left this: bytes that are missing before the part that has not come, and that part.
+
+        None if the end of its cell has come. What is still on its way will be a repetition.
+        """
+        part = self._parts.get(rank)
+        if part is None or part.ended:
+            return None
+        rest = left.after(part.received)
+        missing = max(0, rest.before - part.received)
+        part.received = max(part.received, rest.total)
+        return missing, rest
 
     def died(self, rank: int) -> None:
         """Nothing more comes from this rank."""

@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.launch import Launch, settings_from
 from hvdlab.collectives.deadline import Deadline
@@ -25,13 +27,14 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.members import Ended, Found
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
-from hvdlab.kernel_ext.payloads import TO_RANK, Owner, encode
+from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
 from hvdlab.kernel_ext.warm.messages import Exited, FromWarm
 from hvdlab.kernel_ext.warm.processes import start_time
+from hvdlab.kernel_ext.warm.supervisor import last_lines
 
 Progress = Callable[[str], None]
 
@@ -225,11 +228,20 @@ class PoolBase:
     # -- who tells whom -------------------------------------------------------------------------------------------
 
     def _hear(self, event: FromWarm) -> None:
+        if isinstance(event, Exited) and event.left is not None:
+            event = self._take_left(event, event.left)
         if self._local is not None:
             self._local.hear(event)
         if isinstance(event, Exited):
             self.joining.gone(event.number)
         self.companion.hear(event)
+
+    def _take_left(self, event: Exited, left: Left) -> Exited:
+        """Show what a rank could not send; what nobody waits for is, as its standard error, among its last words."""
+        if self.runs.left_behind(event.number, left):
+            return event
+        unread = "".join(text.text for text in left.rest if text.name == "stderr")
+        return msgspec.structs.replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
 
     def _joined(self, rank: int, failure: bytes) -> None:
         if not failure:

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.collectives.errors import ProtocolError
@@ -31,6 +31,7 @@ from hvdlab.kernel_ext.payloads import (
     TO_RANK,
     CellDone,
     Credit,
+    Left,
     Output,
     Resync,
     RunCell,
@@ -63,6 +64,8 @@ class _Run:
     handle: CellHandle
     watch: Watch
     taken_over: bool = False
+    # What comes by mail and what is told of a rank's end come on two threads.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Runs:
@@ -241,9 +244,32 @@ class Runs:
             runs = list(self._runs.values())
         for run in runs:
             if rank in run.handle.ranks:
-                run.arrivals.died(rank)
-                run.handle.feed(RankDied(rank, reason, when, tail, detail))
+                with run.lock:
+                    run.arrivals.died(rank)
+                    run.handle.feed(RankDied(rank, reason, when, tail, detail))
         self.questions.rank_died(rank)
+
+    def left_behind(self, rank: int, left: Left) -> bool:
+        """A rank has ended and left what it may not have sent; its end is told later. Any thread.
+
+        Returns whether that is shown, since the cell is awaited.
+        """
+        with self._lock:
+            run = self._runs.get(left.cell)
+        if run is None or rank not in run.handle.ranks:
+            return False
+        with run.lock:
+            found = run.arrivals.left(rank, left)
+            if found is None:
+                return False
+            missing, rest = found
+            missing += sum(size for chunk, size in zip(rest.chunks, rest.sizes, strict=True) if chunk is None)
+            if missing:
+                run.handle.feed(Told(f"{missing} bytes of what rank {rank} wrote were lost with it"))
+            chunks = (*(chunk for chunk in rest.chunks if chunk is not None), *rest.rest)
+            if chunks:
+                run.handle.feed(OutputArrived(rank, chunks, rest.total))
+        return True
 
     def _stalled(self, stall: Stall) -> None:
         """A collective has been waiting for long. The client's thread."""
@@ -363,17 +389,18 @@ class Runs:
             self._reply(rank, Reply(question.number, "", NOBODY))
 
     def _feed(self, run: _Run, rank: int, payload: Output | CellDone) -> None:
-        if isinstance(payload, Output):
-            verdict = run.arrivals.output(rank, payload)
-        else:
-            verdict = run.arrivals.done(rank, payload)
+        with run.lock:
+            if isinstance(payload, Output):
+                verdict = run.arrivals.output(rank, payload)
+                event: OutputArrived | DoneArrived = OutputArrived(rank, payload.chunks, payload.total)
+            else:
+                verdict = run.arrivals.done(rank, payload)
+                event = DoneArrived(rank, payload)
+            if verdict is Verdict.TAKE:
+                run.handle.feed(event)
         if verdict is Verdict.ASK:
             with contextlib.suppress(CoordinatorLostError):
                 self._ask_again(rank)
-        elif verdict is Verdict.TAKE and isinstance(payload, Output):
-            run.handle.feed(OutputArrived(rank, payload.chunks, payload.total))
-        elif verdict is Verdict.TAKE and isinstance(payload, CellDone):
-            run.handle.feed(DoneArrived(rank, payload))
 
 
 def _first_to_fail(results: CellResults) -> int | None:

@@ -111,6 +111,43 @@ class Output(Payload, frozen=True):
     before: int = 0
 
 
+class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a rank that has died wrote and may not have sent; told by the process that forked it, not by mail.
+
+    Attributes:
+        cell: Of which cell.
+        before: Bytes of its output before the first of ``chunks``, in the count of :class:`Output`.
+        chunks: What followed; None is a display that was too large to be kept.
+        sizes: The bytes for which each of them counts.
+        rest: What followed after that in the pipes of its descriptors 1 and 2, where it had not read it itself.
+    """
+
+    cell: str
+    before: int = 0
+    chunks: tuple[Chunk | None, ...] = ()
+    sizes: tuple[int, ...] = ()
+    rest: tuple[Stream, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All bytes of the cell's output up to the end of ``chunks``."""
+        return self.before + sum(self.sizes)
+
+    def after(self, received: int) -> Left:
+        """The same without what is in these first bytes of the cell's output."""
+        before, chunks, sizes = self.before, list(self.chunks), list(self.sizes)
+        while chunks and before < received:
+            chunk, size = chunks[0], sizes[0]
+            if before + size <= received or not isinstance(chunk, Stream):
+                before += size
+                del chunks[0], sizes[0]
+                continue
+            raw = chunk.text.encode()[received - before :]
+            chunks[0], sizes[0] = Stream(chunk.name, raw.decode("utf-8", "replace")), len(raw)
+            before = received
+        return Left(self.cell, before, tuple(chunks), tuple(sizes), self.rest)
+
+
 class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How a cell failed on a rank.
 

@@ -62,6 +62,7 @@ from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
+from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import COMM
 
 
@@ -74,6 +75,7 @@ class RankAgent:
         engine: The rank's collective engine, connected.
         leave: What to do when the pool wants this rank to go, after its cell; the loop is stopped by default.
         fds: Redirected file descriptors, if output below Python is to be captured.
+        unsent: Where who forked this process finds what it had not sent when it is killed.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class RankAgent:
         *,
         leave: Callable[[], None] | None = None,
         fds: FdCapture | None = None,
+        unsent: Unsent | None = None,
     ) -> None:
         self._shell = shell
         self._loop = loop
@@ -91,7 +94,7 @@ class RankAgent:
         self._leave = leave or loop.stop
         self._fds = fds
         self._gate = InterruptGate(loop)
-        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size)
+        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
         self._prompting = Prompting(

@@ -28,6 +28,7 @@ from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
 from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
 from hvdlab.kernel_ext.rank.join import join_controller
+from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
 
 LEAVE_WITHIN = 2.0
@@ -40,9 +41,10 @@ class RankProgram:
     Args:
         argv: Options for ipyparallel's engine.
         pipes: Pipes for the output, if who started the rank made them.
+        unsent: An area for output that was not sent, likewise; -1 for none.
     """
 
-    def __init__(self, argv: Sequence[str], pipes: StdPipes | None) -> None:
+    def __init__(self, argv: Sequence[str], pipes: StdPipes | None, unsent: int) -> None:
         self._argv = tuple(argv)
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -55,7 +57,7 @@ class RankProgram:
         offer_dumps()
         settings = Settings.from_env()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
-        self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds)
+        self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds, unsent=_area(unsent))
         self._joining: asyncio.Task[None] | None = None
         self._done = threading.Event()
 
@@ -121,7 +123,16 @@ def make_shell() -> ZMQInteractiveShell:
     return ZMQInteractiveShell.instance(config=config)
 
 
-def run(argv: Sequence[str], pipes: StdPipes | None = None) -> int:
+def _area(descriptor: int) -> Unsent | None:
+    if descriptor < 0:
+        return None
+    try:
+        return Unsent(descriptor)
+    except OSError:  # no room for it in this process
+        return None
+
+
+def run(argv: Sequence[str], pipes: StdPipes | None = None, unsent: int = -1) -> int:
     """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
     offer()
-    return RankProgram(argv, pipes).run()
+    return RankProgram(argv, pipes, unsent).run()

@@ -21,6 +21,7 @@ from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.attendance import Attendance
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.sent import Post, Sent
+from hvdlab.kernel_ext.rank.unsent import Unsent
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""
@@ -60,14 +61,21 @@ class Capture:
         post: Sends mail.
         fds: Redirected descriptors, if there are any.
         ranks: How many ranks there are.
+        unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
 
     Attributes:
         on_absence: Called on the thread that sends when the process has ended that took the output.
     """
 
     def __init__(
-        self, post: Post, *, fds: FdCapture | None = None, ranks: Callable[[], int] = lambda: 1
+        self,
+        post: Post,
+        *,
+        fds: FdCapture | None = None,
+        ranks: Callable[[], int] = lambda: 1,
+        unsent: Unsent | None = None,
     ) -> None:
+        self._unsent = unsent
         self._ranks = ranks
         self._window = WINDOW
         self.sent = Sent(post)
@@ -109,6 +117,9 @@ class Capture:
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
+            unsent, self._unsent = self._unsent, None
+            if unsent is not None:
+                unsent.close()
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
@@ -119,6 +130,8 @@ class Capture:
             self._send_queued()
             self._cell, self._total, self._taken = cell, 0, 0
             self._window = window_of(self._ranks())
+            if self._unsent is not None:
+                self._unsent.begin(cell, self._window)
             self._room.notify_all()
 
     def credit(self, cell: str, taken: int) -> None:
@@ -127,6 +140,8 @@ class Capture:
         with self._lock:
             if cell == self._cell and taken > self._taken:
                 self._taken = taken
+                if self._unsent is not None:
+                    self._unsent.taken(taken)
                 self._room.notify_all()
         if self._fds is not None:
             self._wake()
@@ -208,6 +223,12 @@ class Capture:
                 self._await_room(size)
             if self._closed:
                 return
+            if self._unsent is not None:
+                head, text, _ = entry
+                if not isinstance(head, str):
+                    self._unsent.show(head, size)
+                elif text is not None:
+                    self._unsent.write(head, text)
             self._entries.append(entry)
             self._queued += size
             self._total += size
@@ -259,7 +280,11 @@ class Capture:
                     self._woken = self._urgent = False
             if not taken:
                 return
-            self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
+            total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
+            if self._unsent is not None:
+                with self._lock:
+                    if not self._entries and self._unsent is not None:
+                        self._unsent.reach(total)
 
     def _drain_fds(self) -> None:
         fds = self._fds

@@ -28,7 +28,6 @@ class _Cell:
     """A cell that the pool waits for.
 
     Attributes:
-        outputs: Messages that were sent and not taken, with the total that they reach.
         label: How users know it.
         outputs: Messages that were sent and not taken, with the total that they reach.
         total: Bytes sent.
@@ -80,8 +79,8 @@ class Sent:
             self._cells[cell] = _Cell(label)
             return True
 
-    def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> None:
-        """Send output of this many bytes; ``unattended`` if nobody is there who takes it.
+    def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
+        """Send output of this many bytes; ``unattended`` if nobody is there who takes it. Returns the bytes until now.
 
         It is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
         does not follow on the last one would look like a loss that no repetition can mend.
@@ -96,6 +95,7 @@ class Sent:
                 if unattended and not self._holding:
                     _shorten(known)
             self._post(TO_POOL, body)
+            return before + size
 
     def done(self, done: CellDone) -> None:
         """Send a cell's end, after all of its output."""

@@ -122,7 +122,7 @@ def _program(role: Role) -> Callable[[], int]:
         return lambda: run_forked(role.order.argv, role.channel)
     from hvdlab.kernel_ext.rank.app import run
 
-    return lambda: run(role.order.argv, role.pipes)
+    return lambda: run(role.order.argv, role.pipes, role.unsent)
 
 
 # -- libraries that were imported before the fork -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import selectors
 import signal
 import time
 
+from hvdlab.kernel_ext.messages.cells import Left
 from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Forked
 from hvdlab.kernel_ext.warm.pipes import READ_SIZE, ChildPipes
@@ -45,7 +46,7 @@ class Family:
         """Look after a process that was forked by another."""
         pipes = ChildPipes.adopt(child)
         if pipes is None:
-            return [self._ended(child.pid, None, 0)]
+            return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
         self.add(pipes)
         return []
 
@@ -129,34 +130,40 @@ class Family:
 
     def _reap_one(self, pid: int) -> list[Event]:
         events: list[Event] = []
+        left: Left | None = None
         pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
         if pipes is not None:
             # What it left behind in its process group (a data loader's workers) ends with it; as long as it is not
             # reaped, nobody else can get its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            events += self._drain(pipes)
+            events, left = self._drain(pipes)
         _, status, usage = os.wait4(pid, 0)
-        return [*events, self._ended(pid, status, usage.ru_maxrss * 1024)]
+        return [*events, self._ended(pid, status, usage.ru_maxrss * 1024, left)]
 
     def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
         status = pipes.bury()
-        return [*self._drain(pipes), self._ended(pipes.pid, status, pipes.peak, seen=True)]
+        events, left = self._drain(pipes)
+        return [*events, self._ended(pipes.pid, status, pipes.peak, left, seen=True)]
 
-    def _ended(self, pid: int, status: int | None, max_rss: int, seen: bool = False) -> ChildEnded:
+    def _ended(
+        self, pid: int, status: int | None, max_rss: int, left: Left | None, seen: bool = False
+    ) -> ChildEnded:
         if status is None:
-            return ChildEnded(pid, max_rss=max_rss, out_of_memory=self._memory.increased(), seen=seen)
+            oom = self._memory.increased()
+            return ChildEnded(pid, max_rss=max_rss, out_of_memory=oom, seen=seen, left=left)
         code = os.waitstatus_to_exitcode(status)
         killed = code == -signal.SIGKILL and self._memory.increased()
-        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen)
+        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen, left)
 
-    def _drain(self, pipes: ChildPipes) -> list[Event]:
+    def _drain(self, pipes: ChildPipes) -> tuple[list[Event], Left | None]:
         """Read a child's last words, and close its pipes."""
         for source in (pipes.log, pipes.channel, pipes.pidfd):
             if source is not None and source != -1:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(source)
         del self._pipes[pipes.number]
+        left = pipes.left()
         events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
         pipes.close()
-        return events
+        return events, left

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdlab.kernel_ext.rank.fds import StdPipes
+from hvdlab.kernel_ext.rank.unsent import make_area
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Forked
 from hvdlab.kernel_ext.warm.pipes import ChildPipes
 from hvdlab.kernel_ext.warm.processes import start_time
@@ -30,6 +31,7 @@ class Role:
         order: The pool's order.
         log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
         pipes: What a rank captures its output with; the warm process reads what is left in them at its end.
+        unsent: Memory for what it has written and not sent, likewise; -1 for none.
         channel: The controller's connection to the warm process, else -1.
         parent: Process id of the warm process.
         lifeline: The writing end of the pipe that children depend on.
@@ -40,6 +42,7 @@ class Role:
     order: Fork
     log: int
     pipes: StdPipes
+    unsent: int
     channel: int
     parent: int
     lifeline: int
@@ -76,10 +79,12 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
         opened += [*pipes.out, *pipes.err]
         leave_to_live, announced = os.pipe2(os.O_CLOEXEC)
         opened += [leave_to_live, announced]
-        ours = theirs = -1
+        ours = theirs = unsent = -1
         if order.number == CONTROLLER:
             ours, theirs = (end.detach() for end in socket.socketpair())
             opened += [ours, theirs]
+        elif (unsent := make_area()) >= 0:
+            opened.append(unsent)
         gc.freeze()
         pid = os.fork()
     except OSError:
@@ -93,13 +98,14 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
         for descriptor in (announced, ours):
             if descriptor >= 0:
                 os.close(descriptor)
-        return Role(order, log_child, pipes, theirs, parent, lifeline, leave_to_live)
-    for descriptor in (log_child, *pipes.out, pipes.err[1], leave_to_live, theirs):
+        return Role(order, log_child, pipes, unsent, theirs, parent, lifeline, leave_to_live)
+    for descriptor in (log_child, pipes.out[1], pipes.err[1], leave_to_live, theirs):
         if descriptor >= 0:
             os.close(descriptor)
     channel = socket.socket(fileno=ours) if ours >= 0 else None
-    record = Forked(order.number, pid, start_time(pid), log, pipes.err[0])
-    return Birth(record, ChildPipes(order.number, pid, log, pipes.err[0], channel), announced)
+    out, err = pipes.out[0], pipes.err[0]
+    record = Forked(order.number, pid, start_time(pid), log, err, out, unsent)
+    return Birth(record, ChildPipes(order.number, pid, log, err, out, unsent, channel), announced)
 
 
 def why_not(error: OSError) -> str:

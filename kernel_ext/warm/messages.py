@@ -11,6 +11,7 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
+from hvdlab.kernel_ext.messages.cells import Left
 
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
@@ -96,7 +97,8 @@ class Forked(WarmMessage, frozen=True):
     Attributes:
         started: When it started, as field 22 of its ``/proc/<pid>/stat`` has it: tells it from a later process with
             the same number.
-        log, err: Its own descriptors of the reading ends of its log and of its captured standard error.
+        log, err, out: Its own descriptors of the reading ends of its log and of its captured output.
+        unsent: Its own descriptor of the memory for what it has written and not sent.
     """
 
     number: int
@@ -104,6 +106,8 @@ class Forked(WarmMessage, frozen=True):
     started: int = 0
     log: int = -1
     err: int = -1
+    out: int = -1
+    unsent: int = -1
 
 
 class Adopt(WarmMessage, frozen=True):
@@ -158,6 +162,7 @@ class Exited(WarmMessage, frozen=True):
         out_of_memory: The kernel killed it for lack of memory.
         tail: The last lines of its standard error.
         seen: ``max_rss`` is what was seen up to a second before the end: it was not a child of who tells it.
+        left: What it wrote in its last cell and may not have sent, if it had one.
     """
 
     number: int
@@ -168,6 +173,7 @@ class Exited(WarmMessage, frozen=True):
     out_of_memory: bool = False
     tail: str = ""
     seen: bool = False
+    left: Left | None = None
 
 
 class ControllerUp(WarmMessage, frozen=True):

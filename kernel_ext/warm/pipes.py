@@ -9,6 +9,10 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
+from hvdlab.kernel_ext.messages.cells import Left, Stream
+from hvdlab.kernel_ext.rank.unsent import read
 from hvdlab.kernel_ext.warm.messages import Forked
 from hvdlab.kernel_ext.warm.processes import (
     exit_status,
@@ -19,6 +23,8 @@ from hvdlab.kernel_ext.warm.processes import (
 )
 
 READ_SIZE = 64 * 1024
+PIPE_SIZE = 1 << 20
+"""Bytes that fit into a pipe, at most."""
 
 
 @dataclass(slots=True)
@@ -28,7 +34,8 @@ class ChildPipes:
     Attributes:
         number, pid: Which.
         log: Reading end of its log, or -1.
-        err: Reading end of its captured standard error, or -1. Read only when it has ended: while it lives it does so.
+        err, out: Reading ends of its captured output, or -1. Read only when it has ended: while it lives it does so.
+        unsent: Memory with what it has written and not sent, or -1; likewise.
         channel: The controller's connection.
         pidfd: Becomes readable when it ends; only for an adopted process, else -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
@@ -38,6 +45,8 @@ class ChildPipes:
     pid: int
     log: int
     err: int
+    out: int = -1
+    unsent: int = -1
     channel: socket.socket | None = None
     pidfd: int = -1
     peak: int = 0
@@ -48,15 +57,25 @@ class ChildPipes:
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
-        log, err = (_reopen(child.pid, descriptor) for descriptor in (child.log, child.err))
-        return cls(child.number, child.pid, log, err, pidfd=pidfd, peak=peak_memory(child.pid))
+        theirs = (child.log, child.err, child.out, child.unsent)
+        log, err, out, unsent = (_reopen(child.pid, descriptor) for descriptor in theirs)
+        return cls(child.number, child.pid, log, err, out, unsent, pidfd=pidfd, peak=peak_memory(child.pid))
+
+    def left(self) -> Left | None:
+        """What it wrote in its last cell and may not have sent; ``None`` if it ran none."""
+        left = read(self.unsent) if self.unsent >= 0 else None
+        if left is None:
+            return None
+        texts = (
+            (name, b"".join(_contents(pipe)).decode("utf-8", "replace"))
+            for name, pipe in (("stdout", self.out), ("stderr", self.err))
+        )
+        return msgspec.structs.replace(left, rest=tuple(Stream(name, text) for name, text in texts if text))
 
     def last_words(self) -> Iterator[bytes]:
-        """What is left in the pipes."""
-        for pipe in (self.log, self.err):
-            with contextlib.suppress(BlockingIOError):
-                while pipe >= 0 and (data := os.read(pipe, READ_SIZE)):
-                    yield data
+        """What is left in its log and, unless :meth:`left` was asked for it, in its standard error."""
+        yield from _contents(self.log)
+        yield from _contents(self.err)
 
     # -- adopted processes ----------------------------------------------------------------------------------------
 
@@ -81,11 +100,20 @@ class ChildPipes:
 
     def close(self) -> None:
         """In the warm process or in a child: let go of them without telling the other side."""
-        for descriptor in (self.log, self.err, self.pidfd):
+        for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
         if self.channel is not None:
             os.close(self.channel.detach())
+
+
+def _contents(pipe: int) -> Iterator[bytes]:
+    """What is in a pipe now; no more, as somebody may go on writing."""
+    rest = PIPE_SIZE
+    with contextlib.suppress(BlockingIOError):
+        while pipe >= 0 and rest > 0 and (data := os.read(pipe, min(rest, READ_SIZE))):
+            rest -= len(data)
+            yield data
 
 
 def _reopen(pid: int, descriptor: int) -> int:

@@ -9,6 +9,9 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
+from hvdlab.kernel_ext.messages.cells import Left
 from hvdlab.kernel_ext.warm.messages import (
     CONTROLLER,
     Adopt,
@@ -83,7 +86,7 @@ class ForkReturned:
 class ChildEnded:
     """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
 
-    ``code`` -1 without a signal: nobody knows how. ``seen`` as of :class:`Exited`.
+    ``code`` -1 without a signal: nobody knows how. ``seen`` and ``left`` as of :class:`Exited`.
     """
 
     pid: int
@@ -92,6 +95,7 @@ class ChildEnded:
     max_rss: int = 0
     out_of_memory: bool = False
     seen: bool = False
+    left: Left | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,11 @@ class Exit:
 Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
 
 
+def last_lines(text: str) -> str:
+    """Of a text of any length, what is told of it."""
+    return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
+
+
 class Tail:
     """The end of a stream: the last lines, in a bounded number of bytes."""
 
@@ -198,8 +207,7 @@ class Tail:
             self._size -= len(self._pieces.popleft())
 
     def text(self) -> str:
-        data = b"".join(self._pieces)[-TAIL_BYTES:]
-        return "\n".join(data.decode("utf-8", "replace").rstrip().splitlines()[-TAIL_LINES:])
+        return last_lines(b"".join(self._pieces)[-TAIL_BYTES:].decode("utf-8", "replace"))
 
 
 @dataclass(slots=True)
@@ -350,10 +358,12 @@ class Supervisor:
             event.out_of_memory,
             child.tail.text(),
             event.seen,
+            event.left,
         )
         effects: list[Effect] = [Send(end)]
         if child.number >= 0:
-            self._ends[child.number] = end
+            # Who comes later waits for no cell of a rank that he did not find.
+            self._ends[child.number] = msgspec.structs.replace(end, left=None)
         if child.number >= 0 and CONTROLLER in self._children:
             effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()

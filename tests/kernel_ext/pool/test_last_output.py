@@ -1,0 +1,141 @@
+"""What a rank wrote just before it was killed is shown, once and in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Callable
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.payloads import Chunk, Stream
+from hvdlab.kernel_ext.pool import Pool
+
+StartPool = Callable[..., Pool]
+
+LINES = "".join(f"line {i}\n" for i in range(1000))
+
+WRITES = {
+    "print": "for i in range(1000): print('line', i)",
+    "stderr": "for i in range(1000): print('line', i, file=sys.stderr)",
+    "fd 1": "for i in range(1000): os.write(1, b'line %d\\n' % i)",
+    "fd 2": "for i in range(1000): os.write(2, b'line %d\\n' % i)",
+}
+ENDS = {
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+    "os._exit": ("os._exit(3)", "exit code 3"),
+    "segmentation fault": ("ctypes.string_at(0)", "segmentation fault"),
+    "abort": ("os.abort()", "aborted by abort()"),
+}
+
+
+class Listener(NullSink):
+    """Takes what ranks write."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[int, Chunk]] = []
+        self.notes: list[str] = []
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self.chunks += [(rank, chunk) for chunk in chunks]
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def text(self, rank: int, *streams: str) -> str:
+        return "".join(
+            c.text for r, c in self.chunks if r == rank and isinstance(c, Stream) and c.name in streams
+        )
+
+
+def die(pool: Pool, *steps: str) -> Listener:
+    """Have rank 1, a living one, do this, and die of it."""
+    pool.repair()
+    heard = Listener()
+    source = "import os, sys, signal, ctypes\nif os.environ['RANK'] == '1':\n"
+    results = pool.run(source + textwrap.indent("\n".join(steps), "    "), out=heard)
+    assert not results.ok
+    return heard
+
+
+def test_each_line_before_a_kill_is_there_exactly_once(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    for name in WRITES:
+        check_lines(pool, name, "SIGKILL")
+    heard = die(
+        pool,
+        "from IPython.display import display",
+        "print('one'); print('two', file=sys.stderr); display('three'); print('four')",
+        "os.write(2, b'five')",
+        ENDS["SIGKILL"][0],
+    )
+    mine = [chunk for rank, chunk in heard.chunks if rank == 1]
+    shown = [c.text.strip() if isinstance(c, Stream) else "display" for c in mine]
+    assert shown == ["one", "two", "display", "four", "five"]
+
+
+def test_each_line_before_other_ends_is_there_exactly_once(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    for end in ENDS:
+        for name in ("print", "fd 2"):
+            if end != "SIGKILL":
+                check_lines(pool, name, end)
+
+
+def check_lines(pool: Pool, name: str, end: str) -> None:
+    kill, reason = ENDS[end]
+    heard = die(pool, WRITES[name], kill)
+    stream = "stderr" if name in ("stderr", "fd 2") else "stdout"
+    assert heard.text(1, stream) == LINES, (name, end)
+    assert heard.text(1, "stdout", "stderr") == LINES, (name, end)
+    assert not [note for note in heard.notes if "lost with it" in note]
+    assert pool.lost[1] == reason
+    assert "line 999" not in pool.last_words(1)
+
+
+def test_megabytes_that_were_not_sent_are_there_and_not_again_later(start_pool: StartPool) -> None:
+    """Written faster than it is sent: the rank is killed with much in its queue."""
+    pool = start_pool(2)
+    heard = die(
+        pool,
+        "for i in range(60): sys.stdout.write(f'{i:03}' + 'x' * 99_996 + '\\n')",
+        ENDS["SIGKILL"][0],
+    )
+    lines = heard.text(1, "stdout").splitlines()
+    assert [line[:3] for line in lines] == [f"{i:03}" for i in range(60)]
+    assert {len(line) for line in lines} == {99_999}
+    heard = die(pool, "print('now')", ENDS["SIGKILL"][0])
+    assert heard.text(1, "stdout") == "now\n"
+
+
+def test_a_rank_that_dies_between_cells_leaves_its_standard_error(start_pool: StartPool) -> None:
+    """Nobody waits for its output: it is among its last words, as what it crashed of may be there."""
+    pool = start_pool(2)
+    pool.run(
+        "import ctypes, os, signal, threading\n"
+        "def end():\n"
+        "    ctypes.PyDLL(None).write(2, b'bad handle\\n', 11)  # no other thread runs between this and the next\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['RANK'] == '1': threading.Timer(0.2, end).start()"
+    )
+    died(pool, 1)
+    assert pool.last_words(1) == "bad handle"
+
+
+def died(pool: Pool, rank: int) -> None:
+    changed = pool._base.group._changed
+    with changed:
+        assert changed.wait_for(lambda: rank in pool.lost, 20)
+
+
+def test_ranks_whose_warm_process_was_replaced_leave_theirs(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    warm = pool._base._base.warm
+    before = warm.pid
+    os.kill(before, signal.SIGKILL)
+    with warm._changed:
+        assert warm._changed.wait_for(lambda: warm.lost is None and warm.pid != before, 20)
+    warm.wait_loaded(Deadline(20))
+    heard = die(pool, WRITES["print"], ENDS["SIGKILL"][0])
+    assert heard.text(1, "stdout") == LINES

@@ -1,0 +1,155 @@
+"""What is found of a rank's output after its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.kernel_ext.payloads import Clear, Display, Left, Stream
+from hvdlab.kernel_ext.rank.unsent import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area, read
+
+
+@pytest.fixture
+def area() -> Iterator[int]:
+    descriptor = make_area()
+    yield descriptor
+    os.close(descriptor)
+
+
+def text_of(left: Left | None) -> str:
+    assert left is not None
+    return "".join(chunk.text for chunk in left.chunks if isinstance(chunk, Stream))
+
+
+def test_nothing_is_found_of_who_began_no_cell(area: int) -> None:
+    unsent = Unsent(area)
+    assert read(area) is None
+    unsent.begin("c", 1 << 20)
+    unsent.write("stdout", "text")
+    unsent.close()
+    assert read(area) is None
+
+
+def test_streams_and_displays_stay_in_order(area: int) -> None:
+    unsent = Unsent(area)
+    unsent.begin("c7", 1 << 20)
+    shown = Display({"text/plain": "ü"}, {})
+    unsent.write("stdout", "a")
+    unsent.write("stdout", "b\n")
+    unsent.write("stderr", "grün\n")
+    unsent.show(shown, 20)
+    unsent.show(Clear(True), 16)
+    unsent.write("stdout", "z")
+    unsent.show(Display({"image/png": "x"}, {}), LARGEST_DISPLAY + 1)
+    left = read(area)
+    assert left is not None
+    assert (left.cell, left.before) == ("c7", 0)
+    assert left.chunks == (
+        Stream("stdout", "ab\n"),
+        Stream("stderr", "grün\n"),
+        shown,
+        Clear(True),
+        Stream("stdout", "z"),
+        None,
+    )
+    assert left.sizes == (3, 6, 20, 16, 1, LARGEST_DISPLAY + 1)
+
+
+def test_only_what_was_not_taken_is_found(area: int) -> None:
+    unsent = Unsent(area)
+    unsent.begin("c", 1 << 20)
+    unsent.write("stdout", "taken")
+    unsent.write("stdout", "not")
+    unsent.taken(5)
+    assert read(area) == Left("c", 5, (Stream("stdout", "not"),), (3,))
+    unsent.begin("d", 1 << 20)
+    assert read(area) == Left("d")
+
+
+def test_the_count_follows_the_one_that_messages_have(area: int) -> None:
+    """An interrupt between two steps of a write may have led it astray."""
+    unsent = Unsent(area)
+    unsent.begin("c", 1 << 20)
+    unsent.write("stdout", "written but never queued")
+    unsent.reach(10)
+    unsent.write("stdout", "next")
+    left = read(area)
+    assert left is not None
+    assert left.total == 14
+    assert text_of(left.after(10)) == "next"
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.text(min_size=1, max_size=9)), min_size=1),
+    st.integers(0, SLACK // 3),
+)
+def test_the_newest_is_found_whole_when_the_ring_was_full(writes: list[tuple[str, str]], fill: int) -> None:
+    area = make_area()
+    try:
+        unsent = Unsent(area)
+        window = 1 << 16
+        unsent.begin("c", window)
+        total = 0
+        for stream, text in [
+            ("stdout", "é" * (SLACK // 2)),
+            ("stderr", "-" * (SLACK - fill)),
+            *writes,
+        ]:
+            clean = text.encode("utf-8", "replace").decode()
+            unsent.write(stream, clean)
+            total += len(clean.encode())
+        left = read(area)
+        assert left is not None
+        assert left.total == total
+        assert total - left.before >= min(total, window)
+        newest = left.after(total - sum(len(t.encode("utf-8", "replace")) for _, t in writes))
+        assert text_of(newest) == "".join(t.encode("utf-8", "replace").decode() for _, t in writes)
+        for stream in ("stdout", "stderr"):
+            found = "".join(c.text for c in newest.chunks if isinstance(c, Stream) and c.name == stream)
+            assert found == "".join(t.encode("utf-8", "replace").decode() for s, t in writes if s == stream)
+    finally:
+        os.close(area)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=200), st.binary(min_size=64, max_size=120), st.integers(0, 2**63 - 1))
+def test_whatever_a_crash_has_left_there_is_no_second_one(body: bytes, header: bytes, number: int) -> None:
+    area = make_area()
+    try:
+        unsent = Unsent(area)
+        unsent.begin("c", 1 << 20)
+        unsent.show(Clear(), 16)
+        unsent.write("stdout", "x" * 300)
+        os.pwrite(area, body, HEADER)
+        read(area)
+        os.pwrite(area, number.to_bytes(8, "little"), 8)
+        read(area)
+        os.pwrite(area, header, 0)
+        read(area)
+    finally:
+        os.close(area)
+
+
+def test_what_a_long_cell_used_is_given_back(area: int) -> None:
+    unsent = Unsent(area)
+    unsent.begin("c", LARGEST)
+    for _ in range(2 * LARGEST >> 20):
+        unsent.write("stdout", "x" * (1 << 20))
+    assert os.fstat(area).st_blocks * 512 >= LARGEST
+    unsent.begin("d", LARGEST)
+    assert os.fstat(area).st_blocks * 512 <= 2 * HEADER
+
+
+def test_parts_of_texts_can_be_left_out() -> None:
+    left = Left("c", 10, (Stream("stdout", "aé"), None, Stream("stderr", "xyz")), (3, 100, 3))
+    assert left.after(0) == left
+    assert left.after(11) == Left(
+        "c", 11, (Stream("stdout", "é"), None, Stream("stderr", "xyz")), (2, 100, 3)
+    )
+    assert left.after(50) == Left("c", 113, (Stream("stderr", "xyz"),), (3,))
+    assert left.after(1000) == Left("c", 116)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ def run_cell(
     with as_usage_error():
         session.check_answering(pool, ranks)
     if session.debugger is not None:
-        session.debugger.prepare(ranks)
+        for line in session.debugger.prepare(ranks):
+            print(line, file=sys.stderr)
     shell = session.shell
     label = f"[{cell_number(shell)}]"
     arguments: dict[str, Any] = {

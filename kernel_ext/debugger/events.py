@@ -50,10 +50,11 @@ class RankSaid:
 
 @dataclass(frozen=True, slots=True)
 class RankGone:
-    """A rank has ended, or can't be debugged."""
+    """A rank has ended, or can't be debugged (``refused``)."""
 
     rank: int
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from hvdlab.kernel_ext.debugger.events import (
 )
 from hvdlab.kernel_ext.debugger.mail import Session, desk_of
 from hvdlab.kernel_ext.debugger.messages import FromServer, Said
-from hvdlab.kernel_ext.debugger.multiplex import Multiplexer
+from hvdlab.kernel_ext.debugger.multiplex import Multiplexer, not_debugged
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -72,6 +72,7 @@ class DebugHub:
         self._debugger = kernel.debugger
         self._ask_kernel: Process = kernel.debugger.process_request
         self._cells: dict[str, bool] = {}
+        self._told: dict[int, str] = {}
         self._mux: Multiplexer | None = None
         self._keys = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Json]] = {}
@@ -115,11 +116,15 @@ class DebugHub:
 
     # -- main thread ----------------------------------------------------------------------------------------------
 
-    def prepare(self, ranks: Sequence[int]) -> None:
-        """Wait until the debug servers of these ranks know the breakpoints: a cell is about to run there."""
+    def prepare(self, ranks: Sequence[int]) -> list[str]:
+        """Wait until the debug servers of these ranks know the breakpoints: a cell is about to run there.
+
+        Returns what the user has not been told yet of ranks that can't be debugged.
+        """
         loop = self._loop
         if not self.on or loop is None:
-            return
+            self._told = {}
+            return []
         loop.call_soon_threadsafe(self._handle, Wanted(tuple(ranks)))
         asked = threading.Event()
         loop.call_soon_threadsafe(asked.set)
@@ -127,6 +132,16 @@ class DebugHub:
         asked.wait(deadline.remaining())
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting(), deadline.remaining())
+        return self._news(ranks)
+
+    def _news(self, ranks: Sequence[int]) -> list[str]:
+        mux = self._mux
+        if mux is None:
+            return []
+        late = {rank: f"its debugger did not start within {START_WITHIN:g} s" for rank in mux.pending}
+        now = {rank: why for rank, why in (mux.left_out | late).items() if rank in ranks}
+        before, self._told = self._told, {**{r: w for r, w in self._told.items() if r not in ranks}, **now}
+        return [not_debugged(rank, why) for rank, why in sorted(now.items()) if before.get(rank) != why]
 
     def _waiting(self) -> bool:
         return self._mux is not None and self._mux.on and bool(self._mux.pending)
@@ -253,7 +268,7 @@ class DebugHub:
         if isinstance(mail, Said):
             self._later(RankSaid(rank, json.loads(mail.message)))
         else:
-            self._later(RankGone(rank, mail.error) if mail.error else RankOpened(rank))
+            self._later(RankGone(rank, mail.error, refused=True) if mail.error else RankOpened(rank))
 
     def _gone(self, rank: int, reason: str) -> None:
         self._later(RankGone(rank, reason))

@@ -126,8 +126,19 @@ class Looking(Going):
             for frame in frames
         ]
 
+    def _scope(self, key: int, request: Json, alone: object) -> list[Effect]:
+        """Our own button for this."""
+        if isinstance(alone, bool):
+            self._alone = alone
+        rank = self._shown() if self.stopped else None
+        return [
+            self._response(
+                key, request, {"alone": self._alone, "rank": rank, "stoppedRanks": list(self.stopped)}
+            )
+        ]
+
     def _choose(self, key: int, request: Json, alone: bool) -> list[Effect]:
-        """Frontends have no button for this; but all of them can evaluate an expression."""
+        """Other frontends have no button for this; but all of them can evaluate an expression."""
         self._alone = alone
         whom = "only the rank whose frame is selected" if alone else "all ranks that have stopped"
         return [self._response(key, request, {"result": f"the buttons move {whom}", "variablesReference": 0})]

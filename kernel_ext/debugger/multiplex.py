@@ -33,6 +33,8 @@ from hvdlab.kernel_ext.debugger.looking import Looking
 _BY_FRAME = frozenset({"scopes", "evaluate", "setExpression", "completions", "stepInTargets", "gotoTargets"})
 _BY_VARIABLE = frozenset({"variables", "setVariable"})
 _BY_THREAD = frozenset({"exceptionInfo", "goto"})
+SCOPE = "hvdlab/scope"
+"""A request of ours: whether the buttons move one rank only. ``alone`` among its arguments chooses; the answer tells."""
 _KEPT = ("setExceptionBreakpoints", "setFunctionBreakpoints")
 
 
@@ -49,6 +51,7 @@ class Multiplexer(Looking):
         super().__init__(cells)
         self._attach, self._for_ranks = attach, for_ranks
         self._on = False
+        self._refused: dict[int, str] = {}
         self._initialize: Json = {}
         self._breakpoints: dict[str, Json] = {}
         self._kept: dict[str, Json] = {}
@@ -69,6 +72,11 @@ class Multiplexer(Looking):
     def known(self) -> tuple[int, ...]:
         """Ranks that are debugged, or soon will be."""
         return tuple(self._ranks)
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Ranks that can't be debugged, and why."""
+        return dict(self._refused)
 
     def adopt(self, breakpoints: Mapping[str, list[Json]]) -> None:
         """The frontend has attached already, and set these breakpoints, by file."""
@@ -96,7 +104,8 @@ class Multiplexer(Looking):
         if isinstance(event, RankOpened):
             return self._opened(event.rank)
         if isinstance(event, RankGone):
-            return self._gone(event.rank, event.reason)
+            told = self._refuse(event.rank, event.reason) if event.refused else []
+            return told + self._gone(event.rank, event.reason)
         if isinstance(event, Wanted):
             return self._wanted(event.ranks)
         if isinstance(event, Reminded):
@@ -132,7 +141,15 @@ class Multiplexer(Looking):
     def _ready(self, rank: int) -> list[Effect]:
         if rank in self._ranks:
             self._ranks[rank].ready = True
+            self._refused.pop(rank, None)
         return self._answered_by(rank, {"success": True})
+
+    def _refuse(self, rank: int, reason: str) -> list[Effect]:
+        """A rank can't take part; what runs there does not stop."""
+        if self._refused.get(rank) == reason or rank not in self._ranks:
+            return []
+        self._refused[rank] = reason
+        return [self._event("output", {"category": "stderr", "output": f"{not_debugged(rank, reason)}\n"})]
 
     def _gone(self, rank: int, reason: str) -> list[Effect]:
         one = self._ranks.pop(rank, None)
@@ -159,6 +176,8 @@ class Multiplexer(Looking):
             return self._end(key, request)
         elif command == "debugInfo":
             return self._gather(key, request, {LOCAL: request}, lambda got: self._info(key, request, got))
+        elif command == SCOPE:
+            return self._scope(key, request, arguments.get("alone"))
         elif command == "threads":
             return self._list_threads(key, request)
         elif command == "setBreakpoints":
@@ -235,7 +254,7 @@ class Multiplexer(Looking):
         for rank in list(self._ranks):
             effects += self._gone(rank, "the debugger was switched off")
         self._on, self._knows_threads = False, False
-        self._breakpoints, self._kept = {}, {}
+        self._breakpoints, self._kept, self._refused = {}, {}, {}
         self._stepping, self._held = None, []
         return [*effects, AskLocal(key, request), *self._only(key, request)]
 
@@ -300,3 +319,8 @@ class Multiplexer(Looking):
 
     def _is_for_ranks(self, path: str) -> bool:
         return path.startswith(self._cells) and self._for_ranks(path)
+
+
+def not_debugged(rank: int, reason: str) -> str:
+    """What the user is told of a rank that can't be debugged."""
+    return f"rank {rank} does not stop at breakpoints: {reason}"

@@ -146,6 +146,7 @@ class DebugServer:
             self._server.trace()
             self._on_main(self._server.trace_here)
         except Exception as failure:  # noqa: BLE001  # whatever is wrong with an installed debugpy is told
+            self._session = 0
             error = f"debugpy can't be started: {type(failure).__name__}: {failure}"
         self._post(DEBUG, encode(Opened(order.session, error)))
 
@@ -300,12 +301,24 @@ class _Server:
         self._db = pydevd.get_global_debugger()
         self._before: Callable[..., object] = before
         self._files: dict[str, str] = {}  # what a cell is compiled as, to its file
+        self._look()
         os.register_at_fork(after_in_child=self._forget)
         self._reader = threading.Thread(
             target=self._read, args=(take,), name="hvdlab-debug-reader", daemon=True
         )
         self._reader.pydev_do_not_trace = self._reader.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
         self._reader.start()
+
+    def _look(self) -> None:
+        """Whether all is there that is used later, of what other versions may call otherwise.
+
+        Raises:
+            AttributeError: Something is not, which is better told now than by the failure of a cell.
+        """
+        db = self._db
+        _ = self.waits(), db._main_lock, db.source_mapping._mappings_to_client, self._tracing.SetTrace
+        _ = self._api.SourceMappingEntry, self._api.set_source_mapping, self._api.request_resume_thread
+        _ = db.enable_tracing, db.disable_tracing, db.set_tracing_for_untraced_contexts
 
     def _read(self, take: Callable[[bytes], None]) -> None:
         unframer = Unframer()

@@ -15,7 +15,6 @@ import pytest
 from debugging_client import Debugging, Json
 from hvdlab.kernel_ext.debugger.framing import Unframer, frame
 from live_kernel import LiveKernel
-from spmd_kernel import kernelspec_in
 
 pytest.importorskip("debugpy")
 pytestmark = pytest.mark.timeout(180)
@@ -344,6 +343,8 @@ def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
         threads = [one["name"] for one in debugging.ask("threads")["body"]["threads"]]
         assert "rank 0: MainThread" in threads
         assert "rank 1: MainThread" not in threads
+        told = debugging.wait(lambda one: one["body"].get("category") == "stderr")["body"]["output"]
+        assert told == "rank 1 does not stop at breakpoints: another debugger is debugging it\n"
         debugging.switch_off()
         assert not cell.ended
         other.ask("terminate")  # which ends the session, not the rank
@@ -352,6 +353,32 @@ def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
     assert kernel.run("detach(session)").text() == "closed 1 port\n"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def left_out(kernel: LiveKernel, debugging: Debugging) -> None:
+    """A rank has another debugpy than is known here: that is told, and the others are debugged."""
+    assert kernel.run("%hvd_pool resize 3").error is None
+    broken = kernel.run(
+        "%%hvd_rank 2\nimport debugpy.server.api\nfrom _pydevd_bundle.pydevd_api import PyDevdAPI\n"
+        "del PyDevdAPI.set_source_mapping"
+    )
+    assert broken.error is None, broken.error
+    code = "%%hvd_run\nx = 2\nprint(x)"
+    debugging.switch_on()
+    told = debugging.wait(lambda one: one["event"] == "output" and "rank 2" in one["body"]["output"])
+    assert "rank 2 does not stop at breakpoints: debugpy can't be started: AttributeError" in str(told)
+    debugging.set_breakpoints(code, 3)
+    cell = kernel.send(code)
+    debugging.stopped(2)
+    debugging.ask("continue", threadId=1)
+    kernel.finish(cell)
+    assert cell.error is None
+    assert all(line.endswith("] 2") for line in cell.lines())
+    (line,) = cell.lines("stderr")
+    assert f"{line}\n" == told["body"]["output"]
+    again = kernel.run("%%hvd_run\nx")
+    assert (again.error, again.lines("stderr")) == (None, [])
+    debugging.switch_off()
 
 
 def test_switched_on_before_there_are_ranks_and_before_the_extension_is_loaded(tmp_path: Path) -> None:
@@ -369,34 +396,6 @@ def test_switched_on_before_there_are_ranks_and_before_the_extension_is_loaded(t
         assert cell.error is None
         assert cell.lines() == ["[0,1] 1"]
         debugging.switch_off()
-    finally:
-        kernel.close()
-
-
-def test_in_the_kernel_whose_cells_run_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = LiveKernel(kernelspec_in(tmp_path, monkeypatch), name="hvdlab")
-    try:
-        assert kernel.run("import os\nrank = int(os.environ['RANK'])").error is None
-        debugging = Debugging(kernel)
-        debugging.switch_on()
-        code = "def double(n):\n    y = n * 2\n    return y\nz = double(rank + 1)\nprint(z)"
-        path = debugging.set_breakpoints(code, 3)
-        cell = kernel.send(code)
-        threads = debugging.stopped(2)
-        frames = debugging.frames(threads[0])
-        assert (frames[0]["source"]["path"], frames[0]["line"]) == (path, 3)
-        debugging.ask("continue", threadId=1)
-        kernel.finish(cell)
-        assert cell.lines() == ["[0] 2", "[1] 4"]
-
-        code = "%%local\nx = 1\nprint(x)"
-        debugging.set_breakpoints(code, 3)
-        cell = kernel.send(code)
-        event = debugging.wait(lambda one: one["event"] == "stopped")
-        assert debugging.frames(event["body"]["threadId"])[0]["line"] == 3
-        debugging.ask("continue", threadId=event["body"]["threadId"])
-        kernel.finish(cell)
-        assert cell.lines() == ["1"]
-        debugging.switch_off()
+        left_out(kernel, debugging)
     finally:
         kernel.close()

@@ -47,6 +47,7 @@ class Room:
         self.local: list[Json] = []
         self.asked: dict[int, list[Json]] = {}
         self.silent: set[int] = set()
+        self.taken: set[int] = set()  # their debug servers can't be had
         self.opened: set[int] = set()
         self.at: dict[int, int] = {}  # line that a rank has stopped at
 
@@ -69,8 +70,9 @@ class Room:
                 }
                 self.tell(LocalReplied(effect.key, {"type": "response", "success": True, "body": body}))
             elif isinstance(effect, OpenRank):
-                self.opened.add(effect.rank)
-                self.tell(RankOpened(effect.rank))
+                if effect.rank not in self.taken:
+                    self.opened.add(effect.rank)
+                    self.tell(RankOpened(effect.rank))
             elif isinstance(effect, Remind):
                 self.reminders += 1
             elif isinstance(effect, CloseRank):
@@ -299,6 +301,42 @@ def test_whom_the_buttons_move_can_be_chosen() -> None:
     room.ask("continue", threadId=LOCAL_THREAD)
     assert room.mux.stopped == ()
     assert all("evaluate" not in room.commands(rank) for rank in (0, 1))
+
+
+def test_our_own_button_asks_and_chooses_whom_the_buttons_move() -> None:
+    room = Room().start(0, 1)
+    assert room.ask("hvdlab/scope")["body"] == {"alone": False, "rank": None, "stoppedRanks": []}
+    room.stop(0)
+    room.stop(1)
+    chosen = room.ask("hvdlab/scope", alone=True)
+    assert chosen["success"]
+    assert chosen["body"] == {"alone": True, "rank": 0, "stoppedRanks": [0, 1]}
+    room.ask("continue", threadId=LOCAL_THREAD)
+    assert room.mux.stopped == (1,)
+    assert room.ask("hvdlab/scope", alone=False)["body"]["alone"] is False
+
+
+def test_a_rank_that_can_not_take_part_is_named_with_the_reason() -> None:
+    room = Room().start(0)
+
+    def refuse(reason: str) -> None:
+        room.tell(Wanted((0, 1)))
+        room.tell(RankGone(1, reason, refused=True))
+
+    def told() -> list[str]:
+        return [one["body"]["output"] for one in room.events if one["event"] == "output"]
+
+    room.taken = {1}
+    refuse("debugpy can't be started: AttributeError: _main_lock")
+    refuse("debugpy can't be started: AttributeError: _main_lock")  # as with each cell
+    why = "rank 1 does not stop at breakpoints: debugpy can't be started: AttributeError: _main_lock\n"
+    assert told() == [why]
+    assert list(room.mux.left_out) == [1]
+    room.taken = set()
+    room.tell(Wanted((0, 1)))  # it can after all
+    assert room.mux.left_out == {}
+    room.tell(RankGone(1, "it has ended"))
+    assert told() == [why]
 
 
 def test_a_rank_that_dies_while_stopped_is_taken_off_the_list() -> None:

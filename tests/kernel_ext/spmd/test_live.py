@@ -274,7 +274,9 @@ def test_a_rank_asks_the_user(kernel: LiveKernel) -> None:
     assert refused.reply["ename"] == "StdinNotImplementedError"
 
 
-def test_the_frontends_debugger_stops_in_a_plain_cell_on_the_ranks(kernel: LiveKernel) -> None:
+def test_the_frontends_debugger_stops_in_plain_cells_on_the_ranks_and_in_local_ones_here(
+    kernel: LiveKernel,
+) -> None:
     code = "step = rank * 10\nafter = step + 1"
     debugging = Debugging(kernel)
     debugging.switch_on()
@@ -287,6 +289,15 @@ def test_the_frontends_debugger_stops_in_a_plain_cell_on_the_ranks(kernel: LiveK
         assert debugging.variables(frame["id"])["step"] == str(rank * 10)
     debugging.ask("continue", threadId=1)
     kernel.finish(cell)
-    debugging.switch_off()
     assert cell.error is None, cell.error
+
+    code = "%%local\nhere = 1\nprint(here)"
+    debugging.set_breakpoints(code, 3)
+    cell = kernel.send(code)
+    event = debugging.wait(lambda one: one["event"] == "stopped")
+    assert debugging.frames(event["body"]["threadId"])[0]["line"] == 3
+    debugging.ask("continue", threadId=event["body"]["threadId"])
+    kernel.finish(cell)
+    assert cell.lines() == ["1"]
+    debugging.switch_off()
     assert value(kernel.run("after")) == "[0] 1\n[1] 11"

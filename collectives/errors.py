@@ -142,6 +142,36 @@ class CauseKind(StrEnum):
     COORDINATOR_LOST = "coordinator_lost"
     SHUTDOWN = "shutdown"
 
+    @property
+    def advice(self) -> str:
+        """What was probably meant, and what to do; empty if that depends on what the cause's text says."""
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    CauseKind.RANK_DIED: "Look at how it ended, and run this again: the group goes on with the ranks that live.",
+    CauseKind.RANK_LEFT: (
+        "Probably it had less to do than the others: give every rank equally many collectives, or call join() where "
+        "a rank has no more data."
+    ),
+    CauseKind.CELL_FAILED: "Correct that error and run the cell again on all ranks; the group is intact.",
+    CauseKind.CELL_ENDED: (
+        "Every rank must call it: probably an `if` or a loop went another way there, or its cell did not run on all "
+        "ranks. For some ranks only, use a process set. The group is intact."
+    ),
+    CauseKind.INTERRUPTED: "The group is intact; run this again.",
+    CauseKind.WITHDRAWN: "What that rank reports says what to correct; the group is intact.",
+    CauseKind.MISMATCH: "Every rank must give the same tensors, in the same groups; the group is intact.",
+    CauseKind.DEADLOCK: "Call them in the same order on every rank; the group is intact.",
+    CauseKind.PLANE_FAILED: (
+        "The group was rebuilt; run this again. If it fails again, set HVDLAB_PLANE to another plane."
+    ),
+    CauseKind.MEMBERSHIP: "Run this again with the ranks and process sets that there are now.",
+    CauseKind.TIMEOUT: "Find out what kept the others, or raise that limit; the group is intact.",
+    CauseKind.COORDINATOR_LOST: "",
+    CauseKind.SHUTDOWN: "Call init() to go on.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -183,6 +213,8 @@ class AbortedError(CollectiveError):
     """The collective can't complete; raised on every rank that had submitted it.
 
     The process set was given a new epoch: the next collective works, with the same ranks if nobody died.
+
+    The first line of its text says what happened, the second what to do.
     """
 
     def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, epoch: int = 0) -> None:
@@ -200,7 +232,8 @@ class AbortedError(CollectiveError):
         head = call_name(p.collective, p.name) + (f" ({site})" if site else "")
         waited = f"{format_ranks(p.waited)} waited; " if p.waited and p.missing else ""
         tail = f" (at {self.cause.site})" if self.cause.site else ""
-        return f"{head}: {waited}{self.cause.text}{tail}"
+        advice = f"\n{self.cause.kind.advice}" if self.cause.kind.advice else ""
+        return f"{head}: {waited}{self.cause.text}{tail}{advice}"
 
 
 def call_name(kind: str, name: str) -> str:

@@ -225,7 +225,10 @@ class Dispatcher:
 
     def connection_lost(self, reason: str) -> None:
         """Everything pending fails; what is submitted later waits for what comes of :attr:`reconnect`."""
-        text = f"the coordinator is gone ({reason}); what was in flight is lost with it"
+        text = (
+            f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
+            "the group goes on in a moment: run this again then"
+        )
         logs.lost(self._guarded.state.rank, text)
         effects = self._guarded.suspend(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self._tickets.abort()
@@ -243,7 +246,7 @@ class Dispatcher:
 
     def give_up(self, reason: str) -> None:
         """There is no successor: everything pending fails, and so does whatever is submitted later."""
-        text = f"the coordinator is gone ({reason}); restart the group"
+        text = f"the coordinator is gone for good ({reason}); save what you need and restart the group"
         logs.lost(self._guarded.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)

@@ -73,7 +73,9 @@ class PoolBase:
         self._closing = threading.Lock()
         self._news: list[str] = []
         self._closed = False
-        self.joining = Joining(lambda rank, connection: self.runs.post(JOIN, connection.encode(), [rank]))
+        self.joining = Joining(
+            lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
+        )
         self.resumed: list[CellHandle] = []
         self.group = Group(base.client, died=self._died, ready=self._is_ready)
         self.companion = Companion(base.warm, self.group.pids, self.joining.connected, lost=self.tell)
@@ -243,10 +245,12 @@ class PoolBase:
         unread = "".join(text.text for text in left.rest if text.name == "stderr")
         return msgspec.structs.replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
 
-    def _joined(self, rank: int, failure: bytes) -> None:
-        if not failure:
+    def _joined(self, rank: int, answer: bytes) -> None:
+        if self.joining.answered(rank, answer.decode()):
             self.companion.rank_joined(rank)
-        self.joining.answered(rank, failure.decode())
+
+    def _could_not_join(self, rank: int, why: str) -> None:
+        self.tell(f"rank {rank} is out of reach for ipyparallel ({why}); cells run on it as before")
 
     def _is_ready(self, rank: int) -> None:
         if self.keeping is not None:

@@ -9,10 +9,11 @@ WHO = "hvdlab.pool.who"
 """Pool to rank, no body: say once more that you are ready, if you are; the pool may have missed it."""
 
 JOIN = "hvdlab.pool.join"
-"""Pool to rank: ipyparallel's connection information for engines, as JSON. The rank registers when it is idle."""
+"""Pool to rank: a line with the number of this request, then ipyparallel's connection information for engines, as JSON. The
+rank registers when it is idle."""
 
 JOINED = "hvdlab.pool.joined"
-"""Rank to pool: it has registered; the body says why not, if it failed."""
+"""Rank to pool: it has registered. The body is a line with the number of the request, and then why not, if it failed."""
 
 ENVIRONMENT = "hvdlab.pool.environment"
 """Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""

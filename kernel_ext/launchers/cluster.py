@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.kernel_ext.launchers.attempts import AT_LATEST, SOON, Attempt, Attempts, Deaths
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.kernel_ext.warm.client import WarmProcess
@@ -43,12 +43,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEATHS = 3
-"""After so many deaths of controllers …"""
-DEATHS_WITHIN = 60.0
-"""… within so many seconds only someone's use of the cluster starts another one."""
-AGAIN_AFTER = 0.2
-"""Seconds after which it is started again: soon, since its ports should not be given to others."""
+START_WITHIN = 40.0
+"""Seconds that a controller gets to start."""
+END_WITHIN = 5.0
+"""Seconds until one that is killed has ended."""
 
 log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())  # ipyparallel's news are for who asks for them, not for the notebook
@@ -62,7 +60,8 @@ class Companion:
         pids: Gives rank to process id of the ranks that the warm process forked.
         connected: Called with the controller's connection information for engines (JSON) when it is up, with an empty
             text when it has died, and again when another one has taken its place: engines join anew then. Must not block.
-        lost: Called with one line when a controller that was up has died. Must not block.
+        lost: Called with one line when a controller that was up has died, or its successor can't do all that it did. Must
+            not block.
     """
 
     def __init__(
@@ -76,7 +75,10 @@ class Companion:
         self._lost = lost or log.warning
         # What an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(warm)
-        self._deaths: deque[float] = deque(maxlen=DEATHS)
+        self._deaths = Deaths()
+        self._serving: ForkControllerLauncher | None = None
+        self._starting: asyncio.Task[Any] | None = None
+        self._told_down, self._last = False, ""
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._engines: ForkEngineSetLauncher | None = None
@@ -99,7 +101,7 @@ class Companion:
 
     def bring_up_later(self, seconds: float) -> None:
         """Bring it up after a while. The last call counts; no effect once it has begun."""
-        self._call_soon(self._set_timer, seconds)
+        self._call_soon(self._bring_up_first, seconds)
 
     def bring_up(self) -> Future[str]:
         """Begin to bring it up, if that was not done yet. The result is the engines' connection information."""
@@ -109,6 +111,13 @@ class Companion:
                 self._up.add_done_callback(_log_failure)
             return self._up
 
+    def _bring_up_again(self) -> Future[str]:
+        with self._lock:
+            up = self._up
+            if up is not None and up.done() and (up.cancelled() or up.exception() is not None):
+                self._up = None
+        return self.bring_up()
+
     def wait_up(self, deadline: Deadline) -> str:
         """Bring it up and wait for it. Ctrl-C breaks the wait.
 
@@ -117,12 +126,8 @@ class Companion:
         Raises:
             StartError: The controller did not start.
         """
-        with self._lock:
-            up = self._up
-            if up is not None and up.done() and (up.cancelled() or up.exception() is not None):
-                self._up = None
         try:
-            return self.bring_up().result(deadline.remaining())
+            return self._bring_up_again().result(deadline.remaining())
         except (RuntimeError, OSError, TimeoutError) as error:
             raise StartError(
                 f"ipyparallel's controller could not be started: {error or 'it took too long'}"
@@ -134,11 +139,11 @@ class Companion:
         if controller is not None:
             match event:
                 case Forked(number, pid) if number == CONTROLLER:
-                    controller.forked.set_result(pid)
+                    controller.was_forked(pid)
                 case ForkFailed(number, text) if number == CONTROLLER:
-                    controller.forked.set_exception(RuntimeError(text))
+                    controller.was_forked(RuntimeError(text))
                 case ControllerUp():
-                    controller.listening.set_result(None)
+                    controller.is_up()
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
                     alone = self._warm.lost is None  # else it ended with the warm process, and that is told
@@ -191,10 +196,14 @@ class Companion:
             for path in () if self._left else self._guarded:
                 Path(path).unlink(missing_ok=True)
 
+    def _bring_up_first(self, seconds: float) -> None:
+        if self._up is None and not self._deaths:
+            self._set_timer(seconds)
+
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self.bring_up)
+        self._timer = self._loop.call_later(seconds, self._bring_up_again)
 
     def new_cluster(self, **options: Any) -> Cluster:
         """Make the cluster object. The cluster's thread."""
@@ -229,6 +238,7 @@ class Companion:
         self._warm.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:
+        self._starting = asyncio.current_task()
         if self._timer is not None:
             self._timer.cancel()
         again = self._cluster is not None and bool(self._deaths)
@@ -236,38 +246,92 @@ class Companion:
             again = await self._earlier.end(self._warm)
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
-        cluster.delay = 0
-        cluster.controller = None  # one that could not be started
-        await cluster.start_controller(warm=self._warm, reuse=again)
-        controller: Any = cluster.controller
-        information = json.dumps((await controller.get_connection_info())["engine"])
-        if ours:
-            await self._take_over_ranks(cluster)
+        try:
+            information, elsewhere = await self._start_controller(cluster, again=again)
+            if ours:
+                await self._take_over_ranks(cluster)
+        except (HvdlabError, RuntimeError, OSError, TimeoutError) as error:
+            if again:
+                self._stays_down(error)
+            raise
+        if elsewhere or self._last not in ("", information):
+            self._lost(
+                "ipyparallel's controller listens on other ports now, since its old ones were not to be had; clients that were "
+                "made before can't reach it: make new ones with `pool.cluster.connect_client_sync()`"
+            )
+        elif self._told_down:
+            self._lost("ipyparallel's controller is up again")
+        self._told_down, self._last = False, information
+        controller: ForkControllerLauncher = cluster.controller
         self._connected(information)
+        if controller.ended.done():
+            self._connected("")
+            raise RuntimeError(f"ipyparallel's controller ended: {describe(controller.ended.result())}")
+        self._serving = controller  # whose end is told to `_controller_ended` from now on
         return information
 
-    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, alone: bool) -> None:
-        """One that was up has died: say so, and start another one unless they die all the time."""
-        cluster, up = self._cluster, self._up
-        if cluster is None or cluster.controller is not controller or up is None or self._closed:
+    async def _start_controller(self, cluster: Cluster, *, again: bool) -> tuple[str, bool]:
+        """Returns the connection information for engines, and whether other ports had to be taken."""
+        attempts, attempt = Attempts(again=again), Attempt()
+        elsewhere = False
+        while True:
+            await asyncio.sleep(attempt.wait)
+            elsewhere = elsewhere or attempt.elsewhere
+            cluster.delay = 0
+            try:
+                return await asyncio.wait_for(
+                    self._start_once(cluster, reuse=again, elsewhere=attempt.elsewhere), START_WITHIN
+                ), elsewhere
+            except (HvdlabError, RuntimeError, OSError, TimeoutError) as error:
+                failed = cluster.controller
+                if failed is None:
+                    raise
+                await failed.surely_gone(END_WITHIN)
+                following = attempts.after(taken=failed.ports_taken)
+                if following is None or self._warm.lost is not None:
+                    raise
+                log.info("ipyparallel's controller is started again: %s", error)
+                attempt = following
+
+    async def _start_once(self, cluster: Cluster, *, reuse: bool, elsewhere: bool) -> str:
+        cluster.controller = None  # one that has died, or could not be started
+        await cluster.start_controller(warm=self._warm, reuse=reuse, elsewhere=elsewhere)
+        return json.dumps((await cluster.controller.get_connection_info())["engine"])
+
+    def _stays_down(self, error: Exception) -> None:
+        """A successor could not be started. It is said once, and tried again now and then."""
+        if self._closed:
             return
+        if not self._told_down:
+            self._told_down = True
+            why = str(error).partition("\n")[0] or "it took too long"
+            self._lost(
+                f"ipyparallel's controller could not be started again: {why}; it is tried every {AT_LATEST:g} s, and when the "
+                "cluster is used; cells are not affected"
+            )
+        self._set_timer(AT_LATEST)
+
+    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, alone: bool) -> None:
+        """One that was up has died: say so, and start another one. What is being started is ``_start``'s business."""
+        cluster = self._cluster
+        if cluster is None or controller is not self._serving or self._closed:
+            return
+        self._serving = None
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
         cluster.controller = None
         with self._lock:
             self._up = None
-        if not up.done() or up.cancelled() or up.exception() is not None:
-            return  # whoever waits for it gets the error
         self._connected("")
-        now = self._loop.time()
-        often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
-        self._deaths.append(now)
-        follows = (
-            "the next use of the cluster starts another one" if often else "another one is being started"
-        )
+        pause = self._deaths.add(self._loop.time())
         if alone:
+            soon = pause <= SOON
+            follows = (
+                "another one is being started"
+                if soon
+                else f"another one is started in {pause:g} s, or when the cluster is used"
+            )
             self._lost(f"ipyparallel's controller ended: {describe(end)}; {follows}")
-        if not often:
-            self._set_timer(AGAIN_AFTER)
+        self._set_timer(pause)
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
         pids = {str(rank): pid for rank, pid in self._pids().items()}
@@ -285,8 +349,9 @@ class Companion:
     async def _leave(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._up is not None and self._up.cancel():
-            await asyncio.sleep(0)  # lets it end
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait((self._starting,))
 
     async def _stop(self) -> None:
         await self._leave()

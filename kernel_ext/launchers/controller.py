@@ -11,15 +11,50 @@ import asyncio
 import os
 import signal
 import socket
+import sys
+from concurrent.futures import Future
 from typing import Any
 
+import zmq
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
+from traitlets import Bool, default, observe
+from zmq.devices import ThreadMonitoredQueue
+
+from hvdlab.kernel_ext.launchers import ports
 
 FOREVER = 10**9
 """Seconds."""
 
 SUBSCRIBED_WITHIN = 0.5
 """Seconds that a client that has connected gets to subscribe to news of engines, before there are any."""
+
+
+PORTS = 32
+"""Ports to choose for it: more than it uses."""
+
+LISTENS_WITHIN = 10.0
+"""Seconds that a queue's thread gets to take its ports."""
+
+
+class Queue(ThreadMonitoredQueue):
+    """A queue in a thread, which takes its ports there.
+
+    Attributes:
+        listens: Completed when it has them, or can't have them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # half of pyzmq has types
+        self.listens: Future[None] = Future()
+
+    def _setup_sockets(self) -> Any:  # the one step between the thread's start and its loop
+        try:
+            sockets = super()._setup_sockets()  # type: ignore[no-untyped-call]  # half of pyzmq has types
+        except BaseException as error:
+            self.listens.set_exception(error)
+            raise
+        self.listens.set_result(None)
+        return sockets
 
 
 class _NoHeartMonitor:
@@ -33,12 +68,46 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     """A controller that says on a socket when it is up, and hears there which engines have come and gone."""
 
     name = "ipcontroller"
+    engine_info: dict[str, Any]
+    client_info: dict[str, Any]
+    elsewhere: Bool[bool, bool | int] = Bool(
+        False, config=True, help="Whether one that reuses connection files takes other ports than they say."
+    )
     _last_client = float("-inf")
+    _failure: BaseException | None = None
 
     def watch(self, channel: socket.socket) -> None:
         """Use this connection to the warm process. Call before ``initialize``."""
         channel.setblocking(False)
         self._channel = channel
+
+    @observe("use_threads")
+    def _use_threads_changed(self, change: Any) -> None:
+        """Threads whose success can be awaited: if one has none, the controller is not up."""
+        self.mq_class = f"{__name__}.{Queue.__name__}"
+
+    @default("ports")
+    def _choose_ports(self) -> list[int]:
+        """The ports that nobody has configured; those of a predecessor, which some will get, are left out."""
+        told = [*self.engine_info.values(), *self.client_info.values()]
+        known = [port for value in told for port in (value if isinstance(value, list) else [value])]
+        return ports.choose(PORTS, avoid=known)
+
+    def load_secondary_config(self) -> None:
+        """Load a predecessor's connection files, if so configured."""
+        super().load_secondary_config()
+        if self.elsewhere and self.engine_info:
+            self.engine_info = {name: self._moved(name, "engine") for name in self.engine_info}
+            self.client_info = {name: self._moved(name, "client") for name in self.client_info}
+            self.client_info["registration"] = self.engine_info["registration"]
+            self.write_connection_files = True
+
+    def _moved(self, name: str, kind: str) -> Any:
+        """An entry of a connection file, with other ports if it is about ports."""
+        value = (self.engine_info if kind == "engine" else self.client_info)[name]
+        if isinstance(value, list):
+            return [self.next_port(kind) for _ in value]
+        return self.next_port(kind) if isinstance(value, int) else value
 
     def init_hub(self) -> None:
         """Make the hub."""
@@ -73,8 +142,20 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     def start(self) -> None:
         """Run until told to stop, or until the warm process is gone."""
         self.loop.add_handler(self._channel.fileno(), self._hear, self.loop.READ)
-        self.loop.add_callback(self._channel.send, b"up\n")
+        self.loop.add_callback(self._say_up)
         super().start()
+        if self._failure is not None:
+            raise self._failure
+
+    def _say_up(self) -> None:
+        try:
+            for queue in self.children:
+                queue.listens.result(LISTENS_WITHIN)
+        except (zmq.ZMQError, TimeoutError) as error:
+            self._failure = error
+            self.loop.stop()
+        else:
+            self._channel.send(b"up\n")
 
     def init_signal(self) -> None:
         """End on SIGTERM; Ctrl-C is no business of the controller's."""
@@ -106,6 +187,12 @@ def run_forked(argv: tuple[str, ...], channel: int) -> int:
     asyncio.set_event_loop(asyncio.new_event_loop())
     app = PoolController.instance()
     app.watch(socket.socket(fileno=channel))
-    app.initialize([*argv])
-    app.start()
+    try:
+        app.initialize([*argv])
+        app.start()
+    except zmq.ZMQError as error:
+        if error.errno != ports.TAKEN:
+            raise
+        print(f"A port that the controller needs is taken: {error}", file=sys.stderr)
+        return ports.TAKEN
     return 0

@@ -23,6 +23,7 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict
 
+from hvdlab.kernel_ext.launchers import ports
 from hvdlab.kernel_ext.warm.exits import describe
 from hvdlab.kernel_ext.warm.messages import CONTROLLER, Exited, Fork, Signal
 
@@ -33,6 +34,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
     Attributes:
         warm: The warm process.
         reuse: Whether it takes the place of one that died: with its ports, so that engines and clients find it.
+        elsewhere: Whether it takes that one's place with other ports.
         forked, listening, ended: Completed by the pool when the warm process tells so.
     """
 
@@ -41,6 +43,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     warm: Any = AnyTrait()
     reuse: Bool[bool, bool | int] = Bool()
+    elsewhere: Bool[bool, bool | int] = Bool()
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,10 +55,10 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """Have it forked; returns when it has a process id."""
         assert self.warm is not None
         environment = {**os.environ, **self.get_env()}
-        reuse = ["--reuse"] if self.reuse else []
+        reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
         self.warm.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
-        self.pid = await asyncio.wrap_future(self.forked)
+        self.pid = await asyncio.shield(asyncio.wrap_future(self.forked))
         self.process = psutil.Process(self.pid)
         self.notify_start(self.pid)
 
@@ -63,7 +66,8 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """Wait until it listens, and read its connection files."""
         if self.warm is not None:
             limit = self.connection_info_timeout if timeout is None else timeout
-            await asyncio.wait_for(asyncio.wrap_future(self.listening), limit if limit >= 0 else None)
+            listening = asyncio.shield(asyncio.wrap_future(self.listening))
+            await asyncio.wait_for(listening, limit if limit >= 0 else None)
         return await super().get_connection_info(timeout)
 
     async def stop(self) -> None:
@@ -88,14 +92,42 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """Its last words, if it has ended."""
         return self.ended.result().tail if self.ended.done() else ""
 
+    def was_forked(self, outcome: int | Exception) -> None:
+        """The warm process forked it, or could not. Any thread."""
+        _complete(self.forked, outcome)
+
+    def is_up(self) -> None:
+        """It listens. Any thread."""
+        _complete(self.listening, None)
+
     def has_ended(self, event: Exited) -> None:
         """The warm process reaped it. Any thread."""
         why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
-        for future in (self.forked, self.listening):
-            if not future.done():
-                future.set_exception(why)
-        if not self.ended.done():
-            self.ended.set_result(event)
+        _complete(self.forked, why)
+        _complete(self.listening, why)
+        _complete(self.ended, event)
+
+    @property
+    def ports_taken(self) -> bool:
+        """Whether it has ended because it could not have its ports."""
+        return self.ended.done() and self.ended.result().code == ports.TAKEN
+
+    async def surely_gone(self, seconds: float) -> None:
+        """End it at once, if it has not ended. Raises ``TimeoutError`` if it is still there."""
+        if self.ended.done() or not self.forked.done() or self.forked.exception() is not None:
+            return
+        self.warm.send(Signal(CONTROLLER, signal.SIGKILL))
+        await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self.ended)), seconds)
+
+
+def _complete(future: Future[Any], outcome: Any) -> None:
+    """Complete a future, unless it is too late: it was, or nobody waits any more."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped

@@ -98,14 +98,16 @@ class RankProgram:
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
-    def _join(self, connection: str) -> None:
-        self._joining = self._loop.create_task(self._join_controller(connection, self._joining))
+    def _join(self, request: str) -> None:
+        self._joining = self._loop.create_task(self._join_controller(request, self._joining))
 
-    async def _join_controller(self, connection: str, before: asyncio.Task[None] | None) -> None:
+    async def _join_controller(self, request: str, before: asyncio.Task[None] | None) -> None:
         if before is not None:  # with a controller that is gone: it fails, or has
             await before
-        failure = await join_controller(self._agent, self._engine.rank, connection, self._argv)
-        self._engine.post(JOINED, failure.encode())
+        if self._joining is not asyncio.current_task():
+            return  # asked for something else meanwhile
+        answer = await join_controller(self._agent, self._engine.rank, request, self._argv)
+        self._engine.post(JOINED, answer.encode())
 
     def _terminate(self, number: int, frame: Any) -> None:
         """End as a process that SIGTERM ends, but after the exit handlers of the user's code."""

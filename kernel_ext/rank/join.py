@@ -6,12 +6,15 @@ ipyparallel expects; the cells get theirs back afterwards.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import ipyparallel.engine.app as engine_app  # type: ignore[import-untyped]  # has no types
@@ -20,6 +23,10 @@ import zmq.asyncio
 from ipykernel.iostream import OutStream
 from ipykernel.kernelapp import IPKernelApp
 from ipyparallel.engine.kernel import IPythonParallelKernel  # type: ignore[import-untyped]  # has no types
+from ipyparallel.util import (  # type: ignore[import-untyped]  # has no types
+    disambiguate_ip_address,
+    disambiguate_url,
+)
 
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.links import Links
@@ -78,18 +85,43 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     enable_nanny = False
     agent: RankAgent
     links: Links
+    connection_info: dict[str, Any]
+    request = ""
+    """The last request to join that was fulfilled."""
 
     def init_connector(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """How sockets are connected; whether they are is watched from here on."""
         connect, tunnel = super().init_connector()
+        self._connect = connect
         self.links = Links()
 
         def watched(socket: Any, *args: Any, **kwargs: Any) -> Any:
-            if socket is not self.registrar:  # its answer shows it
-                self.links.watch(socket)
+            self.links.watch(socket)
             return connect(socket, *args, **kwargs)
 
         return watched, tunnel
+
+    async def register(self) -> None:
+        """Make the controller know this engine, and build its kernel. Raises :class:`JoinFailed`."""
+        connect, tunnel = self.init_connector()
+        await self.complete_registration(await self._registration(), connect, tunnel)
+
+    async def _registration(self) -> list[bytes]:
+        """The controller's answer to this engine, which it may have heard of already."""
+        # A socket for this question alone: what others were told, or asked and could not send, does not get in between.
+        registrar = self.context.socket(zmq.DEALER)
+        try:
+            self._connect(registrar, self.registration_url)
+            self.session.send(registrar, "unregistration_request", content={"id": self.id})
+            self.session.send(registrar, "registration_request", content={"uuid": self.ident, "id": self.id})
+            poller = zmq.asyncio.Poller()
+            poller.register(registrar, zmq.POLLIN)
+            if not await poller.poll(timeout=int(self.timeout * 1000)):
+                self.abort()
+            answer: list[bytes] = registrar.recv_multipart()
+            return answer
+        finally:
+            registrar.close(linger=0)
 
     async def reachable(self) -> None:
         """Wait until requests get here. Raises :class:`JoinFailed`."""
@@ -99,28 +131,52 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     async def register_again(self, connection: str) -> None:
         """Make a controller know this engine that took the place of the one it was registered with.
 
-        ZeroMQ connects the engine's sockets to it by itself, since it listens where its predecessor did.
+        If it listens where its predecessor did, ZeroMQ connects the engine's sockets to it by itself.
 
         Raises:
-            JoinFailed: It listens elsewhere, or does not take this engine in.
+            JoinFailed: It can't be reached from here, or does not take this engine in.
         """
         if json.loads(connection) != json.loads(self.connection_info_env):
-            raise JoinFailed(
-                "the new controller could not get the ports of the old one; restart the rank to join it"
-            )
-        registrar: Any = self.registrar
-        content = {"uuid": self.ident, "id": self.id}
-        self.session.send(registrar, "registration_request", content=content)
-        poller = zmq.asyncio.Poller()
-        poller.register(registrar, zmq.POLLIN)
-        if not await poller.poll(timeout=int(self.timeout * 1000)):
-            self.abort()
-        _, parts = self.session.feed_identities(registrar.recv_multipart())
+            await self._turn_to(connection)
+        _, parts = self.session.feed_identities(await self._registration())
         answer = self.session.deserialize(parts)["content"]
         if answer["status"] != "ok":
             raise JoinFailed(f"the controller refused: {answer.get('evalue', answer)}")
         if answer["id"] != self.id:
             raise JoinFailed(f"the controller calls it engine {answer['id']}")
+
+    async def _turn_to(self, connection: str) -> None:
+        """Connect the sockets of the kernel, which stays as it is, to a controller that listens elsewhere."""
+        before, after = self.connection_info, json.loads(connection)
+        protocol, host = after["interface"].split("://")
+        after["interface"] = f"{protocol}://{disambiguate_ip_address(host, self.location)}"
+        if self.using_ssh or after.get("curve_serverkey") != before.get("curve_serverkey"):
+            raise JoinFailed(
+                "the new controller listens elsewhere, out of reach; restart the rank to join it"
+            )
+        await self._on_each_socket("disconnect", before)
+        self.links.forget()
+        self.connection_info, self.connection_info_env = after, connection
+        self.registration_url = f"{after['interface']}:{after['registration']}"
+        if after.get("key"):
+            self.session.key = after["key"].encode()
+        await self._on_each_socket("connect", after)
+
+    async def _on_each_socket(self, what: str, information: Mapping[str, Any]) -> None:
+        """Connect or disconnect the kernel's sockets, each in the thread that owns it."""
+        leaves = information["broadcast"]
+
+        def do(socket: Any, *ports: int) -> None:
+            for port in ports:
+                getattr(socket, what)(disambiguate_url(f"{information['interface']}:{port}", self.location))
+
+        do(self.shell_socket, information["mux"], information["task"], leaves[self.id % len(leaves)])
+        kernel: Any = self.kernel
+        for schedule, socket, name in (
+            (kernel.control_thread.io_loop.add_callback, self.control_socket, "control"),
+            (kernel.iopub_socket.schedule, self.iopub_socket, "iopub"),
+        ):
+            await _there(schedule, functools.partial(do, socket, information[name]), self.timeout)
 
     def start_heartbeat(self, *args: Any, **kwargs: Any) -> None:
         """None: the pool knows which ranks live, and the controller does not ask."""
@@ -152,32 +208,53 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
             await super().complete_registration(*args, **kwargs)
 
 
-async def join_controller(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> str:
+async def _there(
+    schedule: Callable[[Callable[[], None]], Any], do: Callable[[], None], seconds: float
+) -> None:
+    """Have this done by the thread that ``schedule`` belongs to, and wait for it. Raises ``TimeoutError``."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:  # noqa: BLE001  (it is raised where it is waited for)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    schedule(run)
+    await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), seconds)
+
+
+async def join_controller(agent: RankAgent, rank: int, request: str, argv: Sequence[str]) -> str:
     """Register with ipyparallel's controller as engine number ``rank``. The rank lives on if that fails.
 
     Args:
         agent: Whose turns requests take.
         rank: Engine number to ask for.
-        connection: The controller's connection information for engines, as JSON.
+        request: A line with the number of the request, then the controller's connection information for engines, as JSON.
         argv: Options of ``ipengine``.
 
     Returns:
-        Why it failed, or an empty text.
+        A line with the number of the request, then why it failed, if it did.
     """
     RankKernel.agent = RankEngine.agent = agent
+    number, _, connection = request.partition("\n")
     try:
-        await _join(agent, rank, connection, argv)
-    except (TimeoutError, JoinFailed, OSError, ValueError, KeyError) as error:
+        await _join(agent, rank, request, connection, argv)
+    except (TimeoutError, JoinFailed, OSError, ValueError, KeyError, zmq.ZMQError) as error:
         async with agent.foreign():  # for the log
             traceback.print_exception(error)
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return f"{number}\n{type(error).__name__}: {error}"
+    return f"{number}\n"
 
 
-async def _join(agent: RankAgent, rank: int, connection: str, argv: Sequence[str]) -> None:
+async def _join(agent: RankAgent, rank: int, request: str, connection: str, argv: Sequence[str]) -> None:
     """Cells may run while the controller's answer is awaited: it may have died."""
     if RankEngine.initialized():
         engine = RankEngine.instance()
+        if engine.request == request:
+            return  # who asks has not heard the answer
         await engine.register_again(connection)
     else:
         try:
@@ -190,17 +267,16 @@ async def _join(agent: RankAgent, rank: int, connection: str, argv: Sequence[str
             _discard()
             raise
     await engine.reachable()
+    engine.request = request
 
 
 def _discard() -> None:
     """An engine that has no kernel yet can be made anew."""
     if RankEngine.initialized():
         engine = RankEngine.instance()
-        links, registrar = getattr(engine, "links", None), getattr(engine, "registrar", None)
+        links = getattr(engine, "links", None)
         if links is not None:
             links.close()
-        if registrar is not None:
-            registrar.close(linger=0)
     RankEngine.clear_instance()
 
 

@@ -54,6 +54,11 @@ class Links:
                     self._up.add(link)
         return len(self._up) >= self._wanted
 
+    def forget(self) -> None:
+        """All these connections were ended; as many others are expected. Call before these are begun."""
+        self._all_up()  # takes what was told of the old ones
+        self._up.clear()
+
     def close(self) -> None:
         """Watch no more."""
         for socket, monitor in self._monitors.items():

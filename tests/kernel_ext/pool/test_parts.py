@@ -19,7 +19,6 @@ from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.environment import foreign_sizes
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import parse_hosts
-from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import check_loaded
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
@@ -231,60 +230,6 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 def test_late_answers_concern_nobody() -> None:
     Questions(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
-
-
-# -- joining ipyparallel ----------------------------------------------------------------------------------------------
-
-
-def test_ranks_join_one_after_the_other_once_the_controller_is_up() -> None:
-    asked: list[int] = []
-    joining = Joining(lambda rank, connection: asked.append(rank), at_once=1)
-    joining.add([0, 1, 2])
-    assert asked == []
-    joining.connected("{}")
-    assert asked == [0]
-    joining.answered(0, "")
-    assert asked == [0, 1]
-    joining.gone(1)
-    assert asked == [0, 1, 2]
-    joining.answered(2, "the controller did not answer")
-    assert joining.joined == {0}
-
-
-def test_all_ranks_join_again_when_another_controller_is_up() -> None:
-    asked: list[tuple[int, str]] = []
-    joining = Joining(lambda rank, connection: asked.append((rank, connection)), at_once=1)
-    joining.add([0, 1, 2, 3])
-    joining.connected("first")
-    joining.answered(0, "")
-    joining.answered(1, "the controller did not answer")
-    joining.gone(3)
-    assert asked == [(0, "first"), (1, "first"), (2, "first")]
-    joining.connected("second")
-    joining.answered(2, "")  # the first one's news
-    assert joining.joined == set()
-    for rank in (0, 1, 2):
-        joining.answered(rank, "")
-    assert asked[3:] == [(0, "second"), (1, "second"), (2, "second")]
-    assert joining.joined == {0, 1, 2}
-
-
-def test_no_rank_has_joined_while_there_is_no_controller() -> None:
-    asked: list[tuple[int, str]] = []
-    joining = Joining(lambda rank, connection: asked.append((rank, connection)), at_once=2)
-    joining.add([0, 1])
-    joining.connected("first")
-    joining.answered(0, "")
-    joining.connected("")
-    assert joining.joined == set()
-    joining.add([2])
-    joining.connected("second")
-    joining.answered(1, "")  # the first one's news
-    joining.answered(0, "")
-    joining.answered(1, "")
-    joining.answered(2, "")
-    assert asked == [(0, "first"), (1, "first"), (0, "second"), (1, "second"), (2, "second")]
-    assert joining.joined == {0, 1, 2}
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

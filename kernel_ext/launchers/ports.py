@@ -1,0 +1,70 @@
+"""Ports for ipyparallel's controller, chosen so that its successor can have them again.
+
+The system gives the ports of one range to whoever connects to somewhere or listens without caring where. A port from there
+may have another owner a moment after its last one died; those outside that range only change hands if someone names them.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+TAKEN = errno.EADDRINUSE
+"""Exit code of a controller that could not have its ports."""
+
+LOWEST = 10000
+"""Below it there are many programs' usual ports."""
+HIGHEST = 30000
+"""Clusters forward ports from here on, though nobody listens there."""
+ENOUGH = 1000
+"""So many ports to choose from make it unlikely that two that choose at the same time take the same one."""
+
+SYSTEM = Path("/proc/sys/net/ipv4")
+
+
+def outgoing(system: Path = SYSTEM) -> range:
+    """The ports that the system gives away by itself; empty if it does not tell."""
+    try:
+        low, high = map(int, (system / "ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return range(0)
+    return range(low, high + 1)
+
+
+def candidates(given_away: range) -> range:
+    """The ports to choose from; empty if there are too few that the system does not give away."""
+    if not given_away:
+        return range(0)
+    below, above = range(LOWEST, min(HIGHEST, given_away.start)), range(given_away.stop, 65536)
+    return max((ports for ports in (below, above) if len(ports) >= ENOUGH), key=len, default=range(0))
+
+
+def choose(count: int, avoid: Collection[int] = (), among: range | None = None) -> list[int]:
+    """Choose free ports that the system does not give away. There may be fewer than ``count``, or none.
+
+    Args:
+        count: How many are wanted.
+        avoid: Ports not to choose.
+        among: The ports to choose from; by default :func:`candidates` of this system.
+    """
+    among = candidates(outgoing()) if among is None else among
+    found: list[int] = []
+    for port in random.SystemRandom().sample(among, min(len(among), 20 * count)):
+        if len(found) == count:
+            break
+        if port not in avoid and _is_free(port):
+            found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    """Whether nobody has it, on any address. It is bound for a moment; nobody can connect to it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

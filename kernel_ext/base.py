@@ -19,7 +19,7 @@ from hvdlab.kernel_ext import checks, leftovers
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.foundation import base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
-from hvdlab.kernel_ext.keeping import Keeping
+from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
@@ -180,6 +180,7 @@ class PoolBase:
             progress("waiting for the ranks")
             if silent := self.group.wait_answered(Deadline(ANSWER_WITHIN)):
                 self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
+            self.note_kept()
         except BaseException:
             self.leave()
             raise
@@ -202,6 +203,10 @@ class PoolBase:
         """The ranks that another process has started. Those that are missing have ended while nobody looked."""
         pids = {number: child.pid for number, child in self._base.warm.children().items() if number >= 0}
         wanted = self.client.membership().expected or tuple(pids)
+        coordinator = self._base.coordinator
+        if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
+            # Nobody told that one of ranks that had ended before.
+            wanted = tuple(range(self.keeping.kept.size))
         self.group.handle(Found(wanted, pids))
         for rank in set(wanted) - set(pids):
             self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))

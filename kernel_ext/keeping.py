@@ -14,7 +14,7 @@ import msgspec
 
 from hvdlab import __version__
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.coordinator.handover import take_over
+from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.launch import Launch
 from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -33,15 +33,22 @@ END_WITHIN = 5.0
 
 
 class AttachedCoordinator:
-    """The process of a coordinator that another process has started. Attributes are those of ``CoordinatorProcess``."""
+    """The process of a coordinator that another process has started. Attributes are those of ``CoordinatorProcess``.
+
+    Attributes:
+        replaced: Whether it is not the one that who used the pool last has noted: that died when nobody used it.
+    """
 
     tls_address = None
     certificate = None
 
     def __init__(self, kept: Kept) -> None:
         self.address, self.token, self.directory = kept.address, kept.token, Path(kept.directory)
-        self._first = kept.coordinator.pid
-        self._process = open_process(kept.coordinator.pid, kept.coordinator.started)
+        pid = server_of(self.directory, ANSWER_WITHIN)
+        first = Process.of(pid) if pid else kept.coordinator
+        self.replaced = first != kept.coordinator
+        self._first = first.pid
+        self._process = open_process(first.pid, first.started)
         self._successor: CoordinatorProcess | None = None
         self._launch: Launch | None = None
         self._listeners: Listeners | None = None
@@ -162,10 +169,12 @@ class Keeping:
                 f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
                 f"with that version, or end the pool by `hvdlab pools stop {self.name}`"
             )
-        coordinator = AttachedCoordinator(self.kept)
+        coordinator: AttachedCoordinator | None = None
         try:
+            # First: until then it is what replaces a coordinator that dies.
             warm = WarmProcess.attach(self.kept.path, deadline)
             try:
+                coordinator = AttachedCoordinator(self.kept)
                 client = Client.connect(
                     self.kept.address, self.kept.token, timeout=deadline.remaining() or 10
                 )
@@ -173,7 +182,8 @@ class Keeping:
                 warm.detach()
                 raise
         except BaseException:
-            coordinator.release()
+            if coordinator is not None:
+                coordinator.release()
             self.release()
             raise
         return Base(warm, coordinator, client)

@@ -86,8 +86,11 @@ class Kept(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether there is anything left to attach to. Either process may have ended and be replaced by the owner."""
-        return self.owner.lives or (self.coordinator.lives and self.warm.lives)
+        """Whether there is anything left to attach to.
+
+        Either process may have ended and be replaced by the owner; the coordinator, if there is none, by the other.
+        """
+        return self.owner.lives or self.warm.lives
 
 
 class Registry:

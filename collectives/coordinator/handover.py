@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from hvdlab.collectives.coordinator.launch import Launch
 
 _NAME = "handover"
 _LARGEST = 1 << 16
+_CREDENTIALS = struct.Struct("3i")
 
 
 class Handover:
@@ -45,6 +47,19 @@ class Handover:
             with peer:
                 peer.setblocking(False)
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
+
+
+def server_of(directory: Path, timeout: float) -> int:
+    """The process of the coordinator in this directory; 0 if it has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.settimeout(timeout)
+        try:
+            door.connect(str(directory / _NAME))
+        except OSError:
+            return 0
+        raw = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(raw)
+    return int(pid)
 
 
 def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:

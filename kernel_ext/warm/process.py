@@ -15,10 +15,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import living_children, raise_on_hangup
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.kernel_ext.warm.caretaker import Caretaker
 from hvdlab.kernel_ext.warm.family import Family
 from hvdlab.kernel_ext.warm.forking import Role, fork, why_not
 from hvdlab.kernel_ext.warm.lifeline import wake_on_hangup
@@ -72,6 +74,7 @@ class WarmShell:
         self._link = link
         self._lifeline = lifeline
         self._door: Door | None = None
+        self._caretaker: Caretaker | None = None
         self._supervisor = Supervisor()
         self._importing = True
         self._later = deque(later)
@@ -188,6 +191,9 @@ class WarmShell:
         for source in (self._link.endpoint, *self._link.signs):
             self._ignore(source)
         self._link.close()
+        if self._caretaker is not None and self._ranks():
+            self._caretaker.begin(self._ranks())
+            self._look_after()
         return [PoolLost()]
 
     def _listen(self, path: str) -> None:
@@ -197,8 +203,13 @@ class WarmShell:
             self._door.close()
             self._door = None
         try:
+            if self._caretaker is not None:
+                self._leave_coordinator()
+                self._caretaker.forget()
+                self._caretaker = None
             if path:
                 self._door = Door(path)
+                self._caretaker = Caretaker(Path(path).parent)
                 self._selector.register(self._door.sock, selectors.EVENT_READ, self._open_door)
                 raise_on_hangup(PULSE, False)
         except OSError as failure:
@@ -217,9 +228,38 @@ class WarmShell:
             link.close()
             return []
         lost = self._pool_lost()
+        self._leave_coordinator()
         self._link = link
         self._watch_pool()
         return [*lost, PoolFound()]
+
+    # -- the coordinator of a kept pool that nobody uses ----------------------------------------------------------
+
+    def _ranks(self) -> int:
+        """One more than the highest rank that lives."""
+        return max(self._supervisor.children(), default=-1) + 1
+
+    def _look_after(self) -> None:
+        if self._caretaker is not None and self._caretaker.process >= 0:
+            self._selector.register(self._caretaker.process, selectors.EVENT_READ, self._coordinator_ended)
+
+    def _coordinator_ended(self) -> list[Event]:
+        if self._caretaker is not None and self._caretaker.has_ended():
+            self._ignore(self._caretaker.process)
+            if self._supervisor.kept and self._ranks():
+                self._caretaker.replace(self._ranks())
+                self._look_after()
+        return []
+
+    def _leave_coordinator(self) -> None:
+        """Somebody else looks after it from now on."""
+        if self._caretaker is not None:
+            self._coordinator_ended()
+            if self._caretaker.process >= 0:
+                self._ignore(self._caretaker.process)
+            self._caretaker.end()
+
+    # -- what is done ---------------------------------------------------------------------------------------------
 
     def _send(self, message: WarmMessage) -> None:
         descriptor = self._lifeline if isinstance(message, Children) else -1
@@ -230,8 +270,6 @@ class WarmShell:
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 os.write(announced, b"!")
             os.close(announced)
-
-    # -- what is done ---------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
         for effect in effects:
@@ -277,6 +315,8 @@ class WarmShell:
         self._link.forget()
         if self._door is not None:
             self._door.forget()
+        if self._caretaker is not None:
+            self._caretaker.forget()
         for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
         self._family.forget()
@@ -295,8 +335,12 @@ class WarmShell:
         # Adopted orphans of ranks, in process groups of their own.
         with contextlib.suppress(OSError):
             for pid in living_children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                # The coordinator ends by itself, after the last rank.
+                if self._caretaker is None or pid != self._caretaker.successor:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        if self._caretaker is not None:
+            self._caretaker.forget()
         self._link.close()
 
 

@@ -16,13 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdlab.collectives.coordinator.handover import server_of
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import keeping, leftovers
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
-from hvdlab.kernel_ext.registry import Registry, table
+from hvdlab.kernel_ext.registry import Kept, Registry, table
 from pool_recorder import Recorder
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -224,7 +226,7 @@ def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[i
         assert pool.resumed == ()
         doors(0)
         assert list(pool.run("n", timeout=60)) == [11]
-        assert leftovers.find(pool._base.runs.questions, [0]) == []
+        assert leftovers.find(pool._base.runs.questions, pool._base.group.pids()) == []
 
 
 @pytest.mark.soak
@@ -309,14 +311,85 @@ def test_coordinators_and_warm_processes_that_die_are_replaced_in_a_kept_pool() 
         assert again.pull("os.getpid()") == pids == again.pull("mine")
 
 
-@pytest.mark.parametrize("what", ["coordinator", pytest.param("warm", marks=pytest.mark.soak)])
-def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(what: str, tmp_path: Path) -> None:
+def next_coordinator(kept: Kept, before: int) -> int:
+    """The process of the coordinator that takes the place of this one, while nobody is attached."""
+    deadline = Deadline(30)
+    while (pid := server_of(Path(kept.directory), 5)) in (0, before):
+        assert not deadline.expired, "nobody has replaced the coordinator"
+        os.sched_yield()
+    return pid
+
+
+def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced() -> None:
+    process = keeper("2")
+    kept = Registry().get("mine")
+    # At the same moment as its notebook; then once more, with a rank that has died; then just before one attaches.
+    os.kill(kept.coordinator.pid, signal.SIGKILL)
+    kill(process)
+    second = next_coordinator(kept, kept.coordinator.pid)
+    os.kill(second, signal.SIGKILL)
+    third = next_coordinator(kept, second)
+    with Pool.attach("mine") as pool:
+        pids = pool.pull("mine")
+        check(pool, pids)
+        assert Registry().get("mine").coordinator.pid == third
+        os.kill(third, signal.SIGKILL)
+        check(pool, pids)
+        pool._base.rebuilder.settle(30)
+        pool.detach()
+        fourth = Registry().get("mine").coordinator.pid
+        os.kill(fourth, signal.SIGKILL)
+        os.waitpid(fourth, 0)  # a child of this process, which had started it
+        pool = Pool.attach("mine")
+        check(pool, pids)
+        pool.stop()
+
+
+@pytest.mark.soak
+def test_ranks_that_died_with_the_coordinator_are_lost_and_can_be_repaired() -> None:
+    kill(keeper("3"))
+    kept = Registry().get("mine")
+    ranks = sorted(psutil.Process(kept.warm.pid).children(), key=lambda child: child.pid)
+    ranks[-1].kill()
+    psutil.wait_procs(ranks[-1:], timeout=10)
+    os.kill(kept.coordinator.pid, signal.SIGKILL)
+    next_coordinator(kept, kept.coordinator.pid)
+    with Pool.attach("mine") as pool:
+        assert pool.size == 3
+        assert list(pool.lost) == [2]
+        pids = pool.pull("mine")
+        check(pool, pids)
+        pool.repair()
+        assert pool.ranks == (0, 1, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["stop", "ranks"])
+def test_nothing_is_left_of_a_pool_whose_coordinator_was_replaced(end: str) -> None:
+    kill(keeper("2"))
+    kept = Registry().get("mine")
+    ranks = psutil.Process(kept.warm.pid).children()
+    os.kill(kept.coordinator.pid, signal.SIGKILL)
+    coordinator = psutil.Process(next_coordinator(kept, kept.coordinator.pid))
+    if end == "stop":
+        assert pools_command(["stop", "mine"]) == 0
+    for process in ranks if end == "ranks" else []:
+        process.kill()
+    _, alive = psutil.wait_procs(
+        [coordinator, psutil.Process(kept.warm.pid)] if end == "ranks" else [coordinator], timeout=10
+    )
+    assert alive == []
+    assert Registry().all() == []
+    assert not Path(kept.directory).exists()
+
+
+def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(tmp_path: Path) -> None:
     process = keeper("2")
     kept = Registry().get("mine")
     family = [p for p in ours(tmp_path) if p.pid in (kept.coordinator.pid, kept.warm.pid)]
     family += psutil.Process(kept.warm.pid).children()
     kill(process)
-    half = psutil.Process(getattr(kept, what).pid)
+    half = psutil.Process(kept.warm.pid)
     half.kill()
     psutil.wait_procs([half], timeout=5)
     with pytest.raises(InvalidRequestError, match="there is no pool `mine`"):

@@ -17,12 +17,12 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, leftovers
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.foundation import base_for
+from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
+from hvdlab.kernel_ext.launchers.foreign import ForeignRanks, parse_hosts
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.members import Ended, Found
@@ -134,7 +134,8 @@ class PoolBase:
             keep = checks.check_keepable(launcher, keep)
         progress("starting the coordinator")
         far = bool(hosts) or launcher not in (names.LOCAL, names.MPI)
-        base = base_for(local, far, keep is not None, warm, deadline)
+        tcp_host = address_for(parse_hosts(hosts) if hosts else ()) if far else None
+        base = base_for(local, tcp_host, keep is not None, warm, deadline)
         try:
             if local:
                 progress("importing what the ranks share")

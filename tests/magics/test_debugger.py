@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from debugging_client import Debugging, Json
-from hvdlab.kernel_ext.debugger.framing import Unframer, frame
+from dap_port import DapPort
+from debugging_client import Debugging
 from live_kernel import LiveKernel
 
 pytest.importorskip("debugpy")
@@ -287,32 +287,6 @@ def _pids(kernel: LiveKernel, debugging: Debugging, cell: object) -> list[str]:
     return kernel.run("%%hvd_run\nprint(os.getpid())").lines()
 
 
-class Elsewhere:
-    """Another debugger, at a port."""
-
-    def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self._unframer, self._heard, self._seq = Unframer(), list[Json](), 0
-
-    def ask(self, command: str, **arguments: object) -> Json:
-        self._seq += 1
-        seq = self._seq
-        request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
-        self.socket.sendall(frame(json.dumps(request).encode()))
-        return self.wait(lambda one: one["type"] == "response" and one["request_seq"] == seq)
-
-    def wait(self, wanted: object) -> Json:
-        assert callable(wanted)
-        while True:
-            for one in self._heard:
-                if wanted(one):
-                    self._heard.remove(one)
-                    return one
-            data = self.socket.recv(1 << 16)
-            assert data, "the port was closed"
-            self._heard += [json.loads(message) for message in self._unframer.feed(data)]
-
-
 def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
     said = kernel.run(
         "from hvdlab.magics.attach import attach, detach\nfrom hvdlab.magics.extension import extension_of\n"
@@ -320,8 +294,7 @@ def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
     ).text()
     port = int(said.partition("127.0.0.1:")[2].partition(",")[0])
     assert json.loads(said[said.index("{") :])["connect"] == {"host": "127.0.0.1", "port": port}
-    other = Elsewhere(port)
-    with other.socket:
+    with DapPort(port) as other:
         assert other.ask("initialize", adapterID="x", pathFormat="path")["success"]
         assert other.ask("attach", justMyCode=True)["success"]
         path = (

@@ -13,18 +13,10 @@ from pathlib import Path
 import pytest
 
 from hosts import Host, Network
+from mpiexec_agent import mpiexec_agent
 
 SCRIPT = str(Path(__file__).parents[1] / "collectives" / "bootstrap" / "script.py")
 BIN = Path(sys.executable).parent
-_AGENT = """#!/bin/sh
-# What mpiexec takes for rsh: [options] host command...
-while [ "${{1#-}}" != "$1" ]; do shift; done
-case "$1" in
-{cases}
-esac
-shift
-exec nsenter -t $pid -n -m -u -i -p -- env TMPDIR=$directory sh -c "$*"
-"""
 PLACES = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
 
 
@@ -57,10 +49,7 @@ def start(host: Host, argv: Sequence[str], env: dict[str, str]) -> subprocess.Po
 @pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python")
 def test_mpiexec(network: Network, tmp_path: Path) -> None:
     """Its ranks learn of the coordinator by an MPI broadcast."""
-    cases = "\n".join(f"{h.address}) pid={h.pid} directory={h.directory};;" for h in network.hosts)
-    agent = tmp_path / "agent"
-    agent.write_text(_AGENT.format(cases=cases))
-    agent.chmod(0o755)
+    agent = mpiexec_agent(network, tmp_path)
     first = network.hosts[0]
     options = ["-launcher", "rsh", "-launcher-exec", str(agent), "-localhost", first.address]
     options += ["-hosts", ",".join(f"{host.address}:2" for host in network.hosts), "-n", "4"]

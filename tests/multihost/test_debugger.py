@@ -1,0 +1,40 @@
+"""A rank of another host is debugged through a port of the notebook's: it listens nowhere itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hosts import Network
+from mpiexec_agent import mpiexec_agent
+
+pytest.importorskip("debugpy")
+BIN = Path(sys.executable).parent
+SCRIPT = str(Path(__file__).with_name("debugged.py"))
+pytestmark = pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python")
+
+
+def test_a_port_here_for_a_rank_of_another_host(network: Network, tmp_path: Path) -> None:
+    first, second = network.hosts
+    # The notebook's process has to see the first processes of all hosts, as mpiexec does; its network is the first host's.
+    command = ["nsenter", "-t", str(first.pid), "-n", "--", sys.executable, SCRIPT]
+    hydra = {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(mpiexec_agent(network, tmp_path))}
+    process = subprocess.run(
+        [*command, f"{first.address}:1,{second.address}:1"],
+        check=False,
+        env={**os.environ, **hydra, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert (found["line"], found["ok"]) == (3, True)
+    assert found["value"] == repr(second.name)
+    assert found["here"] != second.name
+    assert found["sums"] == [3.0, 3.0]

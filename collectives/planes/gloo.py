@@ -23,7 +23,7 @@ import numpy as np
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors, traffic
+from hvdlab.collectives.planes.sockets import connections, listeners, mentioned, shut_doors, traffic
 from hvdlab.collectives.planes.staging import Staging
 
 if TYPE_CHECKING:
@@ -94,9 +94,14 @@ class GlooPlane(Plane):
             options._timeout = timedelta(seconds=timeout)
             options._devices = [device]
             options._threads = 1  # operations come one at a time
-            self._group = dist.ProcessGroupGloo(_make_store(store, timeout), me.index, me.size, options)
+            said: list[bytes] = []
+            self._group = dist.ProcessGroupGloo(_make_store(store, timeout, said), me.index, me.size, options)
         self.barrier(Phases())
         with self._failures():
+            # Another thread may have opened a listener in the same instant; what Gloo told the others is its own.
+            gloos = mentioned(self._ports, b"".join(said))
+            if len(gloos) == me.size:
+                self._ports, ports = gloos, ports & gloos
             shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
             self._group._set_default_timeout(_GLOO_TIMEOUT)
 
@@ -377,18 +382,20 @@ def _reduce_op(op: ReduceOp) -> Any:
     }[op]
 
 
-def _make_store(kv: Any, timeout: float) -> Any:
-    """A ``torch.distributed.Store`` whose values live in the coordinator."""
+def _make_store(kv: Any, timeout: float, said: list[bytes]) -> Any:
+    """A ``torch.distributed.Store`` whose values live in the coordinator; ``said`` gets those that pass through."""
     from torch._C import _distributed_c10d as c10d
 
     base: Any = c10d.Store
 
     class CoordinatorStore(base):  # type: ignore[misc]  # torch's stubs leave Store untyped
         def set(self, key: str, value: bytes | str) -> None:
-            kv.set(f"gloo/{key}", value.encode() if isinstance(value, str) else bytes(value))
+            said.append(value.encode() if isinstance(value, str) else bytes(value))
+            kv.set(f"gloo/{key}", said[-1])
 
         def get(self, key: str) -> bytes:
-            return bytes(kv.get(f"gloo/{key}", timeout))
+            said.append(bytes(kv.get(f"gloo/{key}", timeout)))
+            return said[-1]
 
         def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=timeout)) -> None:
             for key in keys:

@@ -54,6 +54,23 @@ def listeners(address: str) -> set[tuple[str, int]]:
     }
 
 
+def mentioned(ports: set[tuple[str, int]], text: bytes) -> set[tuple[str, int]]:
+    """Those of these whose socket address (``struct sockaddr``) occurs in bytes."""
+    return {(host, port) for host, port in ports if _sockaddr(host, port) in text}
+
+
+def _sockaddr(host: str, port: int) -> bytes:
+    if ":" in host:
+        return (
+            struct.pack("=H", socket.AF_INET6) + struct.pack("!HI", port, 0) + _packed(socket.AF_INET6, host)
+        )
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + _packed(socket.AF_INET, host)
+
+
+def _packed(family: int, host: str) -> bytes:
+    return socket.inet_pton(family, host.partition("%")[0])
+
+
 def shut_doors(ports: set[tuple[str, int]]) -> None:
     """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end."""
     instruction = ctypes.create_string_buffer(_DROP)

@@ -45,16 +45,21 @@ class Shared(KeyValue):
 
 @pytest.fixture
 def pair() -> Iterator[list[GlooPlane]]:
+    planes = connected("127.0.0.1")
+    yield planes
+    for plane in planes:
+        plane.close()
+
+
+def connected(address: str) -> list[GlooPlane]:
     store = Shared()
     planes = [
-        GlooPlane(PlaneContext(0, 1, index, 2, (0, 1), ("here", "here"), store, -1, "127.0.0.1", {}))
+        GlooPlane(PlaneContext(0, 1, index, 2, (0, 1), ("here", "here"), store, -1, address, {}))
         for index in range(2)
     ]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda plane: plane.connect(30.0), planes))
-    yield planes
-    for plane in planes:
-        plane.close()
+    return planes
 
 
 def add(plane: GlooPlane) -> Any:
@@ -128,3 +133,33 @@ def test_traffic_counts_what_came_and_went() -> None:
         counts = traffic(ports)
         assert counts[callee.getsockname(), callee.getpeername()] >= 1000
         assert traffic({("127.0.0.1", 1)}) == {}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_listener_of_the_users_that_came_in_the_same_instant_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    create, servers = dist.ProcessGroupGloo.create_device, []
+
+    def create_device(**options: Any) -> Any:
+        servers.append(socket.create_server((address, 0), family=family))
+        return create(**options)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create_device)
+    planes = connected(address)
+    assert len(planes[0]._ports) == 2
+    for server in servers:
+        with (
+            server,
+            socket.create_connection(server.getsockname()[:2], 10) as caller,
+            server.accept()[0] as callee,
+        ):
+            for plane in planes:
+                plane.abort()
+            caller.sendall(b"still here")
+            assert callee.recv(10, socket.MSG_WAITALL) == b"still here"
+    for plane in planes:
+        plane.close()

@@ -25,7 +25,7 @@ class Fault:
 
     Attributes:
         name: As in the table.
-        play: How the campaign plays it; a method of :class:`chaos.trials.Trials`.
+        play: How the campaign plays it; a method of :class:`chaos.trials.Trial`.
         deed: What the rank does to itself (:mod:`chaos.victim`), if it does.
         limit: Seconds within which the user must know.
         phases: Phases of a collective in which it can strike, beside other places.

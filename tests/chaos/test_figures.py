@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from chaos.figures import Outcome, markdown, rows, table
-from chaos.trials import names
+from chaos.pieces import names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "faults.md"

@@ -1,0 +1,78 @@
+"""Processes other than ranks that die, and strangers that bother those that live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import psutil
+
+from chaos import census
+from chaos.pieces import Pieces
+
+PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-warm", "controller": "hvd-controller"}
+
+
+class Parts(Pieces):
+    """Trials of what befalls the other processes of a pool."""
+
+    def losing_part(self) -> None:
+        run = self.begin()
+        self.victim = self.outcome.victim = -1
+        self.await_instant()
+        wanted = PARTS[self.fault.deed]
+        pid = next(pid for pid, name in census.marked(self.campaign.mark).items() if wanted in name)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+        def line() -> tuple[float, str] | None:
+            return next((told for told in list(self.sink.told) if not told[1].startswith("status:")), None)
+
+        census.settled(lambda: line() is None and not run.done, 5.0)
+        if (first := line()) is not None:
+            self.told(at, first[0], first[1])
+        if not run.done:
+            time.sleep(self.rng.uniform(0, 0.5))
+            run.interrupt()
+        ended = run.done
+        self.await_end(run)
+        if first is None and ended:
+            self.told(at, time.monotonic(), self.outcome.said)
+        if self.outcome.report is None:
+            self.outcome.wrong.append("nobody said that it is gone")
+
+    def bothering(self) -> None:
+        """Strangers connect to all that listens, send what is no message, and stay."""
+        self.victim = self.outcome.victim = -1
+        run = self.begin(steps=60)
+        self.await_instant()
+        at = time.monotonic()
+        with contextlib.ExitStack() as strangers:
+            path = self.campaign.pool._base._base.coordinator.address.removeprefix("unix:")
+            unix = strangers.enter_context(socket.socket(socket.AF_UNIX))
+            unix.settimeout(self.campaign.hang_after)
+            unix.connect(path)
+            unix.sendall(len(garbage := self.rng.randbytes(200)).to_bytes(4, "little") + garbage)
+            with contextlib.suppress(ConnectionResetError):
+                while unix.recv(4096):
+                    pass
+            self.outcome.report = time.monotonic() - at
+            for port in self._ports():
+                tcp = strangers.enter_context(socket.socket())
+                tcp.settimeout(0.2)  # a port that lets no stranger in does not answer
+                with contextlib.suppress(OSError):
+                    tcp.connect(("127.0.0.1", port))
+                    tcp.sendall(self.rng.randbytes(self.rng.choice((1, 64, 5000))))
+            self._goes_on(run)
+
+    def _ports(self) -> list[int]:
+        """Where processes of the pool listen on the loopback interface."""
+        found: set[int] = set()
+        for pid in census.marked(self.campaign.mark):
+            with contextlib.suppress(psutil.Error):
+                listening = psutil.Process(pid).net_connections("tcp4")
+                found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
+        return sorted(found)

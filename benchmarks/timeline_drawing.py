@@ -134,7 +134,7 @@ MEASURE = """async ([what, frames, rate, lanes]) => {
         const tick = now => {
             if (before && k > 5) gaps.push(now - before);
             before = now;
-            if (prepared.length && now >= next) { const one = prepared.pop(); added += one[0]; next = now + 50; feed(one, messages++ % 20 ? 0 : store.end); }
+            if (prepared.length && now >= next) { const one = prepared.shift(); added += one[0]; next = now + 50; feed(one, messages++ % 20 ? 0 : store.end); }
             step(k);
             timeline.schedule();
             if (k++ < frames) requestAnimationFrame(tick); else done();

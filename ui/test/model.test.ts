@@ -294,3 +294,83 @@ test('texts', () => {
   assert.deepEqual(ticks(0, 1e9, 550).map(tick => tick.text), ['0.0 s', '0.2 s', '0.4 s', '0.6 s', '0.8 s', '1.0 s']);
   assert.equal(ticks(1e9, 1e9 + 1000, 500)[1].text, '1.0000005 s');
 });
+
+test('what ends with the view is counted as seen, also the newest while following, and nothing that ends later', () => {
+  const store = new Store();
+  const view = new Viewport();
+  for (let k = 0; k < 50; k++) {
+    const at = 0.3 + k * 1000.7;
+    store.append(rows({ rank: 0, op: k + 1, size: 2, arrival: at, finished: at + 333.3 }, { rank: 1, op: k + 1, size: 2, arrival: at + 5, finished: at + 333.3 }));
+    view.data(store.begin, store.end);
+    assert.equal(view.to, store.end);
+    assert.equal(statistics(store, ...view.seen).rows, store.count, `after ${store.count}`);
+  }
+  const last = store.end;
+  view.show(store.begin, last - 1000.7);
+  assert.equal(statistics(store, ...view.seen).rows, store.count - 2);
+  view.show(store.begin, last - 10);
+  assert.equal(statistics(store, ...view.seen).rows, store.count - 2);
+});
+
+test('operations keep what is known of them while their table grows', () => {
+  const operations = new Operations();
+  const next = random(11);
+  const came = new Map<number, number[]>();
+  for (let id = 1; id < 6000; id += 1 + Math.floor(next() * 2)) came.set(id, [next(), next(), next()]);
+  // The last arrivals come when the table has grown since the first ones, and in another order.
+  for (const rank of [0, 1]) for (const [id, times] of came) operations.arrive(id, rank, times[rank], 3);
+  for (const [id, times] of [...came].reverse()) assert.equal(operations.arrive(id, 2, times[2], 3), true);
+  for (const [id, times] of came) {
+    const found = operations.get(id)!;
+    const sorted = [...times].sort((a, b) => a - b);
+    assert.deepEqual([found.first, found.last, found.lead, found.lastRank, found.count], [sorted[0], sorted[2], sorted[2] - sorted[1], times.indexOf(sorted[2]), 3]);
+    assert.equal(came.has(id + 1) ? undefined : operations.get(id + 1), undefined);
+  }
+});
+
+test('lanes with as many rows do not all make room in the same message', () => {
+  const store = new Store();
+  const grew = (before: number[]) => store.lanes.filter((lane, i) => lane.arrival.length !== before[i]).length;
+  let [most, sum] = [0, 0];
+  for (let k = 0; k < 200; k++) {
+    const before = store.lanes.map(lane => lane.arrival.length);
+    store.append(rows(...Array.from({ length: 16 * 20 }, (_, i) => ({ rank: i % 16, arrival: k * 100 + i, finished: k * 100 + i + 1 }))));
+    if (!k) continue;
+    most = Math.max(most, grew(before));
+    sum += grew(before);
+  }
+  assert.ok(sum >= 16 * 3);
+  assert.ok(most <= 4, String(most));
+});
+
+test('a million spans take a bounded number of bytes each', () => {
+  const store = new Store();
+  const lanes = 64;
+  for (let sent = 0, op = 0; sent < 1_000_000; ) {
+    const buffer = new ArrayBuffer(64_000 * ROW_BYTES);
+    const columns = readRows(buffer, 64_000);
+    for (let i = 0; i < columns.count; i++) {
+      const rank = i % lanes;
+      if (!rank) op++;
+      columns.rank[i] = rank;
+      columns.op[i] = op;
+      columns.size[i] = lanes;
+      columns.arrival[i] = op * 1e6 + rank;
+      [columns.ready[i], columns.started[i], columns.finished[i]] = [1e5, 1.1e5, 5e5];
+    }
+    store.append(columns);
+    sent += columns.count;
+  }
+  const seen = new Set<unknown>();
+  const bytes = (one: unknown): number => {
+    if (!one || typeof one !== 'object' || seen.has(one)) return 0;
+    seen.add(one);
+    if (ArrayBuffer.isView(one)) return one.byteLength;
+    const parts: unknown[] = one instanceof Map ? [...one.values()] : Object.values(one);
+    return parts.reduce((sum: number, part) => sum + bytes(part), 0);
+  };
+  assert.ok(ROW_BYTES <= 64);
+  assert.ok(store.count > 850_000);
+  const each = bytes(store) / store.count;
+  assert.ok(each <= 200, `${each} bytes`);
+});

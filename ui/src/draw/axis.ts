@@ -73,7 +73,7 @@ function drawEnds(surface: Surface, { from, to, name }: Chosen): void {
   if (right < gutter || left > width) return;
   g.fillStyle = css(palette.text, 0.8);
   if (begin >= gutter) g.fillRect(begin, AXIS - 6, 1, surface.height);
-  if (end <= width) g.fillRect(end - 1, AXIS - 6, 1, surface.height);
+  if (end <= width + 0.5) g.fillRect(end - 1, AXIS - 6, 1, surface.height);
   g.fillRect(left, AXIS - 6, Math.max(1, right - left), 2);
   const text = [name, right - left > 60 + 12 * name.length && duration(to - from)].filter(Boolean).join(' · ');
   if (!text) return;

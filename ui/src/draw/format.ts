@@ -38,8 +38,10 @@ export function digits(value: number): string {
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 0.01 ? value.toFixed(2) : value.toPrecision(1);
 }
 
+const grouped = new Intl.NumberFormat('en-US'); // making one takes a hundred times as long as using it
+
 export function count(n: number): string {
-  return n.toLocaleString('en-US').replaceAll(',', '\u2009');
+  return grouped.format(n).replaceAll(',', '\u2009');
 }
 
 /** How much more or less `b` is than `a`: `+87 %`, `×12`; empty if it is as much or that can't be said. */

@@ -1,4 +1,4 @@
-import { grown } from './growing.ts';
+import { grown, roomAtFirst } from './growing.ts';
 import { Track } from './track.ts';
 
 /** Columns of the rows of one rank, in the order in which it recorded them; times in ns, the later ones since arrival. */
@@ -7,24 +7,29 @@ export class Lane {
   n = 0;
   /** Rows that were here once and were forgotten. */
   dropped = 0;
-  arrival = new Float64Array(256);
-  nbytes = new Float64Array(256);
-  ready = new Float32Array(256);
-  started = new Float32Array(256);
-  finished = new Float32Array(256);
-  waited = new Float32Array(256);
-  name = new Uint32Array(256);
-  op = new Uint32Array(256);
-  kind = new Uint8Array(256);
-  flags = new Uint8Array(256);
+  arrival: Float64Array;
+  nbytes: Float64Array;
+  ready: Float32Array;
+  started: Float32Array;
+  finished: Float32Array;
+  name: Uint32Array;
+  op: Uint32Array;
+  kind: Uint8Array;
+  flags: Uint8Array;
   /** What the executor did; what this rank waited for others; what others waited for this rank. */
-  readonly work = new Track();
-  readonly wait = new Track();
-  readonly late = new Track();
+  readonly work: Track;
+  readonly wait: Track;
+  readonly late: Track;
   timesLast = 0;
 
   constructor(rank: number) {
     this.rank = rank;
+    const room = roomAtFirst(rank);
+    [this.arrival, this.nbytes] = [new Float64Array(room), new Float64Array(room)];
+    [this.ready, this.started, this.finished] = [new Float32Array(room), new Float32Array(room), new Float32Array(room)];
+    [this.name, this.op] = [new Uint32Array(room), new Uint32Array(room)];
+    [this.kind, this.flags] = [new Uint8Array(room), new Uint8Array(room)];
+    [this.work, this.wait, this.late] = [new Track(room), new Track(room, false), new Track(room, false)];
   }
 
   /** How long others were waiting for this rank, in ns, as far as it is remembered. */
@@ -33,7 +38,7 @@ export class Lane {
   }
 
   private columns() {
-    return [this.arrival, this.nbytes, this.ready, this.started, this.finished, this.waited, this.name, this.op, this.kind, this.flags];
+    return [this.arrival, this.nbytes, this.ready, this.started, this.finished, this.name, this.op, this.kind, this.flags];
   }
 
   reserve(more: number): void {
@@ -44,7 +49,6 @@ export class Lane {
     this.ready = grown(this.ready, size);
     this.started = grown(this.started, size);
     this.finished = grown(this.finished, size);
-    this.waited = grown(this.waited, size);
     this.name = grown(this.name, size);
     this.op = grown(this.op, size);
     this.kind = grown(this.kind, size);

@@ -43,17 +43,22 @@ export class Operations {
 
   private grow(): void {
     const length = (this.mask + 1) * 2;
-    const before = this.ids;
-    const columns = ['first', 'second', 'last', 'lastRank', 'count', 'size'] as const;
-    const old = columns.map(name => this[name]);
-    this.ids = new Uint32Array(length);
-    for (const name of columns) (this[name] as Float64Array) = grown(new (this[name].constructor as Float64ArrayConstructor)(1), length);
+    const half = this.mask + 1;
+    for (const name of ['ids', 'first', 'second', 'last', 'lastRank', 'count', 'size'] as const) (this[name] as Float64Array) = grown(this[name] as Float64Array, length);
     this.mask = length - 1;
-    for (let i = 0; i < before.length; i++) {
-      if (!before[i]) continue;
-      const slot = before[i] & this.mask;
-      this.ids[slot] = before[i];
-      columns.forEach((name, c) => (this[name][slot] = old[c][i]));
+    // Each operation stays where it is or goes to the same place in the new half. What it leaves is set anew when it is taken.
+    for (let i = 0; i < half; i++) {
+      const id = this.ids[i];
+      if (!(id & half)) continue;
+      const slot = i + half;
+      this.ids[slot] = id;
+      this.first[slot] = this.first[i];
+      this.second[slot] = this.second[i];
+      this.last[slot] = this.last[i];
+      this.lastRank[slot] = this.lastRank[i];
+      this.count[slot] = this.count[i];
+      this.size[slot] = this.size[i];
+      this.ids[i] = 0;
     }
   }
 

@@ -173,7 +173,6 @@ export class Store {
     lane.ready[k] = rows.ready[i];
     lane.started[k] = rows.started[i];
     lane.finished[k] = rows.finished[i];
-    lane.waited[k] = rows.waited[i];
     lane.name[k] = rows.name[i];
     lane.op[k] = rows.op[i];
     lane.kind[k] = rows.kind[i];

@@ -20,17 +20,26 @@ export function firstAbove(sorted: Float64Array, value: number, lo: number, hi: 
  */
 export class Track {
   n = 0;
-  start = new Float64Array(256);
-  end = new Float64Array(256);
-  sum = new Float64Array(257);
-  kind = new Uint8Array(256);
-  /** Number of the lane's first row that belongs to the interval, and how many rows do. */
-  row = new Float64Array(256);
-  rows = new Uint32Array(256);
+  start: Float64Array;
+  end: Float64Array;
+  sum: Float64Array;
+  kind: Uint8Array;
+  /** Number of the lane's first row that belongs to the interval, and how many rows do; nothing in tracks of what is only united. */
+  row: Float64Array;
+  rows: Uint32Array;
 
   /** Sums of many intervals, once there are many. */
   density: Density | null = null;
   private tried = 0;
+
+  /** With room for so many intervals at first, and with their rows or without. */
+  constructor(room = 256, rows = true) {
+    [this.start, this.end] = [new Float64Array(room), new Float64Array(room)];
+    this.sum = new Float64Array(room + 1);
+    this.kind = new Uint8Array(room);
+    this.row = new Float64Array(rows ? room : 0);
+    this.rows = new Uint32Array(rows ? room : 0);
+  }
 
   /** Adds to the sums what is covered from now on, or begins them. */
   private cover(start: number, end: number, kind: number): void {
@@ -52,6 +61,7 @@ export class Track {
     this.end = grown(this.end, size);
     this.sum = grown(this.sum, this.start.length + 1);
     this.kind = grown(this.kind, size);
+    if (!this.rows.length) return;
     this.row = grown(this.row, size);
     this.rows = grown(this.rows, size);
   }

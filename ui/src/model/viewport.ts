@@ -14,6 +14,11 @@ export class Viewport {
     return this.to - this.from;
   }
 
+  /** The same as a stretch whose end does not belong to it: what ends with the view, as the newest does while following, is seen. */
+  get seen(): [number, number] {
+    return [this.from, this.to + 1];
+  }
+
   /** What there is to see; moves the view if it follows. Returns whether it moved. */
   data(begin: number, end: number): boolean {
     this.begin = begin;

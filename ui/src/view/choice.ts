@@ -64,7 +64,7 @@ export class Choice {
   /** Keeps the chosen stretch to compare the next one with; without one, ends that. */
   pin(): void {
     const { overlay } = this;
-    if (!overlay.range && !overlay.pinned) this.between(this.scene.view.from, this.scene.view.to);
+    if (!overlay.range && !overlay.pinned) this.between(...this.scene.view.seen);
     overlay.pinned = overlay.range;
     overlay.range = null;
     this.say(overlay.pinned ? t('Kept as A. Choose another stretch to compare it with.') : t('Nothing is compared any more.'));

@@ -24,7 +24,7 @@ export function actionOf(key: string, shift: boolean, view: Viewport, choice: Ch
     home: () => view.toBegin(),
     end: () => view.toEnd(),
     ' ': () => view.follow(!view.following),
-    m: () => choice.between(view.from, view.to),
+    m: () => choice.between(...view.seen),
     c: () => choice.pin(),
     z: () => choice.zoom(),
     x: () => choice.toggle(shift),

@@ -59,7 +59,7 @@ export class Panel {
     }
     const rows = store.lanes.reduce((sum, lane) => sum + (lane.n ? lane.n * Math.min(1, view.length / Math.max(1, store.end - store.begin)) : 0), 0);
     if (rows > LIVE_ROWS) return [h('span', { class: 'hvd-faint' }, t('%1 spans in view: Shift-drag over a stretch for its statistics', count(Math.round(rows))))];
-    return statisticsPanel(statistics(store, view.from, view.to, names), palette, t('In view'), this.actions);
+    return statisticsPanel(statistics(store, ...view.seen, names), palette, t('In view'), this.actions);
   }
 
   private button(label: string, title: string, act: () => void): HTMLElement {

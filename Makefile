@@ -50,7 +50,7 @@ views: $(INSTALLED) ## check and build the scripts of the widgets and of the pan
 	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
-	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/conformance tests/kernel_ext tests/magics tests/examples tests/torch/test_habits.py $(PYTEST_ARGS)
+	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/conformance tests/kernel_ext tests/magics tests/examples tests/widgets tests/labextension tests/torch/test_habits.py $(PYTEST_ARGS)
 
 chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md

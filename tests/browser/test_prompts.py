@@ -25,7 +25,8 @@ INIT, ASK, STOP, AGAIN, NEXT = range(5)
 CELLS = [
     "%load_ext hvdlab\n%hvd_run -np 2 import os; rank = int(os.environ['RANK']); x = rank * 10",
     "%%hvd_run\nprint('hello', input('name? '))",
-    "%%hvd_run\ndef f(a):\n    if rank == 1: breakpoint()\n    b = a + 1\n    return b\nf(x)",
+    "%%hvd_run\nimport time\ndef f(a):\n    if rank == 1: breakpoint()\n    b = a + 1\n    return b\n\n"
+    + "if rank == 0:\n    while not os.path.exists('go'): time.sleep(0.02)\n    print('meanwhile')\nf(x)",
     "%%hvd_run\nbreakpoint()\nx = 1",
     "%%hvd_run\nx",
 ]
@@ -54,6 +55,9 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         assert "[0,1] hello Ada" in lab.output(ASK)
 
         lab.run(STOP)
+        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 1] ipdb>").last.wait_for(timeout=WAIT_MS)
+        (tmp_path / "work" / "go").touch()
+        lab.wait_for_text(STOP, "[0] meanwhile", running=True)  # while the box is open
         answer(lab, "[rank 1] ipdb>", "p a, 6 * 7")
         lab.wait_for_text(STOP, "(10, 42)", running=True)
         lab.wait_for_text(STOP, "rank 1 is at a prompt", running=True)

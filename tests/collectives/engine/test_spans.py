@@ -111,6 +111,7 @@ def test_failed_operations_are_recorded_with_the_times_they_had(two: Ranks) -> N
     two.run(quiet)
     two.run(disagree)
     two.run(withdrawn, ranks=[0])
+    two.catch_up()
     two.run(total, 5000, "good")
     first, second = two.run(recorded, per_rank=[("wrong", "given up", "good"), ("wrong", "good")])
     wrong, good = ("wrong", False, False, False), ("good", True, True, True)

@@ -17,31 +17,11 @@ import pytest
 import zmq
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.warm import prewarm
+from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
-
-
-class Recorder:
-    """Keeps what a cell wrote."""
-
-    def __init__(self) -> None:
-        self.text: dict[int, str] = {}
-        self.notes: list[str] = []
-        self.started = threading.Event()
-
-    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        said = "".join(chunk.text for chunk in chunks if isinstance(chunk, Stream))
-        self.text[rank] = self.text.get(rank, "") + said
-        self.started.set()
-
-    def done(self, rank: int, done: CellDone | None) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def values(pool: Pool, expression: str) -> list[object]:
@@ -178,7 +158,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_ranks(start_pool: StartPool) -> N
     pool = start_pool(2)
     out = Recorder()
     run = pool.start_run("kept = 7\nprint('on', flush=True)\nwhile True: pass", out=out)
-    assert out.started.wait(10)
+    out.wait_for("on", (0, 1))
     run.interrupt()
     results = run.wait(10)
     assert {error.ename for error in results.errors.values()} == {"KeyboardInterrupt"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
@@ -12,6 +12,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, transfer
+from hvdlab.kernel_ext.asking import ANSWER_WITHIN, Asking
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.sink import OutputSink
@@ -19,22 +20,8 @@ from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.inspect.views import Ranks
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.measuring import Measuring
-from hvdlab.kernel_ext.output.places import Whereabouts
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import (
-    AskNames,
-    AskStack,
-    AskStatus,
-    Complete,
-    Completions,
-    Express,
-    Expressed,
-    Inspect,
-    Inspection,
-    Names,
-    Stack,
-    Status,
-)
+from hvdlab.kernel_ext.payloads import AskStatus, Status
 from hvdlab.kernel_ext.recording import Recording
 from hvdlab.kernel_ext.running import Running
 from hvdlab.kernel_ext.sizing import Sizing
@@ -45,11 +32,8 @@ if TYPE_CHECKING:
 
     from hvdlab.kernel_ext.warm.ahead import WarmPool
 
-ANSWER_WITHIN = 1.0
-"""Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
 
-
-class Pool(Running, Measuring, Sizing, Looking):
+class Pool(Running, Measuring, Sizing, Asking, Looking):
     """Ranks. Made by :meth:`start`; all methods may be called from any thread.
 
     Attributes:
@@ -230,19 +214,6 @@ class Pool(Running, Measuring, Sizing, Looking):
                 found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
         return found
 
-    def where(self, ranks: Sequence[int] | None = None) -> Whereabouts:
-        """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
-        chosen = self._chosen(ranks)
-        answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
-        stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
-        silent = [rank for rank in chosen if rank not in stacks]
-        return Whereabouts(stacks, self._base.runs.lookout.look(silent) if silent else None)
-
-    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
-        """The variables that the user has made on these ranks (by default all), in that order, and modules apart."""
-        answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, Names)}
-
     @property
     def first_to_fail(self) -> int | None:
         """The rank that failed first in the last cell that did not end well; None if there was none."""
@@ -279,43 +250,9 @@ class Pool(Running, Measuring, Sizing, Looking):
         """
         return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
 
-    def complete(
-        self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
-    ) -> Completions | None:
-        """Completions from a rank's variables (by default the first one's); ``None`` if it does not answer."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Completions)), None)
-
-    def inspect(
-        self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
-    ) -> Inspection | None:
-        """Documentation from a rank's variables (by default the first one's); ``None`` if it does not answer."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Inspection)), None)
-
-    def express(
-        self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
-    ) -> dict[str, Any] | None:
-        """Values of expressions on a rank (by default the first one) as Jupyter's protocol has them, by their names.
-
-        ``None`` if it does not answer.
-        """
-        asked = dict(expressions)
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Express(ticket, asked), self._one(rank), Deadline(timeout)
-        )
-        return next((a.results for a in answers.values() if isinstance(a, Expressed)), None)
-
     def _near(self) -> set[int]:
         """Ranks that share memory with this process."""
         return {m.rank for m in self.client.membership().members if m.host == host_key()}
-
-    def _one(self, rank: int | None) -> tuple[int, ...]:
-        return self._chosen(self.ranks[:1] if rank is None else [rank])
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()

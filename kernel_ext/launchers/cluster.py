@@ -78,6 +78,7 @@ class Companion:
         self._deaths = Deaths()
         self._serving: ForkControllerLauncher | None = None
         self._starting: asyncio.Task[Any] | None = None
+        self._follows = False  # one that was up
         self._told_down, self._last = False, ""
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
@@ -241,9 +242,9 @@ class Companion:
         self._starting = asyncio.current_task()
         if self._timer is not None:
             self._timer.cancel()
-        again = self._cluster is not None and bool(self._deaths)
         if self._earlier is not None and self._cluster is None:
-            again = await self._earlier.end(self._warm)
+            self._follows = await self._earlier.end(self._warm)
+        again = self._follows
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
         try:
@@ -254,6 +255,8 @@ class Companion:
             if again:
                 self._stays_down(error)
             raise
+        if self._serving is None:  # and another one is on its way
+            raise RuntimeError("ipyparallel's controller ended as soon as it was up")
         if elsewhere or self._last not in ("", information):
             self._lost(
                 "ipyparallel's controller listens on other ports now, since its old ones were not to be had; clients that were "
@@ -262,12 +265,7 @@ class Companion:
         elif self._told_down:
             self._lost("ipyparallel's controller is up again")
         self._told_down, self._last = False, information
-        controller: ForkControllerLauncher = cluster.controller
         self._connected(information)
-        if controller.ended.done():
-            self._connected("")
-            raise RuntimeError(f"ipyparallel's controller ended: {describe(controller.ended.result())}")
-        self._serving = controller  # whose end is told to `_controller_ended` from now on
         return information
 
     async def _start_controller(self, cluster: Cluster, *, again: bool) -> tuple[str, bool]:
@@ -279,9 +277,8 @@ class Companion:
             elsewhere = elsewhere or attempt.elsewhere
             cluster.delay = 0
             try:
-                return await asyncio.wait_for(
-                    self._start_once(cluster, reuse=again, elsewhere=attempt.elsewhere), START_WITHIN
-                ), elsewhere
+                async with asyncio.timeout(START_WITHIN):
+                    return await self._start_once(cluster, again, attempt.elsewhere), elsewhere
             except (HvdlabError, RuntimeError, OSError, TimeoutError) as error:
                 failed = cluster.controller
                 if failed is None:
@@ -293,10 +290,15 @@ class Companion:
                 log.info("ipyparallel's controller is started again: %s", error)
                 attempt = following
 
-    async def _start_once(self, cluster: Cluster, *, reuse: bool, elsewhere: bool) -> str:
+    async def _start_once(self, cluster: Cluster, reuse: bool, elsewhere: bool) -> str:
         cluster.controller = None  # one that has died, or could not be started
         await cluster.start_controller(warm=self._warm, reuse=reuse, elsewhere=elsewhere)
-        return json.dumps((await cluster.controller.get_connection_info())["engine"])
+        controller: ForkControllerLauncher = cluster.controller
+        information = json.dumps((await controller.get_connection_info())["engine"])
+        if controller.ended.done():
+            raise RuntimeError(f"ipyparallel's controller ended: {describe(controller.ended.result())}")
+        self._serving = controller  # its end is `_controller_ended`'s business from now on
+        return information
 
     def _stays_down(self, error: Exception) -> None:
         """A successor could not be started. It is said once, and tried again now and then."""
@@ -316,12 +318,13 @@ class Companion:
         cluster = self._cluster
         if cluster is None or controller is not self._serving or self._closed:
             return
+        with self._lock:
+            self._up = None  # first of all: who uses the cluster from now on waits for the next one
         self._serving = None
+        self._connected("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
         cluster.controller = None
-        with self._lock:
-            self._up = None
-        self._connected("")
+        self._follows = True
         pause = self._deaths.add(self._loop.time())
         if alone:
             soon = pause <= SOON

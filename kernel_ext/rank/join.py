@@ -96,6 +96,10 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
         self.links = Links()
 
         def watched(socket: Any, *args: Any, **kwargs: Any) -> Any:
+            if socket.type == zmq.ROUTER:
+                # The controller's queues have the same names as their predecessors', whose connections may still be
+                # about to end: then ZeroMQ would not let the new ones have these names.
+                socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self.links.watch(socket)
             return connect(socket, *args, **kwargs)
 

@@ -214,11 +214,15 @@ def test_ranks_follow_to_other_ports_and_keep_what_they_have(
     pids = engines_of(pool)
     sockets = sockets_of(pool)
     known = ports_of(pool)
-    with kill_and_take(controller_of(pool), known["control"]):
+    with kill_and_take(controller_of(pool), known["mux"]):
         news.wait_for(2)
         assert "make new ones with `pool.cluster.connect_client_sync()`" in news.lines[1]
         news.wait_until(lambda: joining.joined == {0, 1})
         moved = ports_of(pool)
+        client = pool.cluster.connect_client_sync()
+        client.wait_for_engines(2, timeout=WITHIN)
+        assert client[:].apply_async(eval, "id(x) == before").get(WITHIN) == [True, True]
+        client.close()
         assert not set(moved.values()) & set(known.values())
         assert engines_of(pool) == pids
         news.wait_until(lambda: sockets_of(pool) == sockets)

@@ -191,7 +191,7 @@ class PoolBase:
     def _take_cells_over(self, show: leftovers.Show) -> list[str]:
         """Go on with the cells that the process before this one has left. Returns their ids."""
         self._own(self.group.pids())
-        left = leftovers.find(self.runs.questions, tuple(self.group.pids()))
+        left = leftovers.find(self.runs.questions, self.group.pids())
         self.resumed = [leftovers.go_on(cell, self.runs, self.transcripts, show(cell)) for cell in left]
         return [cell.cell for cell in left]
 

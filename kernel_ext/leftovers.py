@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.linux import process_state
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed, Told
 from hvdlab.kernel_ext.cells.sink import OutputSink
@@ -17,6 +18,9 @@ from hvdlab.kernel_ext.runs import Runs
 
 ANSWER_WITHIN = 2.0
 """Seconds that ranks have to tell; one that is stopped does not."""
+SLOW_WITHIN = 15.0
+"""Seconds more for those that are not stopped: what a rank does not tell of is lost, and much may be before its answer."""
+STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,12 @@ class LeftCell:
 Show = Callable[[LeftCell], OutputSink]
 
 
-def find(questions: Questions, ranks: Sequence[int]) -> list[LeftCell]:
-    """Ask these ranks. In the order in which the first of them has the cells."""
-    answers = questions.ask(AskCells, ranks, Deadline(ANSWER_WITHIN))
+def find(questions: Questions, pids: Mapping[int, int]) -> list[LeftCell]:
+    """Ask these ranks, whose processes are on this host. In the order in which the first of them has the cells."""
+    answers = questions.ask(AskCells, tuple(pids), Deadline(ANSWER_WITHIN))
+    slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
+    if slow:
+        answers |= questions.ask(AskCells, slow, Deadline(SLOW_WITHIN))
     found: dict[str, LeftCell] = {}
     for rank, answer in sorted(answers.items()):
         for part in answer.cells if isinstance(answer, Cells) else ():

@@ -22,6 +22,7 @@ from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.settings import Settings
 
 if TYPE_CHECKING:
+    from hvdlab.collectives.bootstrap.keeper import Keeper
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
@@ -29,6 +30,8 @@ RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
 
 class Found:
     """A world to join, as often as this process likes: the coordinator stays until the last rank has gone.
+
+    As long as the rank that started it lives, and is not done, it also has a successor when it dies.
 
     Attributes:
         coordinator: The coordinator, on the rank that started it.
@@ -45,6 +48,11 @@ class Found:
         self._launched, self._card, self._address = launched, card, address
         self._board = board
         self.coordinator = coordinator
+        self._keeper: Keeper | None = None
+        if coordinator is not None:
+            from hvdlab.collectives.bootstrap.keeper import Keeper
+
+            self._keeper = Keeper(coordinator)
 
     def settings(self, base: Settings) -> Settings:
         """``base`` with what it takes to join."""
@@ -67,6 +75,8 @@ class Found:
     def release(self) -> None:
         """This process is done with the world. The coordinator ends after the last rank."""
         self.complete()
+        if self._keeper is not None:
+            self._keeper.close()
         if self.coordinator is not None:
             self.coordinator.release()
 
@@ -143,7 +153,7 @@ def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadlin
     try:
         listen = None if launched.one_host else _own_address(environ)
         coordinator = CoordinatorProcess.start(
-            size=launched.size, tcp_host=listen, linger=True, timeout=deadline.remaining() or 0.0
+            size=launched.size, tcp_host=listen, linger=True, keep=True, timeout=deadline.remaining() or 0.0
         )
         card = Card(
             launched.size,

@@ -82,7 +82,10 @@ class Reconnecting:
         while not self._cancelled.is_set() and not deadline.expired:
             try:
                 endpoint, welcome = self._connect(deadline)
-            except (NobodyThereError, RefusedError) as error:
+            except NobodyThereError:
+                why = "no other one takes its place: who started it has ended as well, or does not do that"
+                break
+            except RefusedError as error:
                 why = str(error)
                 break
             except StartError as error:

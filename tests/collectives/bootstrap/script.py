@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -66,6 +68,59 @@ def first_dies() -> None:
     except AbortedError as error:
         os.write(1, f"{error}\n".encode())
     os.write(1, f"{total()}\n".encode())
+
+
+def coordinator_dies() -> None:
+    """Rank 0 kills the coordinator while the others wait for it; all go on."""
+    engine = context.init()
+    total()
+    # They must have left it, or else it would be lost there and be over here.
+    left = [Path(os.environ["TMPDIR"], f"left.{rank}") for rank in range(engine.size)]
+    left[engine.rank].touch()
+    if engine.rank == 0:
+        while not all(path.exists() for path in left):
+            time.sleep(0.001)
+        os.kill(coordinator(), signal.SIGKILL)
+    lost = 0
+    while True:
+        try:
+            found = total()
+            break
+        except AbortedError:
+            lost += 1
+    left[engine.rank].unlink()
+    os.write(1, f"{found} {engine.generation} {lost < 2}\n".encode())
+
+
+def coordinator() -> int:
+    """The process that rank 0 has started."""
+    found = context._context.found
+    assert found is not None
+    assert found.coordinator is not None
+    return found.coordinator.pid
+
+
+def coordinator_dies_last() -> None:
+    """Rank 0 ends, and then somebody kills the coordinator."""
+    engine = context.init()
+    others = engine.add_process_set([rank for rank in range(engine.size) if rank])
+    pids = np.array([os.getpid(), coordinator()] if engine.rank == 0 else [0, 0])
+    first, its_coordinator = map(int, api.broadcast(pids, 0))
+    if engine.rank == 0:
+        return
+    process = os.pidfd_open(first)
+    select.select([process], [], [])
+    os.close(process)
+    if engine.rank == 1:
+        os.kill(its_coordinator, signal.SIGKILL)
+    began = time.monotonic()
+    while True:
+        try:
+            api.allreduce(np.ones(3), process_set=others)
+        except AbortedError as error:
+            if "for good" in str(error):
+                os.write(1, f"{error}\n{time.monotonic() - began:.3f}\n".encode())
+                return
 
 
 def first_leaves() -> None:

@@ -212,9 +212,34 @@ def test_the_death_of_rank_0_does_not_take_the_others_along(env: dict[str, str])
     ended = slurm(env, 3, "first_dies").ended()
     assert ended[0][0] == -9
     for code, out, err in ended[1:]:
-        said, total = out.splitlines()
+        said, _, total = out.splitlines()
         assert (code, total) == (0, "2.0"), err
         assert "rank 0 died" in said
+    nothing_left(env)
+
+
+def test_the_coordinator_that_rank_0_started_has_a_successor(env: dict[str, str]) -> None:
+    ended = slurm(env, 3, "coordinator_dies").ended()
+    for code, out, err in ended:
+        assert (code, out) == (0, "3.0 1 True\n"), err
+    assert "the coordinator ended (killed by SIGKILL), and rank 0 has started another" in ended[0][2]
+    nothing_left(env)
+
+
+def test_without_rank_0_the_coordinator_has_no_successor(env: dict[str, str]) -> None:
+    """They are told why, and what to do, at once."""
+    ended = slurm(env, 3, "coordinator_dies_last").ended()
+    for code, out, err in ended[1:]:
+        said, seconds = out.splitlines()
+        assert (code, float(seconds) < 5) == (0, True), err
+        assert "no other one takes its place: who started it has ended as well" in said
+        assert said.endswith("save what you need and restart the group")
+
+
+@mpiexec
+def test_the_coordinator_of_mpiexec_has_a_successor(env: dict[str, str]) -> None:
+    code, lines, err = run(mpi(2, "coordinator_dies"), {**env, "HVDLAB_PLANE": "mpi"})
+    assert (code, lines) == (0, ["2.0 1 True"] * 2), err
     nothing_left(env)
 
 

@@ -1,0 +1,87 @@
+"""Rank 0's thread that lets a successor take over when the coordinator dies that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.logs import LOG
+
+OFTEN = 5
+"""Deaths within a minute after which there is a reason that another one would not cure."""
+
+
+_LOOK_AGAIN = 1.0
+"""Seconds between two looks at a process whose end can't be waited for."""
+
+
+class Keeper:
+    """Watches a coordinator that was started with ``keep``.
+
+    The other ranks wait at the coordinator's sockets meanwhile. When there can be no successor they are closed, so that
+    nobody waits for one; so they are when this process ends.
+
+    Args:
+        coordinator: It stays the caller's.
+    """
+
+    def __init__(self, coordinator: CoordinatorProcess) -> None:
+        self._coordinator = coordinator
+        self._end = os.eventfd(0)
+        self._deaths: deque[float] = deque(maxlen=OFTEN)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more. Call it before the coordinator is released. Idempotent."""
+        if self._end >= 0:
+            os.eventfd_write(self._end, 1)
+            self._thread.join()
+            os.close(self._end)
+            self._end = -1
+
+    def _run(self) -> None:
+        while self._died():
+            how = self._coordinator.ending()
+            began = time.monotonic()
+            if len(self._deaths) == OFTEN and began < self._deaths[0] + 60:
+                self._give_up(how, f"it has ended {OFTEN} times within a minute")
+                return
+            self._deaths.append(began)
+            try:
+                self._coordinator.respawn()
+            except (StartError, OSError) as error:
+                self._give_up(how, str(error))
+                return
+            LOG.warning(
+                "the coordinator ended (%s), and rank 0 has started another within %.1f s. What ranks were doing "
+                "together at that moment has failed; those that can, go on",
+                how,
+                time.monotonic() - began,
+            )
+
+    def _died(self) -> bool:
+        """Wait for its end; False if it is not to be watched any more."""
+        process = -1
+        with contextlib.suppress(OSError):  # it was waited for already; or no descriptor is left
+            process = os.pidfd_open(self._coordinator.pid)
+        watched, seconds = ([self._end, process], None) if process >= 0 else ([self._end], _LOOK_AGAIN)
+        try:
+            while not self._coordinator.ending():
+                ready, _, _ = select.select(watched, [], [], seconds)
+                if self._end in ready:
+                    return False
+            return True
+        finally:
+            if process >= 0:
+                os.close(process)
+
+    def _give_up(self, how: str, why: str) -> None:
+        LOG.error("the coordinator ended (%s), and no other one can take its place: %s", how, why)
+        self._coordinator.close()

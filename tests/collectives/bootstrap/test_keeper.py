@@ -1,0 +1,81 @@
+"""Rank 0 lets a successor take over, and knows when to stop."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.bootstrap import keeper
+from hvdlab.collectives.bootstrap.keeper import OFTEN, Keeper
+from hvdlab.collectives.errors import StartError
+
+
+class FakeCoordinator:
+    """A process that only sleeps; ``broken`` ones have no successor."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.did: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.broken = broken
+        self.process = self.begin()
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"])
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ending(self) -> str:
+        return "" if self.process.poll() is None else "killed by SIGKILL"
+
+    def respawn(self) -> None:
+        if self.broken:
+            raise StartError("there is no memory")
+        self.process = self.begin()
+        self.did.put("respawn")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.did.put("close")
+
+
+def test_a_successor_each_time_but_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    fake: Any = FakeCoordinator()
+    watching = Keeper(fake)
+    for _ in range(OFTEN):
+        fake.process.kill()
+        assert fake.did.get(timeout=10) == "respawn"
+    fake.process.kill()
+    assert fake.did.get(timeout=10) == "close"
+    watching.close()
+    assert "it has ended 5 times within a minute" in caplog.text
+
+
+def test_nobody_waits_for_one_that_does_not_come_up(caplog: pytest.LogCaptureFixture) -> None:
+    fake: Any = FakeCoordinator(broken=True)
+    watching = Keeper(fake)
+    fake.process.kill()
+    assert fake.did.get(timeout=10) == "close"
+    watching.close()
+    assert "no other one can take its place: there is no memory" in caplog.text
+
+
+def test_one_whose_end_can_not_be_waited_for_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    monkeypatch.setattr(keeper, "_LOOK_AGAIN", 0.01)
+    fake: Any = FakeCoordinator()
+    watching = Keeper(fake)
+    fake.process.kill()
+    assert fake.did.get(timeout=10) == "respawn"
+    watching.close()
+    watching.close()
+    assert fake.did.empty()
+    fake.close()

@@ -36,7 +36,7 @@ class Settings:
         mark_cycles: Whether that file marks the coordinator's decisions.
         start_timeout: Seconds that ``init()`` waits for the world.
         dead_after: Seconds of silence after which a coordinator of another host counts as lost.
-        reattach: Seconds that a rank which has lost the coordinator waits for a successor; 0 not at all.
+        reattach: A third of the seconds that a rank which has lost the coordinator waits for a successor; 0 not at all.
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: Ranks that elastic training needs.
         reset_limit: How often it may begin again; 0 for no limit.

@@ -18,6 +18,10 @@ from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, 
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.settings import Settings
 
+LONGER = 3
+"""Ranks wait so many times as long for a successor as that waits for them: it has to be started first."""
+OFTEN = 5
+"""Successors that may die before they have answered, without being counted as time in which there was none."""
 PAUSE = 0.2
 """Seconds between two attempts, the first of which has failed though somebody is there."""
 
@@ -77,8 +81,8 @@ class Reconnecting:
     # -- its thread -----------------------------------------------------------------------------------------------
 
     def _run(self, reason: str) -> None:
-        deadline = Deadline(self._settings.reattach)
-        why = "nobody has taken its place"
+        deadline = Deadline(LONGER * self._settings.reattach)
+        why, died = "nobody has taken its place", 0
         while not self._cancelled.is_set() and not deadline.expired:
             try:
                 endpoint, welcome = self._connect(deadline)
@@ -90,6 +94,9 @@ class Reconnecting:
                 break
             except StartError as error:
                 why = str(error)
+                if not deadline.expired and died < OFTEN:
+                    # A successor had come, and has died as well: it is the next one that is waited for.
+                    died, deadline = died + 1, Deadline(LONGER * self._settings.reattach)
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             else:
                 self._control.call(partial(self._go_on, endpoint, welcome))

@@ -1,0 +1,61 @@
+"""How long a rank waits for the coordinator's successor."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine import reconnecting
+from hvdlab.collectives.engine.reconnecting import LONGER, OFTEN, Reconnecting
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.connect import NobodyThereError
+from hvdlab.collectives.settings import Settings
+
+
+class Waiting(Reconnecting):
+    """Each attempt takes a given time, and fails."""
+
+    def __init__(self, seconds: float, error: StartError, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.attempts = 0.0, 0
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._seconds, self._error = seconds, error
+        monkeypatch.setattr(reconnecting, "Deadline", lambda limit: Deadline(limit, clock=lambda: self.now))
+        monkeypatch.setattr(reconnecting, "PAUSE", 0.0)
+        dispatcher: Any = SimpleNamespace(give_up=self.ended.put)
+        control: Any = SimpleNamespace(call=lambda call: call())
+        settings = Settings(coordinator="unix:/nowhere", reattach=10.0)
+        super().__init__(settings, m.Hello(1, "", "rank", 0), 0, dispatcher, control)
+
+    def _connect(self, deadline: Deadline) -> Any:
+        self.attempts += 1
+        self.now += self._seconds
+        raise self._error
+
+    def run(self) -> str:
+        self.begin("it was killed")
+        said = self.ended.get(timeout=10)
+        self.cancel(10)
+        return said
+
+
+def test_it_waits_for_the_next_one_when_a_successor_dies_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(LONGER * 10.0 - 1, StartError("closed"), monkeypatch)
+    assert waiting.run() == "it was killed; closed"
+    assert waiting.attempts == OFTEN + 2  # the last of them comes too late
+
+
+def test_it_waits_longer_than_a_successor_needs_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(LONGER * 10.0, StartError("did not answer"), monkeypatch)
+    assert waiting.run() == "it was killed; did not answer"
+    assert waiting.attempts == 1
+
+
+def test_it_does_not_wait_where_nobody_would_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(0.0, NobodyThereError("refused"), monkeypatch)
+    assert "who started it has ended as well" in waiting.run()
+    assert waiting.attempts == 1

@@ -3,6 +3,7 @@
     python benchmarks/chaos.py                                                  # 100 faults, about three minutes
     python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
+    python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -27,6 +28,7 @@ from pages import write
 from chaos.campaign import Campaign
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, STALL
 from chaos.figures import Outcome, markdown, rows, story, table
+from chaos.scarcity import little_shared_memory
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 
@@ -71,6 +73,17 @@ def publish(result: dict[str, Any], page: Path | None) -> None:
         write(page, "chaos", text)
 
 
+def with_shared_memory(mebibytes: int) -> None:
+    """Begin anew with a ``/dev/shm`` of this size; does nothing if it has that size."""
+    found = os.statvfs("/dev/shm")
+    if found.f_frsize * found.f_blocks == mebibytes << 20:
+        return
+    prefix = little_shared_memory(mebibytes)
+    if not prefix:
+        sys.exit("this process may not mount a /dev/shm of its own")
+    os.execvp(prefix[0], [*prefix, sys.executable, *sys.argv])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -84,6 +97,9 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="for each plane; it stops when they are over"
     )
+    parser.add_argument(
+        "--shared-memory", type=int, metavar="MIB", help="size of /dev/shm (needs the right to mount)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -94,6 +110,8 @@ def main() -> None:
     if given.table_of:
         publish(json.loads(given.table_of.read_text()), given.page)
         return
+    if given.shared_memory:
+        with_shared_memory(given.shared_memory)
     planes = given.plane or ["shm", "gloo"]
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []

@@ -59,7 +59,10 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
         self.warm.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await asyncio.shield(asyncio.wrap_future(self.forked))
-        self.process = psutil.Process(self.pid)
+        try:
+            self.process = psutil.Process(self.pid)
+        except psutil.NoSuchProcess:
+            raise RuntimeError("ipyparallel's controller ended as soon as it was forked") from None
         self.notify_start(self.pid)
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:

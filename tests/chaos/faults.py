@@ -107,6 +107,8 @@ FAULTS = (
         says="too many files are open",
     ),
     Fault("hostile bytes on every port", "bothering", "", 5.0, spots=(), outside=True, weight=1),
+    Fault("a rank writes 100 MB", "flooding", "flood", 5.0, weight=1),
+    Fault("the disk is full", "filling_disk", "flood", 5.0, weight=1),
 )
 
 DEATHS_OF_PARTS = (

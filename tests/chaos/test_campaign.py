@@ -8,9 +8,9 @@ from chaos.campaign import Campaign
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, Fault
 from chaos.figures import Outcome, rows, table
 
-SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped")
+SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped", "flooding")
 BRIEF = [fault for fault in (*FAULTS, *DEATHS_OF_PARTS) if fault.play not in SLOW]
-"""Faults that need no waiting."""
+"""Faults that take no time."""
 
 ALL = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 

@@ -6,7 +6,8 @@ from chaos.interrupts import Interrupts
 from chaos.owners import Owners
 from chaos.parts import Parts
 from chaos.ranks import Ranks
+from chaos.scarcity import Scarcity
 
 
-class Trial(Ranks, Interrupts, Parts, Owners):
+class Trial(Ranks, Interrupts, Parts, Owners, Scarcity):
     """One fault, from the beginning of a cell to the next collective. Made by :meth:`Campaign.trial`."""

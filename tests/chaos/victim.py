@@ -290,6 +290,14 @@ def _break(training: Training, order: dict[str, Any]) -> None:
     raise OSError(5, "the transport failed, as the campaign wants it")
 
 
+def _flood(training: Training, order: dict[str, Any]) -> None:
+    """Write this many bytes, in lines of 80."""
+    line, left = "x" * 79 + "\n", order["bytes"]
+    while left > 0:
+        sys.stdout.write((line * 12_500)[:left])
+        left -= 1_000_000
+
+
 DEEDS: dict[str, Callable[[Training, dict[str, Any]], bool | None]] = {
     "raise": _raise,
     "end": _end,
@@ -305,4 +313,5 @@ DEEDS: dict[str, Callable[[Training, dict[str, Any]], bool | None]] = {
     "exhaust": _exhaust,
     "exhaust_descriptors": _exhaust_descriptors,
     "break": _break,
+    "flood": _flood,
 }

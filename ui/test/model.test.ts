@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { duration, ranks, ticks } from '../src/draw/format.ts';
+import { apart, duration, ranks, ticks } from '../src/draw/format.ts';
 import { paletteFor, type Rgb } from '../src/draw/palette.ts';
 import { paintTrack } from '../src/draw/paint.ts';
 import { Operations } from '../src/model/operations.ts';
@@ -373,4 +373,20 @@ test('a million spans take a bounded number of bytes each', () => {
   assert.ok(store.count > 850_000);
   const each = bytes(store) / store.count;
   assert.ok(each <= 200, `${each} bytes`);
+});
+
+test('long names are told by what they differ in', () => {
+  const long = [0, 1, 10].map(k => `DistributedOptimizer.module.encoder.layers.${k}.attention.weight`);
+  assert.deepEqual(apart(long), ['…0.attention.weight', '…1.attention.weight', '…10.attention.weight']);
+  assert.deepEqual(apart([...long, 'loss']), [...long, 'loss']);
+  assert.deepEqual(apart(['grad.a', 'grad.b']), ['grad.a', 'grad.b']);
+  assert.deepEqual(apart([long[0], long[0]]), [long[0], long[0]]);
+  assert.deepEqual(apart([]), []);
+});
+
+test('the collectives of a single rank are counted, and nobody is last', () => {
+  const store = new Store();
+  for (let k = 0; k < 7; k++) store.append(rows({ rank: 0, op: k + 1, size: 1, arrival: k * 100, finished: k * 100 + 50, name: 1 }));
+  const found = statistics(store, -Infinity, Infinity);
+  assert.deepEqual([found.rows, found.operations, found.ranks[0].timesLast], [7, 7, 0]);
 });

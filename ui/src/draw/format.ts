@@ -38,6 +38,18 @@ export function digits(value: number): string {
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 0.01 ? value.toFixed(2) : value.toPrecision(1);
 }
 
+const LONG = 28;
+
+/** The same names without what all of them begin with, up to a dot or slash, if any is long: what they differ in is in sight. */
+export function apart(names: readonly string[]): string[] {
+  const [first = ''] = names;
+  if (names.every(name => name.length <= LONG || name === first)) return [...names];
+  let same = 0;
+  while (same < first.length && names.every(name => name[same] === first[same])) same++;
+  const cut = Math.max(first.lastIndexOf('.', same - 1), first.lastIndexOf('/', same - 1)) + 1;
+  return names.map(name => (cut > 3 ? `…${name.slice(cut)}` : name));
+}
+
 const grouped = new Intl.NumberFormat('en-US'); // making one takes a hundred times as long as using it
 
 export function count(n: number): string {

@@ -26,10 +26,18 @@ function slowShare(surface: Surface, lane: Lane): number {
   return lane.timesLast > 1 && share > Math.min(0.5, 3 / lanes.length) ? share : 0;
 }
 
-/** The name of a rank, and how often it came last. */
-export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pitch: number, indent: number): void {
+/** Whether a lane so low that only some can have names is one of them: not so near to its host's line that they'd overlap. */
+function named(pitch: number, [index, all]: readonly [number, number], hosts: boolean): boolean {
+  const every = Math.ceil(11 / pitch);
+  if (!hosts) return index % every === 0;
+  const middle = (index + 0.5) * pitch;
+  return index % every === every >> 1 && middle >= 5 && middle <= all * pitch - 4;
+}
+
+/** The name of a rank, and how often it came last. `place` says which of how many lanes of its host it is. */
+export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pitch: number, indent: number, place: readonly [number, number]): void {
   const { palette, gutter } = surface;
-  if (pitch < 9 && lane.rank % Math.ceil(11 / pitch)) return;
+  if (pitch < 9 && !named(pitch, place, indent > 0)) return;
   const share = slowShare(surface, lane);
   const wide = gutter > 80;
   const two = height >= 27 && wide;
@@ -37,11 +45,15 @@ export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pi
   const left = 10 + (wide ? indent : 0);
   const name = wide || pitch < 9 ? t('rank %1', lane.rank) : `${lane.rank}`;
   write(surface, name, left, two ? middle - 7 : middle, css(share ? palette.late : palette.text), `${share ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
-  const paused = surface.store.ranks.find(one => one.rank === lane.rank)?.paused;
-  if (two) {
+  const told = surface.store.ranks.find(one => one.rank === lane.rank);
+  const paused = told?.paused;
+  const lost = told?.state === 'lost';
+  if (two && lost) write(surface, `✕ ${t('lost')}`, left, middle + 8, css(palette.late), '600 11px');
+  else if (two) {
     const text = paused ? `❚❚ ${t(paused)}` : lane.timesLast ? `${t('last %1×', count(lane.timesLast))} · ${duration(lane.heldUp)}` : t('%1 spans', count(lane.n));
     write(surface, text, left, middle + 8, css(paused ? palette.text : palette.faint), paused ? '600 11px' : '11px', 'left', gutter - left - 5);
-  } else if (paused && pitch >= 14) write(surface, '❚❚', gutter - 8, middle, css(palette.text), '9px', 'right');
+  } else if (lost && pitch >= 14) write(surface, '✕', gutter - 8, middle, css(palette.late), '600 11px', 'right');
+  else if (paused && pitch >= 14) write(surface, '❚❚', gutter - 8, middle, css(palette.text), '9px', 'right');
   else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
 }
 

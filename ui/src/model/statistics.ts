@@ -83,9 +83,9 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
         one.total += took;
         one.values.push(took);
       }
+      if (lane.op[k]) seen.add(lane.op[k]);
       const came = store.operations.get(lane.op[k]);
       if (!came || came.count < 2) continue;
-      seen.add(lane.op[k]);
       if (came.lastRank === lane.rank && store.certain(came)) {
         of.timesLast++;
         const held = came.last - came.first;

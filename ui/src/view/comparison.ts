@@ -1,4 +1,4 @@
-import { change, count, duration, rate } from '../draw/format.ts';
+import { apart, change, count, duration, rate } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
 import type { Comparison, ComparedName, ComparedRank } from '../model/comparison.ts';
 import { KINDS } from '../model/store.ts';
@@ -33,7 +33,9 @@ export function comparisonPanel(found: Comparison, palette: Palette, actions: Ac
   const head = h('tr');
   for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) head.append(h('th', { scope: 'col' }, title));
   const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
-  for (const one of found.names.slice(0, SHOWN)) table.append(bodyOf(one, palette, actions));
+  const shown = found.names.slice(0, SHOWN);
+  const names = apart(shown.map(one => one.name));
+  shown.forEach((one, i) => table.append(bodyOf(one, names[i], palette, actions)));
   const more = found.names.length - SHOWN;
   const heading = h('h4', {}, 'A ', summary(found.a), ' · B ', summary(found.b), ' ', end);
   return [
@@ -46,8 +48,8 @@ function summary(of: Statistics): string {
   return t('%1 collectives in %2', count(of.operations), duration(of.to - of.from));
 }
 
-function bodyOf(one: ComparedName, palette: Palette, actions: Actions): HTMLElement {
-  const name = h('th', { scope: 'rowgroup', rowspan: '2', title: `${one.kind} ${one.name}` }, one.name || one.kind, one.site && h('div', {}, siteNode(one.site, actions)));
+function bodyOf(one: ComparedName, short: string, palette: Palette, actions: Actions): HTMLElement {
+  const name = h('th', { scope: 'rowgroup', rowspan: '2', title: `${one.kind} ${one.name}` }, short || one.kind, one.site && h('div', {}, siteNode(one.site, actions)));
   const body = h('tbody');
   for (const side of ['a', 'b'] as const) {
     const of = one[side];

@@ -1,4 +1,4 @@
-import { bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
+import { apart, bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { type Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
@@ -9,6 +9,8 @@ import type { Actions } from './options.ts';
 import { t } from './texts.ts';
 
 const SHOWN = 8;
+/** With more ranks than this, only those are listed that others waited for most. */
+const RANKS_SHOWN = 12;
 
 /** Names of the tensors of a hit, the first few. */
 export function title(store: Store, hit: Hit): string {
@@ -104,21 +106,37 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   const left = h('section', {}, heading, table);
   if (!came || came.count < 2) return [left];
   const certain = store.certain(came);
-  const rows: { name: string; share: number; text: string; strong: boolean }[] = [];
+  const rows: Bar[] = [];
   for (const [rank, index] of rowsOf(store, op)) {
     const late = store.lane(rank).arrival[index] - came.first;
     const error = store.clockError.get(rank);
     const text = (late ? `+${duration(late)}` : t('first')) + (error ? ` ± ${duration(error)}` : '');
     rows.push({ name: t('rank %1', rank), share: late / Math.max(1, came.last - came.first), text, strong: certain && rank === came.lastRank });
   }
-  return [left, h('section', {}, h('h4', {}, t('Arrival of each rank')), bars(rows))];
+  return [left, h('section', {}, h('h4', {}, t('Arrival of each rank')), ...longest(rows))];
 }
 
 export function swatch(palette: Palette, kind: number): HTMLElement {
   return h('i', { class: 'hvd-swatch', style: `background:${css(palette.kinds[kind] ?? palette.kinds[0])}` });
 }
 
-function bars(rows: { name: string; share: number; text: string; strong: boolean }[]): HTMLElement {
+interface Bar {
+  name: string;
+  share: number;
+  text: string;
+  strong: boolean;
+}
+
+/** Bars of all, or of the longest in the order in which they were, and how many others there are. */
+function longest(rows: readonly Bar[]): HTMLElement[] {
+  if (rows.length <= RANKS_SHOWN) return [bars(rows)];
+  const some = rows.filter(row => row.share > 0).sort((a, b) => b.share - a.share);
+  const shown = new Set(some.slice(0, RANKS_SHOWN));
+  if (!shown.size) return [];
+  return [bars(rows.filter(row => shown.has(row))), h('div', { class: 'hvd-faint' }, t('and %1 more ranks, each for no longer', rows.length - shown.size))];
+}
+
+function bars(rows: readonly Bar[]): HTMLElement {
   const table = h('table', { class: 'hvd-bars' });
   for (const row of rows) {
     const width = Math.max(0, Math.min(1, row.share)) * 100;
@@ -136,10 +154,12 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   head.append(h('th'), h('th', { scope: 'col' }, t('tensor')), ...(sites ? [h('th', { scope: 'col', class: 'hvd-at' }, t('called at'))] : []));
   for (const name of [t('count'), t('total'), 'p50', 'p99', t('size'), t('bandwidth'), t('waited')]) head.append(h('th', { scope: 'col' }, name));
   const body = h('tbody');
-  for (const one of found.names.slice(0, SHOWN)) {
+  const shown = found.names.slice(0, SHOWN);
+  const names = apart(shown.map(one => one.name));
+  for (const [i, one] of shown.entries()) {
     const kind = KINDS.indexOf(one.kind);
     const cells = [count(one.count), duration(one.total), duration(one.p50), duration(one.p99), bytes(one.nbytes), rate(one.bandwidth), duration(one.wait)];
-    const row = h('tr', {}, h('td', { title: one.kind }, swatch(palette, kind)), h('th', { scope: 'row', title: `${one.kind} ${one.name}` }, one.name || one.kind));
+    const row = h('tr', {}, h('td', { title: one.kind }, swatch(palette, kind)), h('th', { scope: 'row', title: `${one.kind} ${one.name}` }, names[i] || one.kind));
     if (sites) row.append(h('td', { class: 'hvd-at' }, one.site && siteNode(one.site, actions)));
     for (const cell of cells) row.append(h('td', {}, cell));
     body.append(row);
@@ -162,6 +182,6 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   }));
   const last = found.ranks.filter(one => one.heldUp > 0 && one.heldUp === most).map(one => one.rank);
   const heading = last.length ? t('Others waited for %1 most', ranksText(last)) : t('Nobody was waited for');
-  return [left, h('section', {}, h('h4', {}, heading), bars(rows))];
+  return rows.length < 2 ? [left] : [left, h('section', {}, h('h4', {}, heading), ...longest(rows))];
 }
 

@@ -64,7 +64,7 @@ export class Minimap {
       g.imageSmoothingEnabled = false;
       g.drawImage(this.picture, this.x(overview.from), 3, Math.max(1, this.x(overview.to) - this.x(overview.from)), HEIGHT - 6);
     }
-    this.frame(palette);
+    if (store.count) this.frame(palette);
     return overview.busy;
   }
 

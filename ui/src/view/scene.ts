@@ -169,7 +169,9 @@ export class Scene implements Surface {
     if (box.small) return;
     const { pitch } = this.arrangement;
     const bar = box.late / this.ratio;
-    drawLabel(this, lane, place, pitch, this.arrangement.headings.length ? 11 : 0);
+    const hosts = this.arrangement.headings.length > 0;
+    const mates = (hosts && this.groups.of(lane)?.lanes) || this.store.lanes;
+    drawLabel(this, lane, place, pitch, hosts ? 11 : 0, [mates.indexOf(lane), mates.length]);
     if (pitch >= 14) drawNames(this, lane, place, bar);
     if (pitch >= 10) drawLateMarks(this, lane, place, bar, pitch >= 14);
   }

@@ -19,6 +19,8 @@ import { Toolbar } from './toolbar.ts';
 import { t } from './texts.ts';
 
 const HEIGHT = 420;
+/** What the kernel says of a pool that has ended. */
+const STOPPED = 'stopped';
 const SMOOTH = 0.28;
 const TEXTS_EVERY = 300; // ms
 /** While filling its place, the lanes leave this share of it to what is said below them, and take at least that one. */
@@ -31,6 +33,8 @@ const MOST_FOR_READABLE = 0.45;
 /** Charts are shown by themselves where there is this much. */
 const ENOUGH_FOR_CHARTS = 560;
 const HIGHEST_LANE = 56;
+/** In less width than this, tables leave out what can be read elsewhere. */
+const LITTLE = 480;
 
 /** One view of a store: toolbar, minimap, lanes, charts, legend and details. */
 export class Timeline {
@@ -120,7 +124,12 @@ export class Timeline {
   set away(away: boolean) {
     if (away === this.isAway) return;
     this.isAway = away;
-    this.toolbar.following(this.view.following, away);
+    this.toolbar.following(this.view.following, away, this.ended);
+  }
+
+  /** Whether the ranks are gone and nothing more will come. */
+  private get ended(): boolean {
+    return this.store.heading === STOPPED;
   }
 
   /** Says something to the reader, for some seconds. */
@@ -263,6 +272,8 @@ export class Timeline {
     const begun = this.timings.on ? performance.now() : 0;
     const width = this.root.clientWidth;
     if (width < 40) return;
+    const room = width < LITTLE ? 'little' : 'enough';
+    if (this.root.dataset.room !== room) this.root.dataset.room = room;
     this.advance();
     if (this.options.fill) this.scene.resize(width, (this.room ||= this.measure()), HIGHEST_LANE);
     else this.scene.resize(width, this.options.height ?? HEIGHT);
@@ -320,7 +331,7 @@ export class Timeline {
     const { store } = this;
     const changed = this.toldVersion !== store.version;
     this.toldVersion = store.version;
-    this.toolbar.following(this.view.following, this.isAway);
+    this.toolbar.following(this.view.following, this.isAway, this.ended);
     if (changed) this.toolbar.update(store);
     this.legend.update(store, this.palette);
     this.panel.update(this.palette);

@@ -89,13 +89,13 @@ export class Toolbar {
     this.found.textContent = text;
   }
 
-  following(on: boolean, away: boolean): void {
+  following(on: boolean, away: boolean, ended: boolean): void {
     this.follow.textContent = on ? '❚❚' : '▶';
     this.follow.title = on ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    const text = away ? t('no connection') : on ? t('live') : t('paused');
+    const text = away ? t('no connection') : ended ? t('ended') : on ? t('live') : t('paused');
     if (this.state.textContent !== text) this.state.textContent = text;
-    this.state.dataset.live = String(on && !away);
+    this.state.dataset.live = String(on && !away && !ended);
   }
 
   /** What is shown, what was dropped and how far the clocks may be off. */

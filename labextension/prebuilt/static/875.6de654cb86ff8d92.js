@@ -1,4 +1,4 @@
-"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[875],{330(e,t,a){var r=a(601),i=a.n(r),d=a(314),o=(a.n(d))()(i());o.push([e.id,`.hvd-view {
+"use strict";(self.rspackChunk_hvdlab_labextension=self.rspackChunk_hvdlab_labextension||[]).push([[875],{330(e,t,a){var i=a(601),r=a.n(i),d=a(314),o=(a.n(d))()(r());o.push([e.id,`.hvd-view {
   --hvd-background: var(--jp-layout-color0, var(--vscode-editor-background, #fff));
   --hvd-text: var(--jp-ui-font-color1, var(--vscode-editor-foreground, #20252e));
   --hvd-faint: #68707d;
@@ -60,7 +60,9 @@
 .hvd-paused { margin-left: 8px; white-space: nowrap; }
 .hvd-state[data-state="lost"]::before { border-radius: 0; background: var(--hvd-late); }
 .hvd-bar input {
-  width: 150px;
+  flex: 1 1 116px;
+  max-width: 150px;
+  min-width: 0;
   height: 26px;
   padding: 0 8px;
   border: 1px solid var(--hvd-line);
@@ -167,7 +169,7 @@
 .hvd-details { display: flex; flex-wrap: wrap; gap: 12px 32px; padding: 9px 12px 11px; border-top: 1px solid var(--hvd-line); }
 .hvd-details:empty { display: none; }
 .hvd-details section { flex: 1 1 260px; min-width: 0; }
-.hvd-details .hvd-names { flex: 2 1 460px; overflow-x: auto; }
+.hvd-details .hvd-names { flex: 4 1 640px; overflow-x: auto; }
 .hvd-details .hvd-both { flex: 2 1 600px; }
 .hvd-details .hvd-both + section { flex: 1 1 350px; }
 .hvd-view h4 { margin: 0 0 5px; padding: 0; font-size: 12px; font-weight: 600; }
@@ -197,11 +199,16 @@
 .hvd-change[data-tone="better"] { color: var(--hvd-good); font-weight: 600; }
 .hvd-scroll { overflow-x: auto; padding: 4px 12px 10px; }
 .hvd-view.hvd-ranks th, .hvd-view.hvd-ranks td { text-align: left; padding: 3px 14px 3px 0; }
+.hvd-view.hvd-ranks td > div.hvd-faint { max-width: 36ch; min-width: 18ch; white-space: normal; overflow-wrap: anywhere; }
 .hvd-view.hvd-ranks .hvd-number, .hvd-view.hvd-ranks thead th:nth-child(n + 6) { text-align: right; }
 .hvd-shares { display: inline-flex; width: 110px; height: 10px; border-radius: 3px; overflow: hidden; background: var(--hvd-fill); vertical-align: -1px; }
 .hvd-work { background: var(--hvd-work); }
 .hvd-wait { background: var(--hvd-wait); }
 .hvd-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+/* Little room: what says most about a tensor stays in sight. */
+.hvd-view[data-room="little"] .hvd-names .hvd-at,
+.hvd-view[data-room="little"] .hvd-names:not(.hvd-both) tr > :nth-last-child(-n + 5) { display: none; }
+.hvd-view[data-room="little"] .hvd-names th { max-width: 130px; }
 
 .hvd-charts-view { position: relative; outline-offset: -2px; }
 .hvd-charts-bar {
@@ -285,7 +292,7 @@
 .hvd-tip-values > .hvd-faint { display: block; padding-left: 18px; }
 .hvd-tip-values b { font-weight: 600; text-align: right; }
 .hvd-dot { width: 9px; height: 9px; border-radius: 50%; }
-`,""]),a.d(t,{},{A:o})},475(e,t,a){var r=a(601),i=a.n(r),d=a(314),o=(a.n(d))()(i());o.push([e.id,`.jp-HvdlabPanel {
+`,""]),a.d(t,{},{A:o})},475(e,t,a){var i=a(601),r=a.n(i),d=a(314),o=(a.n(d))()(r());o.push([e.id,`.jp-HvdlabPanel {
   display: flex;
   flex-direction: column;
   min-width: 260px;
@@ -354,4 +361,4 @@
 .jp-HvdlabStatus { cursor: pointer; }
 .jp-HvdlabStatus .jp-StatusBar-TextItem { font-variant-numeric: tabular-nums; }
 .jp-HvdlabStatus .jp-HvdlabStatus-lost { color: var(--jp-warn-color0, #a84300); font-weight: 600; }
-`,""]),a.d(t,{},{A:o})},314(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var a="",r=void 0!==t[5];return t[4]&&(a+="@supports (".concat(t[4],") {")),t[2]&&(a+="@media ".concat(t[2]," {")),r&&(a+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),a+=e(t),r&&(a+="}"),t[2]&&(a+="}"),t[4]&&(a+="}"),a}).join("")},t.i=function(e,a,r,i,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(r)for(var n=0;n<this.length;n++){var h=this[n][0];null!=h&&(o[h]=!0)}for(var l=0;l<e.length;l++){var p=[].concat(e[l]);r&&o[p[0]]||(void 0!==d&&(void 0===p[5]||(p[1]="@layer".concat(p[5].length>0?" ".concat(p[5]):""," {").concat(p[1],"}")),p[5]=d),a&&(p[2]&&(p[1]="@media ".concat(p[2]," {").concat(p[1],"}")),p[2]=a),i&&(p[4]?(p[1]="@supports (".concat(p[4],") {").concat(p[1],"}"),p[4]=i):p[4]="".concat(i)),t.push(p))}},t}},601(e){e.exports=function(e){return e[1]}},72(e){var t=[];function a(e){for(var a=-1,r=0;r<t.length;r++)if(t[r].identifier===e){a=r;break}return a}function r(e,r){for(var i={},d=[],o=0;o<e.length;o++){var n=e[o],h=r.base?n[0]+r.base:n[0],l=i[h]||0,p="".concat(h," ").concat(l);i[h]=l+1;var v=a(p),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==v)t[v].references++,t[v].updater(s);else{var c=function(e,t){var a=t.domAPI(t);return a.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&a.update(e=t):a.remove()}}(s,r);r.byIndex=o,t.splice(o,0,{identifier:p,updater:c,references:1})}d.push(p)}return d}e.exports=function(e,i){var d=r(e=e||[],i=i||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=a(d[o]);t[n].references--}for(var h=r(e,i),l=0;l<d.length;l++){var p=a(d[l]);0===t[p].references&&(t[p].updater(),t.splice(p,1))}d=h}}},659(e){var t={};e.exports=function(e,a){var r=function(e){if(void 0===t[e]){var a=document.querySelector(e);if(window.HTMLIFrameElement&&a instanceof window.HTMLIFrameElement)try{a=a.contentDocument.head}catch(e){a=null}t[e]=a}return t[e]}(e);if(!r)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");r.appendChild(a)}},540(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},56(e,t,a){e.exports=function(e){var t=a.nc;t&&e.setAttribute("nonce",t)}},206(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(a){var r,i,d;r="",a.supports&&(r+="@supports (".concat(a.supports,") {")),a.media&&(r+="@media ".concat(a.media," {")),(i=void 0!==a.layer)&&(r+="@layer".concat(a.layer.length>0?" ".concat(a.layer):""," {")),r+=a.css,i&&(r+="}"),a.media&&(r+="}"),a.supports&&(r+="}"),(d=a.sourceMap)&&"u">typeof btoa&&(r+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(r,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},113(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}},926(e,t,a){var r=a(72),i=a.n(r),d=a(206),o=a.n(d),n=a(659),h=a.n(n),l=a(56),p=a.n(l),v=a(540),s=a.n(v),c=a(113),x=a.n(c),u=a(330),f={};f.styleTagTransform=x(),f.setAttributes=p(),f.insert=h().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),i()(u.A,f),u.A&&u.A.locals&&u.A.locals;var g=a(475),b={};b.styleTagTransform=x(),b.setAttributes=p(),b.insert=h().bind(null,"head"),b.domAPI=o(),b.insertStyleElement=s(),i()(g.A,b),g.A&&g.A.locals&&g.A.locals}}]);
+`,""]),a.d(t,{},{A:o})},314(e){e.exports=function(e){var t=[];return t.toString=function(){return this.map(function(t){var a="",i=void 0!==t[5];return t[4]&&(a+="@supports (".concat(t[4],") {")),t[2]&&(a+="@media ".concat(t[2]," {")),i&&(a+="@layer".concat(t[5].length>0?" ".concat(t[5]):""," {")),a+=e(t),i&&(a+="}"),t[2]&&(a+="}"),t[4]&&(a+="}"),a}).join("")},t.i=function(e,a,i,r,d){"string"==typeof e&&(e=[[null,e,void 0]]);var o={};if(i)for(var n=0;n<this.length;n++){var h=this[n][0];null!=h&&(o[h]=!0)}for(var l=0;l<e.length;l++){var p=[].concat(e[l]);i&&o[p[0]]||(void 0!==d&&(void 0===p[5]||(p[1]="@layer".concat(p[5].length>0?" ".concat(p[5]):""," {").concat(p[1],"}")),p[5]=d),a&&(p[2]&&(p[1]="@media ".concat(p[2]," {").concat(p[1],"}")),p[2]=a),r&&(p[4]?(p[1]="@supports (".concat(p[4],") {").concat(p[1],"}"),p[4]=r):p[4]="".concat(r)),t.push(p))}},t}},601(e){e.exports=function(e){return e[1]}},72(e){var t=[];function a(e){for(var a=-1,i=0;i<t.length;i++)if(t[i].identifier===e){a=i;break}return a}function i(e,i){for(var r={},d=[],o=0;o<e.length;o++){var n=e[o],h=i.base?n[0]+i.base:n[0],l=r[h]||0,p="".concat(h," ").concat(l);r[h]=l+1;var v=a(p),s={css:n[1],media:n[2],sourceMap:n[3],supports:n[4],layer:n[5]};if(-1!==v)t[v].references++,t[v].updater(s);else{var c=function(e,t){var a=t.domAPI(t);return a.update(e),function(t){t?(t.css!==e.css||t.media!==e.media||t.sourceMap!==e.sourceMap||t.supports!==e.supports||t.layer!==e.layer)&&a.update(e=t):a.remove()}}(s,i);i.byIndex=o,t.splice(o,0,{identifier:p,updater:c,references:1})}d.push(p)}return d}e.exports=function(e,r){var d=i(e=e||[],r=r||{});return function(e){e=e||[];for(var o=0;o<d.length;o++){var n=a(d[o]);t[n].references--}for(var h=i(e,r),l=0;l<d.length;l++){var p=a(d[l]);0===t[p].references&&(t[p].updater(),t.splice(p,1))}d=h}}},659(e){var t={};e.exports=function(e,a){var i=function(e){if(void 0===t[e]){var a=document.querySelector(e);if(window.HTMLIFrameElement&&a instanceof window.HTMLIFrameElement)try{a=a.contentDocument.head}catch(e){a=null}t[e]=a}return t[e]}(e);if(!i)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");i.appendChild(a)}},540(e){e.exports=function(e){var t=document.createElement("style");return e.setAttributes(t,e.attributes),e.insert(t,e.options),t}},56(e,t,a){e.exports=function(e){var t=a.nc;t&&e.setAttribute("nonce",t)}},206(e){e.exports=function(e){if("u"<typeof document)return{update:function(){},remove:function(){}};var t=e.insertStyleElement(e);return{update:function(a){var i,r,d;i="",a.supports&&(i+="@supports (".concat(a.supports,") {")),a.media&&(i+="@media ".concat(a.media," {")),(r=void 0!==a.layer)&&(i+="@layer".concat(a.layer.length>0?" ".concat(a.layer):""," {")),i+=a.css,r&&(i+="}"),a.media&&(i+="}"),a.supports&&(i+="}"),(d=a.sourceMap)&&"u">typeof btoa&&(i+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(d))))," */")),e.styleTagTransform(i,t,e.options)},remove:function(){var e;null===(e=t).parentNode||e.parentNode.removeChild(e)}}}},113(e){e.exports=function(e,t){if(t.styleSheet)t.styleSheet.cssText=e;else{for(;t.firstChild;)t.removeChild(t.firstChild);t.appendChild(document.createTextNode(e))}}},926(e,t,a){var i=a(72),r=a.n(i),d=a(206),o=a.n(d),n=a(659),h=a.n(n),l=a(56),p=a.n(l),v=a(540),s=a.n(v),c=a(113),x=a.n(c),u=a(330),f={};f.styleTagTransform=x(),f.setAttributes=p(),f.insert=h().bind(null,"head"),f.domAPI=o(),f.insertStyleElement=s(),r()(u.A,f),u.A&&u.A.locals&&u.A.locals;var g=a(475),b={};b.styleTagTransform=x(),b.setAttributes=p(),b.insert=h().bind(null,"head"),b.domAPI=o(),b.insertStyleElement=s(),r()(g.A,b),g.A&&g.A.locals&&g.A.locals}}]);

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import effort
 from conformance.harness import PlaneUnderTest, WorkerGroup
 from conformance.planes_under_test import PLANES
 
@@ -39,21 +40,25 @@ def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin the cases out where :attr:`PlaneUnderTest.every` says so."""
+    """Thin the cases out where :attr:`PlaneUnderTest.every` and :attr:`PlaneUnderTest.normally` say so."""
     cases: dict[Any, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "resident_group" in getattr(item, "fixturenames", ()):
             plane, size = item.callspec.params["resident_group"]
-            if plane.every > 1:
+            if _every(plane) > 1:
                 cases.setdefault((item.function, plane.name, size), []).append(item)
     dropped = set()
     for (_, _, size), group in cases.items():
         plane = group[0].callspec.params["resident_group"][0]
-        if len(group) >= plane.every:
-            dropped |= {item for item in group if (_position(item) + size) % plane.every}
+        if len(group) >= (every := _every(plane)):
+            dropped |= {item for item in group if (_position(item) + size) % every}
     if dropped:
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
+
+
+def _every(plane: PlaneUnderTest) -> int:
+    return plane.every if effort.examples(1) > 1 else max(plane.every, plane.normally)
 
 
 def _position(item: pytest.Function) -> int:

@@ -111,6 +111,7 @@ class PlaneUnderTest:
             parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
             each parameter (operation, dtype, …) at each size where it meets enough values of another one. Tests with
             fewer cases than this run in full.
+        normally: As ``every``, but only in a normal run: ``make soak`` runs all.
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
         hosts: A letter for each worker: those with the same one are on one host. All are on one if it is empty.
@@ -130,6 +131,7 @@ class PlaneUnderTest:
     actor: str = "conformance.actor:plane_actor"
     service: Callable[[int], Service] | None = None
     every: int = 1
+    normally: int = 1
     hosts: str = ""
 
     def host(self, worker: int) -> str:

@@ -80,8 +80,9 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         options={"chunk_bytes": str(CHUNK)},
         launcher=LIGHT,
         environment={"PYTHONWARNINGS": "error"},
+        normally=2,
     ),
-    PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
+    PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(
         "mpi",
         "hvdlab.collectives.planes.mpi:MpiPlane",
@@ -89,6 +90,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         lacks=frozenset({"survive"}),  # mpiexec ends every process when one dies
         library=True,
         missing=mpi_missing,
+        normally=4,
     ),
     hierarchical("aabb", every=4),
     hierarchical("aaab"),

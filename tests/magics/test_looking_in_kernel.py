@@ -34,7 +34,7 @@ def test_ranks_are_looked_into_while_they_run(tmp_path: Path) -> None:
 
         kernel.run("%%hvd_run --background\nwaiting = True\ntime.sleep(60)")
         table = ""
-        while "waiting" not in table:
+        while "waiting" not in table or "rank 0 is running" in table or "rank 1 is running" in table:
             table = kernel.run("%hvd_whos").of("execute_result")[0]["data"]["text/plain"]
         assert "are running a cell, so it may be changing" in table
         view = kernel.run("%hvd_whos 1").of("execute_result")[0]["data"]["text/plain"]

@@ -11,6 +11,7 @@ of each pair, and translates.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import queue
@@ -30,6 +31,9 @@ from hvdlab.kernel_ext.payloads import encode
 
 INSIST = 0.3
 """Seconds after which a rank that has stopped is interrupted again."""
+
+LOADS = 3
+"""Attempts to import debugpy."""
 
 _LAST_LINE = 1 << 20
 _OURS = ("hvdlab", "IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "pydevd.")
@@ -258,6 +262,20 @@ def _plumbing() -> list[str]:
     return sorted({path for one in (*packages, *modules) for path in (one, str(Path(one).resolve()))})
 
 
+def load(name: str) -> None:
+    """Import a module that puts its parts on the path, and takes them off again.
+
+    The main thread may put the path back at that moment, as it does when it joins ipyparallel: then try again.
+    """
+    for _ in range(LOADS - 1):
+        try:
+            importlib.import_module(name)
+        except (ValueError, ImportError):
+            continue
+        return
+    importlib.import_module(name)
+
+
 class _Server:
     """debugpy's server in this process, at the other end of a pair of sockets.
 
@@ -269,7 +287,8 @@ class _Server:
         # Else it warns, into the user's output, that frozen modules of the standard library can't be stepped into.
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         before = sys.breakpointhook
-        import debugpy.server.api  # puts pydevd on the path
+        load("debugpy.server.api")  # puts pydevd on the path
+        import debugpy  # noqa: T100  # only to know where it is
         import pydevd  # type: ignore[import-not-found]
         import pydevd_tracing  # type: ignore[import-not-found]
         from _pydevd_bundle.pydevd_additional_thread_info import (  # type: ignore[import-not-found]

@@ -253,7 +253,8 @@ def test_a_child_that_a_cell_forks_is_not_stopped(kernel: LiveKernel, debugging:
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
     debugging.set_breakpoints(code, 4)
-    assert kernel.run(code).lines() == ["[0,1] 7"]
+    lines = kernel.run(code).lines()  # equal ones are one if they come soon after one another
+    assert lines in (["[0,1] 7"], ["[0] 7", "[1] 7"], ["[1] 7", "[0] 7"])
 
 
 def test_nothing_listens_beyond_this_host(kernel: LiveKernel, debugging: Debugging) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
 from traitlets import Bool, default, observe
-from zmq.devices import ThreadMonitoredQueue
+from zmq.devices.monitoredqueuedevice import ThreadMonitoredQueue
 
 from hvdlab.kernel_ext.launchers import ports
 

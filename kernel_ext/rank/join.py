@@ -169,6 +169,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     async def _on_each_socket(self, what: str, information: Mapping[str, Any]) -> None:
         """Connect or disconnect the kernel's sockets, each in the thread that owns it."""
         leaves = information["broadcast"]
+        assert self.id is not None  # it has a kernel, so it was registered once
 
         def do(socket: Any, *ports: int) -> None:
             for port in ports:

@@ -8,6 +8,7 @@ it gets SIGTERM.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import socket
@@ -31,6 +32,14 @@ def main() -> int:
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
     server: Server | None = None
+    deserted = False
+
+    def left_alone() -> None:
+        nonlocal deserted
+        # A successor that nobody has found yet: who looks after the ranks now starts another one in this directory.
+        deserted = launch.generation > 0 and server is not None and server.connections.idle
+        _leave_stderr()
+
     try:
         options = ServerOptions(
             launch.token,
@@ -45,17 +54,22 @@ def main() -> int:
         except (OSError, StartError) as error:
             _answer(Ready(error=str(error)))
             return 1
-        server.on_alone = _leave_stderr
+        server.on_alone = left_alone
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
+        if launch.generation > 0 and _has_ended(0):
+            return 1  # with our starter; who took its place has started another one, whose sockets must stay
         if launch.linger and launch.keeps:
             handover = Handover(launch)
             server.watch(handover.socket.fileno(), handover.serve)
         _watch(server, launch)
-        _answer(ready)
+        try:
+            _answer(ready)
+        except BrokenPipeError:  # our starter has ended
+            return 1
         server.serve()
     finally:
-        if not launch.keeps or server is None or server.alone:
+        if not launch.keeps or server is None or (server.alone and not deserted):
             shutil.rmtree(directory, ignore_errors=True)  # else it belongs to the successor, too
     return 0
 
@@ -125,6 +139,13 @@ def _read_line(descriptor: int) -> bytes:
             sys.exit("hvdlab coordinator: no settings on standard input; it is started by CoordinatorProcess")
         line += piece
     return line
+
+
+def _has_ended(descriptor: int) -> bool:
+    """Whether nobody holds the other end of this pipe any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
 
 
 def _answer(ready: Ready) -> None:

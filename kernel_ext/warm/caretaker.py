@@ -24,6 +24,8 @@ ANSWER_WITHIN = 1.0
 """Seconds that a coordinator has to hand over its socket."""
 START_WITHIN = 20.0
 """Seconds that a successor has to come up."""
+TRIES = 3
+"""Successors that may fail to come up, or die before they have."""
 UNKNOWN = 16
 """Generations that a coordinator may be ahead of what was heard of it: its notebook may have replaced it."""
 
@@ -55,11 +57,11 @@ class Caretaker:
             ranks: How many ranks a successor is to wait for.
         """
         pid = server_of(self._directory, ANSWER_WITHIN)
-        if pid:
-            self._learn()
-            self._watch(pid)
-        elif self._launch is not None:
+        if not self._learn() and self._launch is not None:
             self._launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + UNKNOWN)
+        if pid:
+            self._watch(pid)
+        else:
             self.replace(ranks)
 
     def replace(self, ranks: int) -> None:
@@ -67,14 +69,17 @@ class Caretaker:
         self.end()
         if self._launch is None or self._listeners is None:
             return
-        launch = msgspec.structs.replace(self._launch, size=ranks)
-        try:
-            self._successor = CoordinatorProcess.succeed(launch, self._listeners, START_WITHIN)
-        except StartError as error:
-            print(f"no other coordinator could be started: {error}", file=sys.stderr, flush=True)
+        for _ in range(TRIES):
+            launch = msgspec.structs.replace(self._launch, size=ranks)
+            # Also of one that fails: ranks may have met it, and would take another of its number for the same.
+            self._launch = msgspec.structs.replace(launch, generation=launch.generation + 1)
+            try:
+                self._successor = CoordinatorProcess.succeed(launch, self._listeners, START_WITHIN)
+            except StartError as error:
+                print(f"no other coordinator could be started: {error}", file=sys.stderr, flush=True)
+                continue
+            self._watch(self._successor.pid)
             return
-        self._learn()
-        self._watch(self._successor.pid)
 
     def end(self) -> None:
         """Somebody else looks after it from now on."""
@@ -94,14 +99,17 @@ class Caretaker:
         with contextlib.suppress(OSError):
             self.process = os.pidfd_open(pid)
 
-    def _learn(self) -> None:
-        """What a successor is to be started with; as it was known before, if it does not tell."""
-        with contextlib.suppress(OSError):
+    def _learn(self) -> bool:
+        """What a successor is to be started with. Returns whether the coordinator has told."""
+        try:
             launch, listener = take_over(self._directory, ANSWER_WITHIN)
-            before = self._listeners
-            self._launch, self._listeners = launch, Listeners(self._directory, "", listener)
-            if before is not None:
-                before.close()
+        except OSError:
+            return False
+        before = self._listeners
+        self._launch, self._listeners = launch, Listeners(self._directory, "", listener)
+        if before is not None:
+            before.close()
+        return True
 
     def has_ended(self) -> bool:
         """Whether the coordinator that is looked after has ended."""

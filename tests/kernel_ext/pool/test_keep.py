@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import keeping, leftovers
@@ -25,6 +27,7 @@ from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Kept, Registry, table
+from hvdlab.kernel_ext.warm.processes import readable
 from pool_recorder import Recorder
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -320,13 +323,21 @@ def next_coordinator(kept: Kept, before: int) -> int:
     return pid
 
 
-def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced() -> None:
+@pytest.mark.parametrize("soon", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool) -> None:
+    """``soon``: at the same moment as its notebook, and the next one while ranks are on their way to it."""
     process = keeper("2")
     kept = Registry().get("mine")
-    # At the same moment as its notebook; then once more, with a rank that has died; then just before one attaches.
-    os.kill(kept.coordinator.pid, signal.SIGKILL)
+    if soon:
+        os.kill(kept.coordinator.pid, signal.SIGKILL)
     kill(process)
+    if not soon:
+        os.kill(kept.coordinator.pid, signal.SIGKILL)
     second = next_coordinator(kept, kept.coordinator.pid)
+    if not soon:
+        client = Client.connect(kept.address, kept.token)
+        client.wait_for(lambda world: len(world.members) == 2, 30)
+        client.close()
     os.kill(second, signal.SIGKILL)
     third = next_coordinator(kept, second)
     with Pool.attach("mine") as pool:
@@ -343,6 +354,20 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced() -> None:
         pool = Pool.attach("mine")
         check(pool, pids)
         pool.stop()
+
+
+def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_directory_to_the_next() -> None:
+    """Two may be started for one that died: by the notebook, which is killed, and by who replaces that."""
+    coordinator = CoordinatorProcess.start(keep=True, linger=True)
+    try:
+        coordinator.respawn()
+        pid = os.pidfd_open(coordinator.pid)
+        coordinator.release()
+        assert readable(pid, 20)
+        os.close(pid)
+        assert (coordinator.directory / "coordinator").exists()
+    finally:
+        coordinator.close()
 
 
 @pytest.mark.soak

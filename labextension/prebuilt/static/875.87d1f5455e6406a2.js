@@ -170,8 +170,8 @@
 .hvd-details:empty { display: none; }
 .hvd-details section { flex: 1 1 260px; min-width: 0; }
 .hvd-details .hvd-names { flex: 4 1 640px; overflow-x: auto; }
-.hvd-details .hvd-both { flex: 2 1 600px; }
-.hvd-details .hvd-both + section { flex: 1 1 350px; }
+.hvd-details .hvd-both { flex: 4 1 700px; }
+.hvd-details .hvd-both + section { flex: 1 1 320px; }
 .hvd-view h4 { margin: 0 0 5px; padding: 0; font-size: 12px; font-weight: 600; }
 .hvd-view h4 code { font-size: 12px; background: none; color: inherit; }
 .hvd-view table { border-collapse: collapse; margin: 0; width: 100%; font-size: 12px; color: inherit; border: 0; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ from hvdlab.collectives import api, context
 context.init()
 for _ in range(20): api.allreduce(np.ones(8), name='loss')"""
 VIEW = ".jp-HvdlabTimeline .hvd-timeline"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WAIT = 60.0
+PRESS_AGAIN = 3.0  # seconds after which one who sees nothing saved presses the key once more
 
 
 def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
@@ -51,6 +55,7 @@ def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
         handle.press("ArrowRight")
         sliders.nth(1).locator("text=6").wait_for()
         assert lab.finish(1).splitlines()[-2:] == ["[0,2] 5", "[1]   6"]
+        open_again(lab, tmp_path / "work" / "notebook.ipynb")
         assert "rank 1 failed" in lab.finish(2)
         check_panel(lab)
 
@@ -61,6 +66,29 @@ def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
         assert card.locator("img").get_attribute("src").endswith("logo-svg.svg")
 
 
+def open_again(lab: LabPage, path: Path) -> None:
+    """In a page that is opened anew the ranks' widgets are as they were, and live."""
+    pressed, deadline = float("-inf"), time.monotonic() + WAIT
+    while path.read_text(encoding="utf-8").count(WIDGET) < 3:
+        now = time.monotonic()
+        assert now < deadline, "Ctrl-S does not save"
+        if lab.page.locator(".jp-Dialog").count():
+            lab.page.locator(".jp-Dialog").get_by_role("button", name="Overwrite").click()
+        elif now > pressed + PRESS_AGAIN:
+            pressed = now
+            lab.page.keyboard.press("Control+s")
+        lab.page.wait_for_timeout(50)
+    lab.leave()
+    lab.come_back()
+    lab.wait_until_idle()
+    sliders = lab.page.locator(".jp-OutputArea .widget-slider")
+    sliders.nth(1).locator("text=6").wait_for()
+    for _ in range(2):
+        sliders.nth(0).locator(".noUi-handle").press("ArrowRight")
+    sliders.nth(0).locator("text=7").wait_for()
+    assert lab.finish(1).splitlines()[-3:] == ["[0] 7", "[1] 6", "[2] 5"]
+
+
 def check_panel(lab: LabPage) -> None:
     """The panel finds the kernel's ranks by itself, and goes from a span to its line."""
     lab.finish(3)
@@ -68,5 +96,5 @@ def check_panel(lab: LabPage) -> None:
     lab.page.wait_for_function(f"() => document.querySelector('{VIEW}')?.hvdlab?.summary().spans >= 60")
     lab.page.locator(f"{VIEW} input[type=search]").fill("loss")
     lab.page.keyboard.press("Enter")
-    lab.page.locator(f"{VIEW} .hvd-details :text('cell [4] line 4')").first.click()
+    lab.page.locator(f"{VIEW} .hvd-details :text('cell [5] line 4')").first.click()
     lab.page.locator(".jp-StatusBar-Widget :text('Ln 4, Col 1')").wait_for()

@@ -164,7 +164,7 @@ def check_pixels(lab: LabPage) -> None:
     deadline = time.monotonic() + WAIT_MS / 1000
     while (off := off_by(lab.page.evaluate(BAR, [2, (begin + end) / 2]), late, begin, end)) > 7:
         # It has not been drawn since it was told to show that; or it is wrong.
-        assert time.monotonic() < deadline, f"the bar is not where the lateness is, but {off} pixels off"
+        assert time.monotonic() < deadline, f"{off} pixels off: {begin}, {end} among {late}"
         lab.page.wait_for_timeout(100)
 
 
@@ -172,13 +172,14 @@ def off_by(bar: dict[str, float] | None, late: list[list[float]], begin: float, 
     """How many pixels a bar is longer or shorter than the lateness; the triangle at its end is some wider."""
     if bar is None:
         return math.inf
-    # What lies nearer than two pixels may or may not be told apart in the picture.
+    # The triangle at an end reaches over what lies near, which may or may not be told apart then.
+    near = 8 * bar["perPixel"]
     begins, ends = [begin], [end]
     for other in sorted(late, reverse=True):
-        if other[1] <= begins[-1] < other[1] + 2 * bar["perPixel"]:
+        if other[1] <= begins[-1] < other[1] + near:
             begins.append(other[0])
     for other in sorted(late):
-        if other[0] - 2 * bar["perPixel"] < ends[-1] <= other[0]:
+        if other[0] - near < ends[-1] <= other[0]:
             ends.append(other[1])
     return min(abs(bar["ns"] - (last - first)) for first in begins for last in ends) / bar["perPixel"]
 

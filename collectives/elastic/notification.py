@@ -55,9 +55,12 @@ class NotificationManager:
             self._listeners[:] = [other for other in self._listeners if other is not listener]
 
     def remind(self, listener: Listener) -> None:
-        """Tell this one of ranks that wait now; it may have forgotten."""
+        """Tell this one of ranks that wait now; it may have forgotten.
+
+        This rank itself waits no more, though it may hear of that only later.
+        """
         engine = self._engine
-        if engine is not None and engine.elastic.waiting:
+        if engine is not None and set(engine.elastic.waiting) - {engine.rank}:
             listener.on_hosts_updated(time.time(), HostUpdateResult.added)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
+from hvdlab.collectives.elastic.notification import NotificationManager
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
@@ -45,3 +49,15 @@ def test_news_of_the_world_and_answers_are_told_apart() -> None:
     world.lost("the coordinator is gone")
     with pytest.raises(StartError, match="the coordinator is gone"):
         world.wait_regrouped(2, 10)
+
+
+def test_who_was_let_in_is_not_told_that_it_waits_itself() -> None:
+    """It may hear of its own way in only later; told of it, all would begin again once more."""
+    manager, listener = NotificationManager(), mock.Mock()
+    elastic = SimpleNamespace(waiting=(0,))
+    manager._engine = SimpleNamespace(rank=0, elastic=elastic)  # type: ignore[assignment]
+    manager.register_listener(listener)
+    listener.on_hosts_updated.assert_not_called()
+    elastic.waiting = (0, 1)
+    manager.remind(listener)
+    listener.on_hosts_updated.assert_called_once()

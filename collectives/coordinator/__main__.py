@@ -32,14 +32,6 @@ def main() -> int:
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
     server: Server | None = None
-    deserted = False
-
-    def left_alone() -> None:
-        nonlocal deserted
-        # A successor that nobody has found yet: who looks after the ranks now starts another one in this directory.
-        deserted = launch.generation > 0 and server is not None and server.connections.idle
-        _leave_stderr()
-
     try:
         options = ServerOptions(
             launch.token,
@@ -54,7 +46,7 @@ def main() -> int:
         except (OSError, StartError) as error:
             _answer(Ready(error=str(error)))
             return 1
-        server.on_alone = left_alone
+        server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
         if launch.generation > 0 and _has_ended(0):
@@ -69,7 +61,10 @@ def main() -> int:
             return 1
         server.serve()
     finally:
-        if not launch.keeps or server is None or (server.alone and not deserted):
+        # A successor that nobody has found, and that has lost its starter, leaves the directory, too: who looks after the
+        # ranks now starts another one there.
+        found = launch.generation == 0 or (server is not None and server.connections.met)
+        if not launch.keeps or server is None or (server.alone and found):
             shutil.rmtree(directory, ignore_errors=True)  # else it belongs to the successor, too
     return 0
 

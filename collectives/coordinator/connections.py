@@ -33,6 +33,7 @@ class Connections:
         next_sweep: When :meth:`sweep` is due.
         turned_away: Tells the operator of connections that were not let in.
         excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
+        met: Whether anybody was ever introduced.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
@@ -42,6 +43,7 @@ class Connections:
         self.lost: list[Event] = []
         self.next_sweep = NEVER
         self.excused: Callable[[int], bool] = lambda peer: False
+        self.met = False
         self._options = options
         self._log = log
         self.turned_away = TurnedAway(log, self.call_at)
@@ -75,6 +77,7 @@ class Connections:
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
+        self.met = True
         self.next_sweep = min(self.next_sweep, connection.heard + self._options.ping_after)
 
     def _settle_by(self, connection: Connection, deadline: float) -> None:

@@ -7,6 +7,7 @@ allreduce has a path of its own: one step, one synchronisation, everybody reduce
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -46,6 +47,7 @@ TWO_CHUNKS_BYTES = 1024 * 1024
 LEAST_CHUNK_BYTES = 64 * 1024
 """Chunks are not made smaller than this to have more of them."""
 _BYTE = np.dtype(np.uint8)
+_TOO_MANY_FILES = "as happens when a process has as many open files as it may (`ulimit -n`)"
 
 
 class ShmPlane(Plane):
@@ -99,17 +101,19 @@ class ShmPlane(Plane):
 
     def _map(self) -> mmap.mmap:
         if self._fd < 0:
-            raise PlaneBroken(
-                "shared memory: no memory came for this group, as happens when a process has as many open files as it "
-                "may (`ulimit -n`)"
-            )
+            raise PlaneBroken(f"shared memory: no memory came for this group, {_TOO_MANY_FILES}")
         size = os.fstat(self._fd).st_size
         if size < self._layout.size:
             raise PlaneBroken(
                 f"shared memory: the segment has {size} bytes, {self._layout.size} are needed for {self._size} members; "
                 "the coordinator and this rank have different chunk_bytes or slots"
             )
-        memory = mmap.mmap(self._fd, self._layout.size)
+        try:
+            memory = mmap.mmap(self._fd, self._layout.size)  # holds a descriptor of its own
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise PlaneBroken(f"shared memory: it can't be mapped, {_TOO_MANY_FILES}") from error
         os.close(self._fd)
         self._fd = -1
         return memory

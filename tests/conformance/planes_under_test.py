@@ -80,7 +80,6 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         options={"chunk_bytes": str(CHUNK)},
         launcher=LIGHT,
         environment={"PYTHONWARNINGS": "error"},
-        normally=2,
     ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(

@@ -31,7 +31,10 @@ RECONNECT_WITHIN = 40.0
 KILLED_WITHIN = 5.0
 """Seconds that a killed process has to end."""
 OFTEN = 5
-"""Coordinators that may die within a minute; more of them die for a reason that another one would not cure."""
+"""After so many coordinators that died within a minute each one is started after a pause: they may die for a reason that
+another one does not cure. It is never given up for that, since ranks would lose their memory with the pool."""
+LONGEST_PAUSE = 8.0
+"""Seconds; ranks wait longer than that for a successor."""
 
 
 class Rebuilder:
@@ -67,11 +70,11 @@ class Rebuilder:
             reconnect_within=RECONNECT_WITHIN,
         )
         self._tell, self._give_up, self._rebuilt = tell, give_up, rebuilt
-        self._closing = False
+        self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._deaths: deque[float] = deque(maxlen=OFTEN)
+        self._deaths: deque[float] = deque(maxlen=OFTEN + 8)
         self._cut_off: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="hvdlab-rebuild", daemon=True)
         self._thread.start()
@@ -82,7 +85,7 @@ class Rebuilder:
 
     def close(self) -> None:
         """End the thread. Call it before the coordinator is closed."""
-        self._closing = True
+        self._closing.set()
         self._jobs.put(None)
 
     def settle(self, timeout: float) -> bool:
@@ -112,7 +115,7 @@ class Rebuilder:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             if self._later and self._later[0][0] <= time.monotonic():
                 heapq.heappop(self._later)[2]()
                 continue
@@ -144,9 +147,8 @@ class Rebuilder:
 
     def _rebuild(self, reason: str) -> None:
         began, how = time.monotonic(), reason
-        while self._client.closed and not self._closing:
-            if len(self._deaths) == OFTEN and began - self._deaths[0] < 60:
-                self._fail(f"its coordinator ended {OFTEN} times within a minute, the last time: {how}")
+        while self._client.closed and not self._closing.is_set():
+            if self._closed_in_pause(how):
                 return
             self._deaths.append(time.monotonic())
             try:
@@ -163,6 +165,17 @@ class Rebuilder:
                 self._rebuilt()
                 self._say(recovered, how, time.monotonic() - began)
 
+    def _closed_in_pause(self, how: str) -> bool:
+        """Wait a while if coordinators die often. Returns whether this was closed meanwhile."""
+        lately = sum(time.monotonic() - then < 60 for then in self._deaths)
+        seconds = pause(lately)
+        if seconds:
+            self._tell(
+                f"{lately + 1} coordinators have ended within a minute, the last one: {how}; the next one is started in "
+                f"{seconds:g} s, the ranks wait for it with their variables"
+            )
+        return self._closing.wait(seconds)
+
     def _go_on(self, recovered: Recovered) -> None:
         if not recovered.replaced:
             self._deaths.pop()  # it was none
@@ -178,8 +191,13 @@ class Rebuilder:
         self._tell(f"{what}; the ranks and their variables are intact")
 
     def _fail(self, reason: str) -> None:
-        if not self._closing:
+        if not self._closing.is_set():
             self._give_up(reason)
+
+
+def pause(deaths: int) -> float:
+    """Seconds until the next coordinator is started if so many others have died within the last minute."""
+    return min(LONGEST_PAUSE, 2.0 ** (deaths - OFTEN)) if deaths >= OFTEN else 0.0
 
 
 def _lives(pid: int) -> bool:

@@ -17,6 +17,8 @@ import zmq
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Death
+from hvdlab.collectives.settings import Settings
+from hvdlab.kernel_ext import rebuild
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.group import CUT_OFF_WITHIN
 from hvdlab.kernel_ext.pool import Pool
@@ -106,6 +108,25 @@ def test_a_cell_is_sent_while_there_is_no_coordinator(start_pool: StartPool) -> 
     for _ in range(3):
         watched.kill_coordinator()
         watched.check()
+
+
+def test_coordinators_that_die_often_are_replaced_after_a_pause(start_pool: StartPool) -> None:
+    """A pool that were given up would take its ranks' memory along."""
+    watched = Watched(start_pool(2))
+    for _ in range(rebuild.OFTEN):
+        watched.kill_coordinator()
+        watched.check()
+    out = Recorder()
+    watched.kill_coordinator()
+    assert watched.pool.run("me", out=out, timeout=60).errors == {}
+    watched.check()
+    assert any("; the next one is started in 1 s" in said for said in [*out.notes, *watched.pool.news()])
+
+
+def test_pauses_grow_but_not_beyond_what_ranks_wait() -> None:
+    pauses = [rebuild.pause(deaths) for deaths in range(20)]
+    assert pauses[: rebuild.OFTEN + 3] == [0.0] * rebuild.OFTEN + [1.0, 2.0, 4.0]
+    assert max(pauses) == rebuild.LONGEST_PAUSE < Settings().reattach
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.soak)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import selectors
+import threading
+from collections.abc import Callable
 
 from hvdlab.kernel_ext.warm.processes import open_process
 
@@ -17,16 +19,19 @@ class Attendance:
 
     def __init__(self) -> None:
         self.absent = False
+        self._lock = threading.Lock()
         self._named: tuple[int, int] | None = None
         self._descriptor = -1
 
     def name(self, pid: int, started: int) -> None:
         """This process takes it from now on; nobody if ``pid`` is 0. Any thread; :meth:`update` is to follow."""
-        self._named = (pid, started)
+        with self._lock:
+            self._named = (pid, started)
 
     def update(self, selector: selectors.BaseSelector) -> None:
         """Watch who was named last. The thread that sends, as for what follows."""
-        named, self._named = self._named, None
+        with self._lock:
+            named, self._named = self._named, None
         if named is None:
             return
         self.close(selector)
@@ -39,13 +44,16 @@ class Attendance:
         """Whether this, which the selector has found readable, is the process."""
         return descriptor == self._descriptor
 
-    def has_ended(self, selector: selectors.BaseSelector) -> bool:
-        """The process has. Returns false if another one has been named, which :meth:`update` then watches."""
-        if self._named is not None:
-            return False
-        self.close(selector)
-        self.absent = True
-        return True
+    def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
+        """The process has. Nothing happens if another one has been named, which :meth:`update` then watches.
+
+        Who is named next comes after what ``then`` does: it can't take back what was done for that one.
+        """
+        with self._lock:
+            if self._named is None:
+                self.close(selector)
+                self.absent = True
+                then()
 
     def close(self, selector: selectors.BaseSelector) -> None:
         """Watch nobody."""

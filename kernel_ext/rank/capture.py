@@ -64,7 +64,7 @@ class Capture:
         unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
 
     Attributes:
-        on_absence: Called on the thread that sends when the process has ended that took the output.
+        on_absence: Called on the thread that sends, with a lock held, when the process has ended that took the output.
     """
 
     def __init__(
@@ -161,8 +161,9 @@ class Capture:
 
         While nobody does, the newest output of each cell is kept and nobody waits for room.
         """
-        self.sent.hold(False)
         self._attendance.name(pid, started)
+        if not pid:
+            self.sent.release()
         self._wake()
 
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
@@ -314,10 +315,7 @@ class Capture:
                     if key.fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)
                     elif self._attendance.is_it(key.fd):
-                        if self._attendance.has_ended(selector):
-                            self.sent.hold(False)
-                            self._all_may_write()
-                            self.on_absence()
+                        self._attendance.has_ended(selector, self._nobody_is_there)
                     else:
                         self._drain_fds()
                 if self._closed:
@@ -328,6 +326,11 @@ class Capture:
         self._attendance.update(selector)
         if self._attendance.absent:
             self._all_may_write()
+
+    def _nobody_is_there(self) -> None:
+        self.sent.release()
+        self._all_may_write()
+        self.on_absence()
 
     def _all_may_write(self) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Output, encode
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Output, Stream, encode
 
 UNATTENDED = 4 << 20
 """Bytes of a cell's output that are kept while nobody takes it."""
@@ -58,7 +58,7 @@ class Sent:
         self._holding = False
 
     def held(self) -> tuple[HeldCell, ...]:
-        """What there is for who uses this rank next, and is not dropped until he is gone."""
+        """What there is for who uses this rank next, and is not dropped until he is gone: until :meth:`release`."""
         with self._lock:
             self._holding = True
             return tuple(
@@ -66,10 +66,10 @@ class Sent:
                 for cell, known in self._cells.items()
             )
 
-    def hold(self, holding: bool) -> None:
-        """Whether nothing may be dropped, since somebody was told that it is there."""
+    def release(self) -> None:
+        """Nobody is there any more who was told what there is: what is too much may be dropped."""
         with self._lock:
-            self._holding = holding
+            self._holding = False
 
     def expect(self, cell: str, label: str = "") -> bool:
         """A cell came; False if it came before, and must not run again."""
@@ -132,6 +132,8 @@ class Sent:
                 if known is None:
                     continue
                 _forget(known, taken)
+                if known.before > received:
+                    self._post(TO_POOL, _bridge(cell, received, known.before))
                 for total, body in known.outputs:
                     if total > received:
                         self._post(TO_POOL, body)
@@ -142,6 +144,14 @@ class Sent:
 def _forget(known: _Cell, taken: int) -> None:
     while known.outputs and known.outputs[0][0] <= taken:
         known.before, _ = known.outputs.popleft()
+
+
+def _bridge(cell: str, received: int, before: int) -> bytes:
+    """In the place of what is not here any more: the pool takes nothing that follows a gap, and would ask for ever."""
+    text = (
+        f"[{before - received} bytes of what this rank wrote here are lost: they were too much to be kept]\n"
+    )
+    return encode(Output(cell, (Stream("stderr", text),), before, received))
 
 
 def _shorten(known: _Cell) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import selectors
 import subprocess
 import threading
 from typing import TYPE_CHECKING
 
+from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
+from hvdlab.kernel_ext.payload import Payload
 from hvdlab.kernel_ext.payloads import (
     AskCells,
     CellDone,
@@ -20,8 +23,10 @@ from hvdlab.kernel_ext.payloads import (
     RunCell,
     Settled,
     Stream,
+    decode_to_pool,
 )
-from hvdlab.kernel_ext.rank.capture import WINDOW
+from hvdlab.kernel_ext.rank.attendance import Attendance
+from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
 from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
 from hvdlab.kernel_ext.warm.processes import start_time
 
@@ -147,12 +152,61 @@ def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
     assert sent.held() == (HeldCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
     sent.output("a", [], UNATTENDED, unattended=True)
     assert sent.held()[0].before == 2 * UNATTENDED
-    sent.hold(False)
+    sent.release()
     sent.output("a", [], UNATTENDED, unattended=True)
     assert sent.held()[0].before == 4 * UNATTENDED
     sent.taken("a", 5 * UNATTENDED)
     sent.done(CellDone("a", None, 0.0))
     assert sent.held() == (HeldCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
+
+
+def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
+    """Owner, question and a second Owner come before the thread that sends has looked who is there."""
+    capture = Capture(lambda topic, body: None)
+    capture.sent.expect("a", "[1]")
+    capture.owned(*me())
+    for _ in range(2):
+        capture.sent.output("a", [], UNATTENDED, unattended=True)
+    (held,) = capture.sent.held()
+    capture.owned(*me())
+    capture.sent.output("a", [], UNATTENDED, unattended=True)
+    assert capture.sent.held() == (held,)
+    capture.owned(0, 0)
+    capture.sent.output("a", [], UNATTENDED, unattended=True)
+    assert capture.sent.held()[0].before == 3 * UNATTENDED
+    capture.start()
+    capture.close()
+
+
+def test_a_gap_is_told_instead_of_what_is_missing() -> None:
+    posted: list[Payload] = []
+    sent = Sent(lambda topic, body: posted.append(decode_to_pool(body)))
+    sent.expect("a", "[1]")
+    for _ in range(3):
+        sent.output("a", [], UNATTENDED, unattended=True)
+    sent.done(CellDone("a", None, 0.0))
+    arrivals = Arrivals([0], {0: 5})
+    posted.clear()
+    sent.resync([("a", 5, 5)])
+    *outputs, done = posted
+    assert [arrivals.output(0, output) for output in outputs] == [Verdict.TAKE] * 2
+    assert f"{2 * UNATTENDED - 5} bytes" in text_of(outputs[0])
+    assert arrivals.done(0, done) is Verdict.TAKE
+
+
+def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
+    attendance = Attendance()
+    ends: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        attendance.name(*me())
+        attendance.update(selector)
+        attendance.name(*me())
+        attendance.has_ended(selector, lambda: ends.append("the first"))
+        assert not attendance.absent
+        attendance.update(selector)
+        attendance.has_ended(selector, lambda: ends.append("the second"))
+        assert attendance.absent
+    assert ends == ["the second"]
 
 
 def me() -> tuple[int, int]:

@@ -34,7 +34,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
                 "rank": rank,
                 "host": member.host.split("#")[0] if member else "",
                 "pid": member.pid if member else 0,
-                "plane": member.plane if member else "",
+                "plane": plane_text(recording.planes(rank)) if member else "",
                 "state": state,
                 "reason": death.reason if death else "",
                 "cell": cell,
@@ -70,6 +70,19 @@ def paused_text(paused: Mapping[int, str]) -> str:
         f"rank {ranks[0]} is {why}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} are {why}"
         for why, ranks in reasons.items()
     )
+
+
+def plane_text(planes: Mapping[int, str]) -> str:
+    """What moves a rank's data: ``shm``, with the process sets that use another plane: ``shm; set 1: gloo``."""
+    world = planes.get(0, "")
+    others: dict[str, list[str]] = {}
+    for number, plane in sorted(planes.items()):
+        if number and plane != world:
+            others.setdefault(plane, []).append(str(number))
+    parts = [
+        f"{'set' if len(sets) == 1 else 'sets'} {', '.join(sets)}: {plane}" for plane, sets in others.items()
+    ]
+    return "; ".join(part for part in (world, *parts) if part)
 
 
 def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:

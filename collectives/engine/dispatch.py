@@ -89,7 +89,7 @@ class Dispatcher:
             self._executor.ring()
         if isinstance(message, m.Configure):
             logs.configured(self._guarded.state.rank, message)
-            self._spans.members(message.process_set, message.epoch, len(message.members))
+            self._spans.members(message.process_set, message.epoch, len(message.members), message.plane)
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members], message.epoch)
         elif isinstance(message, m.Dissolve):

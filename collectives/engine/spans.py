@@ -38,7 +38,7 @@ class SpanLog:
         self._due = threading.Lock()
         self._samples = ClockSamples()
         self._asked = (0, 0)
-        self._members: dict[int, tuple[int, int]] = {}
+        self._members: dict[int, tuple[int, int, str]] = {}
         self._touched: set[int] = set()
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -152,14 +152,15 @@ class SpanLog:
         if sample is not None:
             self.recorder.clock(*sample)
 
-    def members(self, process_set: int, epoch: int, size: int) -> None:
+    def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
         """A process set was configured. Control thread."""
-        self._members[process_set] = (epoch, size)
-        self.recorder.members(process_set, epoch, size)
+        self._members[process_set] = (epoch, size, plane)
+        self.recorder.members(process_set, epoch, size, plane)
 
     def dissolved(self, process_set: int) -> None:
         """A process set is gone. Control thread."""
-        self._members.pop(process_set, None)
+        if (known := self._members.pop(process_set, None)) is not None:
+            self.recorder.members(process_set, known[0] + 1, 0)
 
     # -- clocks ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.names import Names
 from hvdlab.collectives.recording.numbering import Epochs, Numbering
+from hvdlab.collectives.recording.planes import Planes
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, distance, rows_of
 from hvdlab.collectives.recording.series import Points, Series, SeriesStore
 from hvdlab.collectives.timeline.alignment import Alignment
@@ -69,6 +70,7 @@ class Recording:
         self._series = SeriesStore()
         self._derived = Derived(self._series)
         self._epochs = Epochs()
+        self._planes = Planes()
         self._numbering = Numbering()
         self._alignment = Alignment()
         self._unaligned: list[tuple[bytes, Head]] = []
@@ -112,7 +114,9 @@ class Recording:
         for earlier, its_head in held:
             self._feed(earlier, its_head)
         self._lost[head.rank] = head.dropped + head.refused
-        self._spans(records, head, offset[0], [(at, e) for at, e in small if isinstance(e, Members)])
+        news = [(at, event) for at, event in small if isinstance(event, Members)]
+        self._planes.take(head.rank, [event for _, event in news])
+        self._spans(records, head, offset[0], [(at, event) for at, event in news if event.size])
         for _, event in small:
             self._small(head.rank, event, offset[0])
 
@@ -306,6 +310,11 @@ class Recording:
     def running(self, rank: int) -> str:
         """The cell that runs on a rank; empty if none does."""
         return self._marks.running(rank)
+
+    def planes(self, rank: int) -> dict[int, str]:
+        """The data plane of each process set that a rank is in, by the set's number, as far as it has told."""
+        with self._changed:
+            return self._planes.of(rank)
 
     @property
     def membership(self) -> Membership:

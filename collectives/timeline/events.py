@@ -100,12 +100,13 @@ class ClockSample:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """A process set has this many members from this epoch on."""
+    """A process set has this many members from this epoch on, none if it is gone; ``plane`` moves their data."""
 
     process_set: int
     epoch: int
     size: int
     time_ns: int
+    plane: str = ""
 
 
 Event = Span | CellBegin | CellEnd | Abort | Metric | ClockSample | Members

@@ -98,12 +98,13 @@ class Operations:
 
     def members(self, event: Members) -> None:
         """Learn the size of a process set; news of an older epoch is ignored."""
-        if event.epoch >= self._sizes.get(event.process_set, (0, 0))[0]:
+        if event.size and event.epoch >= self._sizes.get(event.process_set, (0, 0))[0]:
             self._sizes[event.process_set] = (event.epoch, event.size)
 
     def introduce(self, event: Members) -> None:
         """Learn the size of a process set that nothing is known of; it may be told behind the spans it goes for."""
-        self._sizes.setdefault(event.process_set, (event.epoch, event.size))
+        if event.size:
+            self._sizes.setdefault(event.process_set, (event.epoch, event.size))
 
     def add(self, rank: int, placed: Placed, now: float) -> Operation | None:
         """Take a span in. Returns an older operation that must be given out because this one has taken its name."""

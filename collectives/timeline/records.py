@@ -177,7 +177,9 @@ def _text_of(event: Event) -> str:
             Span(name=text) | Metric(name=text) | Abort(text=text) | CellBegin(cell=text) | CellEnd(cell=text)
         ):
             return text
-        case ClockSample() | Members():
+        case Members(plane=text):
+            return text
+        case ClockSample():
             return ""
 
 
@@ -367,5 +369,5 @@ def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
         case RecordType.MEMBERS:
             if first < 0:
                 raise ValueError("a process set has a negative size")
-            return Members(process_set, number, first, time_ns)
+            return Members(process_set, number, first, time_ns, names[name] if name else "")
     raise ValueError(f"unknown record type {kind}")

@@ -274,9 +274,9 @@ class Recorder:
         """Epoch ``epoch`` of a process set ends, now; ``text`` says why in one sentence."""
         self._small(RecordType.ABORT, text, process_set, epoch)
 
-    def members(self, process_set: int, epoch: int, size: int) -> None:
+    def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
         """A process set has ``size`` members from ``epoch`` on; lets readers know when a collective is complete."""
-        self._small(RecordType.MEMBERS, "", process_set, epoch, size)
+        self._small(RecordType.MEMBERS, plane, process_set, epoch, size)
 
     def clock(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
         """A question sent at ``sent_ns`` and answered at ``received_ns`` (this clock) found the coordinator's clock.

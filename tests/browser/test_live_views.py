@@ -188,6 +188,7 @@ def check_ranks(lab: LabPage) -> None:
     lab.wait_for_text(RANKS, "4/4 ranks · idle")
     rows = lab.page.locator(".hvd-ranks tbody tr")
     assert rows.count() == 4
+    assert [row.locator("td").nth(2).inner_text() for row in rows.all()] == ["shm"] * 4
     lab.page.wait_for_function("document.querySelector('.hvd-ranks tr.hvd-strong th')?.textContent === '2'")
 
 

@@ -18,7 +18,7 @@ from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Members, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
@@ -351,6 +351,24 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
         wait(lambda: any("ranks" in message for message in told[before:]))
     finally:
         one.close()
+
+
+def test_the_plane_in_use_is_shown_and_not_the_one_asked_for(recording: Recording) -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets.views import ranks
+
+    members = tuple(Member(rank, pid=100 + rank, host="host", plane="auto") for rank in range(3))
+    recording.take_membership(Membership(members=members, expected=(0, 1, 2, 3)))
+    assert [row["plane"] for row in rank_rows.rank_rows(recording)] == [""] * 4
+    for rank in range(2):
+        sets = [Members(number, 1, 2, START_NS, plane) for number, plane in enumerate(("shm", "shm", "gloo"))]
+        recording.feed(rank, encode(rank, [*sets, Members(7, 1, 2, START_NS, "gloo")][: 4 - rank]))
+    recording.feed(3, encode(3, [Members(0, 1, 2, START_NS, "shm")]))
+    planes = [row["plane"] for row in rank_rows.rank_rows(recording)]
+    assert planes == ["shm; sets 2, 7: gloo", "shm; set 2: gloo", "", ""]
+    table = ranks(recording)
+    table.close()
+    assert "shm; set 2: gloo" in repr(table)
 
 
 def test_a_rank_that_waits_for_its_user_is_said_to(

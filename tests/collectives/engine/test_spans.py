@@ -265,6 +265,16 @@ def test_the_clock_is_asked_for_rarely_and_only_by_ranks_of_other_hosts(
     assert not [e for e in decode(batch).events if isinstance(e, Members)]
 
 
+def test_what_a_process_set_uses_is_told_until_it_is_gone() -> None:
+    log = SpanLog(0, True)
+    log.members(1, 3, 2, "gloo")
+    log.dissolved(1)
+    log.dissolved(2)
+    (batch,) = log.take()
+    told = [e for e in decode(batch).events if isinstance(e, Members)]
+    assert [(e.process_set, e.epoch, e.size, e.plane) for e in told] == [(1, 3, 2, "gloo"), (1, 4, 0, "")]
+
+
 def test_a_quick_answer_is_preferred_until_it_is_old() -> None:
     samples = ClockSamples()
     assert samples.best(0) is None

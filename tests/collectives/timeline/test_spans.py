@@ -121,7 +121,7 @@ def test_the_small_records_come_out_with_the_time_they_were_made() -> None:
     recorder.metric("loss", 0.25, 12)
     recorder.metric("speed", 3)
     recorder.abort(1, 4, "rank 2 died")
-    recorder.members(1, 5, 3)
+    recorder.members(1, 5, 3, "gloo")
     recorder.cell_end("7", ok=False)
     recorder.clock(1000, 1101, 5050)
     after = time.monotonic_ns()
@@ -134,7 +134,7 @@ def test_the_small_records_come_out_with_the_time_they_were_made() -> None:
         Metric("loss", 0.25, 12, times[1]),
         Metric("speed", 3.0, None, times[2]),
         Abort(1, 4, times[3], "rank 2 died"),
-        Members(1, 5, 3, times[4]),
+        Members(1, 5, 3, times[4], "gloo"),
         CellEnd("7", times[5], False),
         ClockSample(1101, 4000, 51),
     ]

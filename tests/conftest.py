@@ -2,6 +2,9 @@
 
 A test that leaves something behind fails at teardown, with the stack of each leaked thread and the command line of
 each leaked process. What a session-, package- or module-scoped fixture started before the test is not a leak.
+
+Kernels, ranks and networks that tests share are made anew after a test that failed with them, so that what it left running
+does not make the next ones fail, too.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import psutil
 import pytest
@@ -119,6 +123,40 @@ def _command(pid: int) -> str:
         return f"process {pid} [{process.status()}]: {' '.join(process.cmdline())}"
     except psutil.Error:
         return f"process {pid}: gone"
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """What tests may share; ``closed`` once the last of them has run."""
+
+    closed: bool
+
+    def renew(self) -> None: ...
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    used = [one for one in getattr(item, "funcargs", {}).values() if isinstance(one, Renewable)]
+    failed = item.stash.get(_FAILED, False)
+    try:
+        return (yield)
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        for one in {id(one): one for one in used}.values() if failed else ():
+            if not one.closed:
+                one.renew()
 
 
 @pytest.fixture(autouse=True)

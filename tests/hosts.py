@@ -174,6 +174,7 @@ class Network:
         self.links: dict[int, _Holder] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="hosts-"))
         self._switch: _Holder | None = None
+        self.closed = False
         try:
             names = "".join(f"{_SUBNET}.{i + 1} host{i}\n" for i in range(count))
             hosts_file = self._directory / "hosts"
@@ -214,8 +215,14 @@ class Network:
         if done.returncode:
             raise HostFailed(f"{' '.join(argv)}: {done.stderr.strip()}")
 
+    def renew(self) -> None:
+        """Put all cables back that a test has pulled."""
+        for host in self.hosts:
+            host.mend()
+
     def close(self) -> None:
         """End all hosts."""
+        self.closed = True
         for holder in (*self.hosts, *self.links.values(), self._switch):
             if holder is not None:
                 holder.close()

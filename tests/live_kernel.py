@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class LiveKernel:
         name: Which kernel.
         environment: Variables that are set for it. Ranks have only numpy from the beginning, unless ``HVDLAB_PRELOAD``
             is among them: importing torch takes longer than most tests.
+        prepare: Cells that are run first, also whenever it is started anew.
     """
 
     def __init__(
@@ -67,17 +68,31 @@ class LiveKernel:
         strip: bool = False,
         name: str = "python3",
         environment: Mapping[str, str] | None = None,
+        prepare: Sequence[str] = (),
     ) -> None:
         self.directory = directory
-        self.manager = KernelManager(kernel_name=name)
+        self._name, self._prepare = name, prepare
         preload = os.environ.get("HVDLAB_PRELOAD", "numpy")
         given = {"HVDLAB_STRIP": str(int(strip)), "HVDLAB_PRELOAD": preload, **(environment or {})}
-        self.manager.start_kernel(cwd=str(directory), env=os.environ | given)
-        self.client: BlockingKernelClient = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self._environment = os.environ | given
+        self.closed = False
+        self._start()
+
+    def _start(self) -> None:
         self.cells: dict[str, Cell] = {}
         self.others: list[tuple[float, str, dict[str, Any]]] = []
+        self.manager = KernelManager(kernel_name=self._name)
+        self.manager.start_kernel(cwd=str(self.directory), env=self._environment)
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        try:
+            self.client.wait_for_ready(timeout=60)
+            for code in self._prepare:
+                cell = self.run(code)
+                assert cell.error is None, cell.error
+        except BaseException:
+            self._kill()
+            raise
 
     def send(self, code: str, **options: Any) -> Cell:
         begun = time.monotonic()
@@ -118,7 +133,18 @@ class LiveKernel:
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()
 
+    def renew(self) -> None:
+        """Kill the kernel, whose ranks end with it, and start another."""
+        self._kill()
+        self._start()
+
+    def _kill(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+
     def close(self) -> None:
+        self.closed = True
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)
         self.manager.cleanup_resources()

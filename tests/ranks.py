@@ -103,6 +103,9 @@ class Ranks:
     With ``tls`` they reach the coordinator as ranks of other hosts do. With ``keep`` it can have a successor.
     """
 
+    END_TIMEOUT = 5.0
+    """Seconds that a rank gets to end of itself."""
+
     def __init__(
         self,
         size: int,
@@ -115,26 +118,35 @@ class Ranks:
         keep: bool = False,
     ) -> None:
         self.size = size
+        self._tls, self._keep, self._given = tls, keep, dict(env or {})
+        self._imports = list(imports)
+        self._begin(_init if init else None, timeout)
+
+    def _begin(self, init: Callable[[], None] | None, timeout: float) -> None:
+        self._begun = (init, timeout)
+        self.closed = False
         self.processes: list[Process] = []
         self.connections: list[Connection] = []
+        self._begin_coordinator()
+        try:
+            for rank in range(self.size):
+                self._spawn(rank)
+            if init is not None:
+                self.run(init, timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_coordinator(self) -> None:
         self.coordinator = CoordinatorProcess.start(
-            size=size, tcp_host="127.0.0.1" if tls else None, keep=keep
+            size=self.size, tcp_host="127.0.0.1" if self._tls else None, keep=self._keep
         )
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
             "HVDLAB_CERT": self.coordinator.certificate or "",
             "HVDLAB_METRICS_INTERVAL": "0",  # so that only what a test does is recorded, and sent then
-            **(env or {}),
+            **self._given,
         }
-        self._imports = list(imports)
-        try:
-            for rank in range(size):
-                self._spawn(rank)
-            if init:
-                self.run(_init, timeout=timeout)
-        except BaseException:
-            self.close()
-            raise
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -208,15 +220,26 @@ class Ranks:
         self.connections[rank].close()
         self._spawn(rank)
 
+    def renew(self) -> None:
+        """Kill all of them, and start others."""
+        for process in self.processes:
+            process.kill()
+        self.close()
+        self._begin(*self._begun)
+
     def close(self) -> None:
+        self.closed = True
         for connection in self.connections:
             connection.close()
         for process in self.processes:
             try:
-                process.wait(5)
+                process.wait(self.END_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._end_coordinator()
+
+    def _end_coordinator(self) -> None:
         self.coordinator.close()
 
     def __enter__(self) -> Self:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hosts import Network
-from ranks import WORKER, Process, Ranks
+from ranks import WORKER, Ranks
 
 PORT = 29500
 
@@ -30,6 +29,8 @@ class RanksOnHosts(Ranks):
         timeout: Seconds for that.
     """
 
+    END_TIMEOUT = 8.0
+
     def __init__(
         self,
         network: Network,
@@ -41,17 +42,19 @@ class RanksOnHosts(Ranks):
     ) -> None:
         self.network, self.per_host = network, per_host
         self.size = per_host * len(network.hosts)
-        self.processes: list[Process] = []
-        self.connections: list[Connection] = []
         self._extra = env
-        try:
-            for rank in range(self.size):
-                self._spawn(rank)
-            if init:
-                self.run(initialize, timeout=timeout)
-        except BaseException:
-            self.close()
-            raise
+        self._begin(initialize if init else None, timeout)
+
+    def _begin_coordinator(self) -> None:
+        """Rank 0 does."""
+
+    def _end_coordinator(self) -> None:
+        """It ends with rank 0."""
+
+    def renew(self) -> None:
+        """Kill all of them, mend the network, and start others."""
+        self.network.renew()
+        super().renew()
 
     def _environment(self, rank: int) -> dict[str, str]:
         number, local = divmod(rank, self.per_host)
@@ -83,16 +86,6 @@ class RanksOnHosts(Ranks):
         else:
             self.processes.append(process)
             self.connections.append(connection)
-
-    def close(self) -> None:
-        for connection in self.connections:
-            connection.close()
-        for process in self.processes:
-            try:
-                process.wait(8)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def initialize() -> Any:

@@ -190,7 +190,12 @@ class WorkerGroup:
     """Resident workers of one plane and size. Not thread-safe."""
 
     def __init__(self, plane: PlaneUnderTest, size: int) -> None:
-        self.plane, self.size, self.epoch = plane, size, 0
+        self.plane, self.size = plane, size
+        self._begin()
+
+    def _begin(self) -> None:
+        size = self.size
+        self.epoch = 0
         self.clean = False
         self.closed = False
         self._processes: Sequence[Process] = []
@@ -364,6 +369,11 @@ class WorkerGroup:
         reports = [f"worker {w} left behind: {o}" for w, o in zip(workers, outcomes, strict=True) if o]
         if reports:
             raise AssertionError("\n".join(reports))
+
+    def renew(self) -> None:
+        """Kill them, and start others."""
+        self.kill()
+        self._begin()
 
     def kill(self) -> None:
         """SIGKILL what is left of the workers and let go of everything. Idempotent."""

@@ -38,8 +38,11 @@ def leak_check() -> None:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
-    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"), environment={"HVDLAB_PRELOAD": "torch"})
-    kernel.run("%load_ext hvdlab")
+    kernel = LiveKernel(
+        tmp_path_factory.mktemp("kernel"),
+        environment={"HVDLAB_PRELOAD": "torch"},
+        prepare=["%load_ext hvdlab"],
+    )
     yield kernel
     kernel.close()
 

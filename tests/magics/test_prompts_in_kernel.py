@@ -11,6 +11,12 @@ import pytest
 from live_kernel import Cell
 from prompting_kernel import Answer, PromptingKernel, names, plain
 
+SETUP = (
+    "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
+    "context.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
+    "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])\nmeet()"
+)
+
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
@@ -22,14 +28,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptingKernel
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
         environment.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "3")
-        kernel = PromptingKernel(tmp_path_factory.mktemp("kernel"))
-    kernel.run("%load_ext hvdlab")
-    cell = kernel.run(
-        "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
-        "context.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
-        "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])\nmeet()"
-    )
-    assert cell.error is None, cell.error
+        kernel = PromptingKernel(tmp_path_factory.mktemp("kernel"), prepare=["%load_ext hvdlab", SETUP])
     yield kernel
     kernel.close()
 

@@ -27,10 +27,9 @@ def leak_check() -> None:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
     before = os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS")
     os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.5"
-    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"))
+    kernel = LiveKernel(tmp_path_factory.mktemp("kernel"), prepare=["%load_ext hvdlab"])
     if before is None:
         del os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"]
-    kernel.run("%load_ext hvdlab")
     yield kernel
     kernel.close()
 

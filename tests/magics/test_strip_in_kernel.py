@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +30,15 @@ def leak_check() -> None:
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
     directory = tmp_path_factory.mktemp("kernel")
-    kernel = LiveKernel(directory, strip=True, environment={"HVDLAB_PRELOAD": "torch"})
-    kernel.directory = directory  # type: ignore[attr-defined]  # of this test
-    kernel.run("%load_ext hvdlab")
-    assert not kernel.run("%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()").error
+    kernel = LiveKernel(
+        directory,
+        strip=True,
+        environment={"HVDLAB_PRELOAD": "torch"},
+        prepare=[
+            "%load_ext hvdlab",
+            "%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+        ],
+    )
     yield kernel
     kernel.close()
 
@@ -53,8 +57,7 @@ def updates(kernel: LiveKernel) -> list[tuple[float, dict[str, Any]]]:
 
 
 def end(kernel: LiveKernel, name: str) -> None:
-    directory: Path = kernel.directory  # type: ignore[attr-defined]  # see above
-    (directory / name).touch()
+    (kernel.directory / name).touch()
 
 
 def test_it_lives_as_long_as_its_cell(kernel: LiveKernel) -> None:

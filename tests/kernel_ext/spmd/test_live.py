@@ -13,7 +13,6 @@ import pytest
 from debugging_client import Debugging
 from live_kernel import Cell, LiveKernel
 
-
 needs_a_thread_for_messages = pytest.mark.skipif(
     ipykernel.version_info < (7,),
     reason="before ipykernel 7 the thread that runs cells takes the messages, so that questions wait for the cell",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.debugger.choosing import NOBODY, SCOPE
 from hvdlab.kernel_ext.debugger.events import (
     AskLocal,
     CloseRank,
@@ -153,6 +154,8 @@ class DebugHub:
         self._loop = asyncio.get_running_loop()
         command = request.get("command")
         if self._mux is None:
+            if command == SCOPE:
+                return {"type": "response", "success": True, "command": SCOPE, "body": dict(NOBODY)}
             if command != "initialize":  # the debugger is off
                 return await self._ask_kernel(request)
             _spare_children()

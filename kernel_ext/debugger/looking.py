@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 
+from hvdlab.kernel_ext.debugger.choosing import WORDS, Choosing
 from hvdlab.kernel_ext.debugger.events import Effect, Json
-from hvdlab.kernel_ext.debugger.going import Going
 from hvdlab.kernel_ext.debugger.identifiers import Numbers
 from hvdlab.kernel_ext.debugger.variables import shown
 
-_ALONE = {"%one": True, "%all": False}
 
-
-class Looking(Going):
+class Looking(Choosing):
     """Requests about a frame or a variable of one rank, and the stacks of all that have stopped."""
 
     def _by_number(self, key: int, request: Json, name: str, numbers: Numbers) -> list[Effect]:
@@ -27,7 +25,7 @@ class Looking(Going):
         command = request["command"]
         if (
             command == "evaluate"
-            and (alone := _ALONE.get(str(arguments.get("expression")).strip())) is not None
+            and (alone := WORDS.get(str(arguments.get("expression")).strip())) is not None
         ):
             return self._choose(key, request, alone)
         if command == "scopes" and self._stepping is None:
@@ -125,20 +123,3 @@ class Looking(Going):
             {**frame, "id": self._frames.give(rank, frame["id"]), "name": name.format(frame.get("name", ""))}
             for frame in frames
         ]
-
-    def _scope(self, key: int, request: Json, alone: object) -> list[Effect]:
-        """Our own button for this."""
-        if isinstance(alone, bool):
-            self._alone = alone
-        rank = self._shown() if self.stopped else None
-        return [
-            self._response(
-                key, request, {"alone": self._alone, "rank": rank, "stoppedRanks": list(self.stopped)}
-            )
-        ]
-
-    def _choose(self, key: int, request: Json, alone: bool) -> list[Effect]:
-        """Other frontends have no button for this; but all of them can evaluate an expression."""
-        self._alone = alone
-        whom = "only the rank whose frame is selected" if alone else "all ranks that have stopped"
-        return [self._response(key, request, {"result": f"the buttons move {whom}", "variablesReference": 0})]

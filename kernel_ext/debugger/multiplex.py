@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from hvdlab.kernel_ext.debugger.asking import LOCAL, RankState
+from hvdlab.kernel_ext.debugger.choosing import SCOPE
 from hvdlab.kernel_ext.debugger.events import (
     AskLocal,
     CloseRank,
@@ -33,8 +34,6 @@ from hvdlab.kernel_ext.debugger.looking import Looking
 _BY_FRAME = frozenset({"scopes", "evaluate", "setExpression", "completions", "stepInTargets", "gotoTargets"})
 _BY_VARIABLE = frozenset({"variables", "setVariable"})
 _BY_THREAD = frozenset({"exceptionInfo", "goto"})
-SCOPE = "hvdlab/scope"
-"""A request of ours: whether the buttons move one rank only. ``alone`` among its arguments chooses; the answer tells."""
 _KEPT = ("setExceptionBreakpoints", "setFunctionBreakpoints")
 
 
@@ -95,6 +94,9 @@ class Multiplexer(Looking):
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event."""
+        return self._take(event) + self._tell_scope()
+
+    def _take(self, event: Event) -> list[Effect]:
         if isinstance(event, Requested):
             return self._requested(event)
         if isinstance(event, LocalReplied):
@@ -177,7 +179,7 @@ class Multiplexer(Looking):
         elif command == "debugInfo":
             return self._gather(key, request, {LOCAL: request}, lambda got: self._info(key, request, got))
         elif command == SCOPE:
-            return self._scope(key, request, arguments.get("alone"))
+            return self._answer_scope(key, request, arguments.get("alone"))
         elif command == "threads":
             return self._list_threads(key, request)
         elif command == "setBreakpoints":
@@ -253,7 +255,7 @@ class Multiplexer(Looking):
         effects: list[Effect] = [CloseRank(rank) for rank in self._ranks]
         for rank in list(self._ranks):
             effects += self._gone(rank, "the debugger was switched off")
-        self._on, self._knows_threads = False, False
+        self._on, self._knows_threads, self._alone = False, False, False
         self._breakpoints, self._kept, self._refused = {}, {}, {}
         self._stepping, self._held = None, []
         return [*effects, AskLocal(key, request), *self._only(key, request)]

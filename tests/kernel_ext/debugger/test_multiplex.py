@@ -316,6 +316,40 @@ def test_our_own_button_asks_and_chooses_whom_the_buttons_move() -> None:
     assert room.ask("hvdlab/scope", alone=False)["body"]["alone"] is False
 
 
+def test_who_has_asked_whom_the_buttons_move_is_told_of_each_change() -> None:
+    room = Room().start(0, 1)
+
+    def told() -> list[Json]:
+        found = [one["body"] for one in room.events if one["event"] == "hvdlab/scope"]
+        room.events = []
+        return found
+
+    def state(alone: bool, rank: int | None, *stopped: int) -> Json:
+        return {"alone": alone, "rank": rank, "stoppedRanks": list(stopped)}
+
+    room.stop(0)
+    assert told() == []  # other frontends never hear of it
+    room.ask("hvdlab/scope")
+    room.stop(1)
+    assert told() == [state(False, 0, 0, 1)]
+    frames = room.ask("stackTrace", threadId=LOCAL_THREAD)["body"]["stackFrames"]
+    room.ask("scopes", frameId=frames[2]["id"])
+    assert told() == [state(False, 1, 0, 1)]
+    room.ask("evaluate", expression="%one", frameId=frames[2]["id"])
+    assert told() == [state(True, 1, 0, 1)]
+
+    room.ask("next", threadId=LOCAL_THREAD)
+    assert room.mux.stopped == (0,)
+    assert told() == []  # it is about to stop again
+    room.stop(1, line=3)
+    assert told() == []
+    room.ask("next", threadId=LOCAL_THREAD)
+    room.tell(Reminded())  # it takes long
+    assert told() == [state(True, 0, 0)]
+    room.ask("disconnect")
+    assert told() == [state(False, None)]
+
+
 def test_a_rank_that_can_not_take_part_is_named_with_the_reason() -> None:
     room = Room().start(0)
 

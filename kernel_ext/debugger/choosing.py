@@ -1,0 +1,46 @@
+"""Whom the debugger's buttons move: all ranks that have stopped, or only the one that is looked at."""
+
+from __future__ import annotations
+
+from hvdlab.kernel_ext.debugger.events import Effect, Json
+from hvdlab.kernel_ext.debugger.going import Going
+
+SCOPE = "hvdlab/scope"
+"""A request of ours. ``alone`` among its arguments chooses; the answer tells.
+
+A frontend that has asked is told of each change, in an event of this name with the same body.
+"""
+WORDS = {"%one": True, "%all": False}
+"""Expressions that choose, for frontends that have no button for it."""
+NOBODY: Json = {"alone": False, "rank": None, "stoppedRanks": []}
+
+
+class Choosing(Going):
+    """The choice, and who is told of it."""
+
+    def __init__(self, cells: str) -> None:
+        super().__init__(cells)
+        self._told: Json | None = None  # what a frontend that has asked knows
+
+    def _scope(self) -> Json:
+        """Whether the buttons move one rank only, which that is, and who has stopped."""
+        rank = self._shown() if self.stopped else None
+        return {"alone": self._alone, "rank": rank, "stoppedRanks": list(self.stopped)}
+
+    def _answer_scope(self, key: int, request: Json, alone: object) -> list[Effect]:
+        if isinstance(alone, bool):
+            self._alone = alone
+        self._told = self._scope()
+        return [self._response(key, request, self._told)]
+
+    def _tell_scope(self) -> list[Effect]:
+        """Tell whoever has asked what has changed; not of ranks that have only begun a step."""
+        if self._told is None or self._stepping is not None or (now := self._scope()) == self._told:
+            return []
+        self._told = now
+        return [self._event(SCOPE, now)]
+
+    def _choose(self, key: int, request: Json, alone: bool) -> list[Effect]:
+        self._alone = alone
+        whom = "only the rank whose frame is selected" if alone else "all ranks that have stopped"
+        return [self._response(key, request, {"result": f"the buttons move {whom}", "variablesReference": 0})]

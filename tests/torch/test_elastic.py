@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +78,8 @@ class Training:
                     self.commits += 1
                     event = events.pop(self.commits, None)
                     if event is not None:
-                        EVENTS[event](state)
+                        name, *more = event.split()
+                        EVENTS[name](state, *more)
                     state.commit()
                 state.epoch += 1
                 state.scheduler.step()
@@ -114,20 +117,21 @@ def divide(state: Any) -> None:
     raise ZeroDivisionError("of the user")
 
 
-def wait_for_newcomer(state: Any) -> None:
-    """Go on once somebody waits to be let in, so that the next commit lets it; at once if it is in already."""
-    if hvd.size() == 3:
-        return  # it knows of no barrier
+def wait_for_newcomer(state: Any, door: str) -> None:
+    """Say at the door that somebody may come, and go on once it waits to be let in, so that the next commit lets it."""
     if hvd.rank() == elastic.place.first_rank():
+        Path(door).write_text("come")
         arrived = threading.Event()
         regrouping = context.engine().elastic
         stop = regrouping.watch(lambda waiting: arrived.set() if waiting else None)
-        assert regrouping.waiting or arrived.wait(20)
+        assert regrouping.waiting or arrived.wait(50)
         stop()
     hvd.barrier()
 
 
-EVENTS = {event.__name__: event for event in (fail_here, withdraw, die, divide, wait_for_newcomer)}
+EVENTS: dict[str, Callable[..., None]] = {
+    event.__name__: event for event in (fail_here, withdraw, die, divide, wait_for_newcomer)
+}
 
 
 def train(events: dict[int, str] | None = None) -> dict[str, Any]:
@@ -328,17 +332,25 @@ def test_a_rank_may_be_lost_while_the_others_begin_again(world: Ranks) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_a_rank_that_comes_back_takes_part_again(world: Ranks, lost: int) -> None:
+def test_a_rank_that_comes_back_takes_part_again(world: Ranks, lost: int, tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    os.mkfifo(door)
+    ready = os.open(door, os.O_RDONLY | os.O_NONBLOCK)
     survivors = [rank for rank in range(3) if rank != lost]
     running = {
-        rank: world.start(train, {5: "die"} if rank == lost else {7: "wait_for_newcomer"}, ranks=[rank])
+        rank: world.start(
+            train, {5: "die"} if rank == lost else {7: f"wait_for_newcomer {door}"}, ranks=[rank]
+        )
         for rank in range(3)
     }
     assert isinstance(running[lost].outcomes()[0], RankGone)
     world.processes[lost].wait(10)
+    # Not before the others go on without it: they would begin again with it at once.
+    assert select.select([ready], [], [], 60)[0]
+    os.close(ready)
     world.respawn(lost)
     back = world.start(train, ranks=[lost])
-    results = [running[rank].results()[0] for rank in survivors] + back.results()
+    results = [running[rank].results(60)[0] for rank in survivors] + back.results(60)
     check_alike(results)
     assert [result["sizes"] for result in results[:2]] == [[2, 3]] * 2
     assert results[2]["sizes"] == []

@@ -36,9 +36,10 @@ from hvdlab.kernel_ext.cells.events import (
     TimePassed,
     Unasked,
 )
+from hvdlab.kernel_ext.cells.guarded import GuardedSink
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, settle, status_of
+from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
 from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND
@@ -82,10 +83,8 @@ class CellHandle:
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
-        self._run, self._sink = run, sink
-        self._timed = sink if isinstance(sink, TimedSink) else None
+        self._run, self._sink = run, GuardedSink(sink)
         self._ask, self._look = ask or _nobody, look or _nobody
-        self._status = status_of(sink)
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes who waits
         self._held: list[SendCredit] = []
@@ -119,6 +118,7 @@ class CellHandle:
 
         Raises:
             TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
+            Exception: What the sink raised. The run is over nevertheless, and :attr:`results` has its results.
         """
         deadline = Deadline(timeout)
         with self._sigint():
@@ -133,6 +133,8 @@ class CellHandle:
             raise TimeoutError(
                 f"the cell still runs after {timeout:g} s" if timeout is not None else "the cell still runs"
             )
+        if self._sink.failure is not None:
+            raise self._sink.failure
         return self.results
 
     def drive_in_background(self) -> None:
@@ -199,19 +201,18 @@ class CellHandle:
                 self._desk.gone(rank)
             case InterruptRequested():
                 self._desk.interrupted()
-                if self._timed is not None:
-                    self._timed.hurry()
+                self._sink.hurry()
         if (asking := self._desk.ranks) != self._at_prompts:
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
             if self._desk.asking:
-                self._status(self._desk.status(), final=False)
+                self._sink.status(self._desk.status(), final=False)
 
     def _ask_user(self, question: Question) -> None:
         """Let the user answer a rank. On this thread; where there is room for output another drives the run meanwhile."""
-        settle(self._sink)
+        self._sink.settle()
         if self._desk.shows_beside:
-            self._status(self._desk.status(), final=False)
+            self._sink.status(self._desk.status(), final=False)
         self._tick(time.monotonic())
         try:
             told = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
@@ -221,7 +222,7 @@ class CellHandle:
         if told:
             self._sink.note(told)
         if self._desk.shows_beside:
-            self._status("", final=True)
+            self._sink.status("", final=True)
         if self._desk.ranks != self._at_prompts:
             self._at_prompts = self._desk.ranks
             self._take(AtPrompts(self._at_prompts), time.monotonic())
@@ -246,14 +247,13 @@ class CellHandle:
             case LookAt(ranks):
                 self._look(ranks)
             case ShowStatus(text, final):
-                self._status(text, final=final)
+                self._sink.status(text, final=final)
             case Finished(results):
                 self.results = results
 
     def _tick(self, now: float) -> None:
-        if self._timed is not None:
-            self._sink_at = self._timed.tick(now)
-        if self._held and (self._timed is None or self._timed.backlog() <= BACKLOG):
+        self._sink_at = self._sink.tick(now)
+        if self._held and self._sink.backlog() <= BACKLOG:
             held, self._held = self._held, []
             for credit in held:
                 self._credit(credit.rank, credit.taken)
@@ -261,8 +261,7 @@ class CellHandle:
     def _finish(self) -> None:
         assert self.results is not None
         try:
-            if isinstance(self._sink, EndingSink):
-                self._sink.finished(self.results)
+            self._sink.finished(self.results)
             if self._on_finished is not None:
                 self._on_finished(self.results)
         finally:

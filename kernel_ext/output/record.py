@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdlab.collectives.knobs import read
+from hvdlab.kernel_ext.cells.guarded import GuardedSink
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, ShowsStatus, TimedSink, settle, status_of
+from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
+
+logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2 << 30
 """Bytes in files of all cells together, unless ``HVDLAB_OUTPUT_KEPT`` says otherwise."""
@@ -32,6 +36,8 @@ FREE_PART = 10
 class Recorder:
     """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
 
+    One that fails shows nothing from then on; what the first one raised, :meth:`finished` raises.
+
     Args:
         transcript: Where it is recorded.
         sink: Shows it.
@@ -39,8 +45,9 @@ class Recorder:
 
     def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
         self.transcript = transcript
-        self._sinks: tuple[tuple[OutputSink, frozenset[int]], ...] = ((sink, frozenset(transcript.ranks)),)
-        self._statuses: tuple[ShowsStatus, ...] = (status_of(sink),)
+        self._sinks: tuple[tuple[GuardedSink, frozenset[int]], ...] = (
+            (GuardedSink(sink), frozenset(transcript.ranks)),
+        )
         self._wake: Callable[[], None] | None = None
         if isinstance(sink, KeptSink):
             sink.kept(transcript)
@@ -59,8 +66,7 @@ class Recorder:
         with self.transcript.lock:
             self.transcript.replay(sink, ranks)
             if self.transcript.running:
-                self._sinks = (*self._sinks, (sink, frozenset(ranks)))
-                self._statuses = (*self._statuses, status_of(sink))
+                self._sinks = (*self._sinks, (GuardedSink(sink), frozenset(ranks)))
         if self._wake is not None:
             self._wake()
 
@@ -90,31 +96,37 @@ class Recorder:
         with self.transcript.lock:
             if text and final:
                 self.transcript.note(text)
-            for show in self._statuses:
-                show(text, final=final)
+            for sink, _ in self._sinks:
+                sink.status(text, final=final)
 
     def tick(self, now: float) -> float | None:
-        times = [sink.tick(now) for sink, _ in self._sinks if isinstance(sink, TimedSink)]
+        times = [sink.tick(now) for sink, _ in self._sinks]
         return min((at for at in times if at is not None), default=None)
 
     def settle(self) -> None:
         for sink, _ in self._sinks:
-            settle(sink)
+            sink.settle()
 
     def backlog(self) -> int:
-        return max((sink.backlog() for sink, _ in self._sinks if isinstance(sink, TimedSink)), default=0)
+        return max(sink.backlog() for sink, _ in self._sinks)
 
     def hurry(self) -> None:
         for sink, _ in self._sinks:
-            if isinstance(sink, TimedSink):
-                sink.hurry()
+            sink.hurry()
 
     def finished(self, results: CellResults) -> None:
         with self.transcript.lock:
             self.transcript.finish(_ending(results))
         for sink, _ in self._sinks:
-            if isinstance(sink, EndingSink):
-                sink.finished(results)
+            sink.finished(results)
+        (first, _), *others = self._sinks
+        for sink, _ in others:
+            if sink.failure is not None:
+                logger.error(
+                    "what showed cell %s as well failed", self.transcript.cell, exc_info=sink.failure
+                )
+        if first.failure is not None:
+            raise first.failure
 
 
 class Transcripts:

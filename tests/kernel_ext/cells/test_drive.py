@@ -126,6 +126,26 @@ def test_credit_waits_until_the_sink_has_written() -> None:
     assert run.sink.calls.index(("due",)) < run.sink.calls.index(("finished",))
 
 
+@pytest.mark.parametrize("call", ["output", "done", "tick", "finished"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_sink_that_fails_does_not_keep_the_run_from_its_end(call: str, background: bool) -> None:
+    run = Run()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    setattr(run.sink, call, fail)
+    if background:
+        run.handle.drive_in_background()
+    run.feed(wrote(0, 2 << 20), done(0), done(1))
+    with pytest.raises(RuntimeError, match="disk is full"):
+        run.handle.wait(10)
+    assert run.handle.results is not None
+    assert run.handle.results.ok
+    assert run.credits == [(0, 2 << 20)]
+    assert ("closed",) in run.sink.calls
+
+
 def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
     run = Run()
     run.handle.drive_in_background()

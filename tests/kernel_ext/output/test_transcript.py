@@ -250,3 +250,28 @@ def test_the_whole_is_written_as_it_is_shown(tmp_path: Path, monkeypatch: pytest
     assert "rank 1 died\n" in file.read_text()
     write_text(kept, file, [1])
     assert file.read_text().startswith("step 0\nfigure 1\n")
+
+
+def test_a_sink_that_fails_neither_stops_another_nor_what_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Seen):
+        def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+            raise BrokenPipeError(f"nobody reads {chunks}")
+
+    first, second = Seen(), Broken()
+    recorder = Recorder(transcript(tmp_path), first)
+    recorder.attach(second, [0])
+    recorder.output(0, (Stream("stdout", "a\n"),))
+    recorder.done(0, None)
+    recorder.finished(CellResults((0,), {}))
+    assert first.events == [(0, Stream("stdout", "a\n")), ("done", 0)]
+    assert second.events == []
+    assert "nobody reads" in caplog.text
+    assert recorder.transcript.total == 2
+
+    recorder = Recorder(transcript(tmp_path), Broken())
+    recorder.output(0, (Stream("stdout", "a\n"),))
+    with pytest.raises(BrokenPipeError):
+        recorder.finished(CellResults((0,), {}))
+    assert not recorder.transcript.running

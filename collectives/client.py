@@ -66,6 +66,7 @@ class Client:
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
         self._on_lost: list[Callable[[str], Any]] = []
+        self._loss_told = False  # whether the loss has been told those who want to know
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
@@ -195,8 +196,8 @@ class Client:
         self._send(m.Subscribe(True))
 
     def off_events(self, callback: Callable[[int, bytes], Any]) -> None:
-        """Call this no more; it may be called once more that is under way. Raises ``CoordinatorLostError``."""
-        self._call(lambda: self._on_events.remove(callback))
+        """Call this no more; it may be called once more that is under way. Without effect if it is not called."""
+        self._call(lambda: self._off_events(callback))
 
     @property
     def recording(self) -> Recording:
@@ -236,8 +237,15 @@ class Client:
         self._call(lambda: self._on_paused.append(callback))
 
     def on_lost(self, callback: Callable[[str], Any]) -> None:
-        """Call this with the reason whenever the coordinator is lost; not after :meth:`close`."""
-        self._call(lambda: self._on_lost.append(callback))
+        """Call this with the reason whenever the coordinator is lost; not after :meth:`close`.
+
+        At once, and on this thread, if it is lost already.
+        """
+        with self._changed:
+            self._on_lost.append(callback)
+            late = self._loss_told and not self._closing
+        if late:
+            self._invoke(callback, self._lost)
 
     # -- a successor of the coordinator ---------------------------------------------------------------------------
 
@@ -301,6 +309,7 @@ class Client:
                 raise
             self._again = True
             self._world_seen, self._lost, self._pongs = False, "", set()
+            self._loss_told = False
             self._use(endpoint, welcome)
 
     def _wait_lost(self, deadline: Deadline) -> None:
@@ -379,9 +388,11 @@ class Client:
         with self._changed:
             self._lost = reason
             self._changed.notify_all()
-        self._link.run_calls()  # a callback registered just now may be for on_lost
+        self._link.run_calls()
+        with self._changed:
+            told, self._loss_told = tuple(self._on_lost), True
         if lost:
-            for callback in self._on_lost:
+            for callback in told:
                 self._invoke(callback, reason)
 
     def _handle(self, message: m.ToPeer) -> None:
@@ -411,6 +422,10 @@ class Client:
             self._paused = dict(zip(message.ranks, message.reasons, strict=False))
             for on_paused in self._on_paused:
                 self._invoke(on_paused, self._paused)
+
+    def _off_events(self, callback: Callable[[int, bytes], Any]) -> None:
+        with contextlib.suppress(ValueError):  # it was none, or is none any more
+            self._on_events.remove(callback)
 
     def _take_world(self, message: m.World) -> None:
         if message.restoring and self._again:

@@ -181,6 +181,8 @@ class Server:
             connections.sweep(now, events)
         if now >= self._due:
             events.append(Tick())
+        # The sweep's questions may have been too much for who does not read.
+        events, connections.lost = events + connections.lost, []
         while events:
             self._perform(self.state.handle_all(events, now))
             due = self.state.next_deadline()

@@ -185,6 +185,31 @@ def test_the_loss_of_the_coordinator_is_told(coordinator: CoordinatorProcess, cl
     client.close()
 
 
+def test_who_asks_too_late_is_told_of_the_loss_at_once(
+    coordinator: CoordinatorProcess, client: Client
+) -> None:
+    """The coordinator may end between connecting and the first question."""
+    coordinator.close()
+    client._link.thread.join(10)
+    assert client.closed
+    reasons: list[str] = []
+    client.on_lost(reasons.append)
+    assert len(reasons) == 1
+    assert "lost" in reasons[0]
+    client.close()
+    client.on_lost(reasons.append)
+    assert len(reasons) == 1
+
+
+def test_events_may_be_declined_twice(client: Client) -> None:
+    """And by who never wanted any; the connection lives."""
+    batches: list[bytes] = []
+    for _ in range(2):
+        client.off_events(lambda rank, batch: batches.append(batch))
+    client.flush()
+    assert not client.closed
+
+
 def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
     client = Client.connect(coordinator.address, coordinator.token)
     lost: list[str] = []

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -332,6 +333,31 @@ def test_who_does_not_read_is_dropped(start: Start) -> None:
             peers[0].endpoint.flush()
     running.log.wait_for("does not read what it is sent")
     assert peers[0].wait_for(m.Abort).ranks == (1,)
+    for peer in peers:
+        peer.endpoint.close()
+
+
+def test_who_is_dropped_for_a_question_is_told_of_at_once(start: Start) -> None:
+    """The one byte too many is the server's own ping, while nobody says anything."""
+    running = start(ping_after=0.1)
+    peers = [join(running, rank) for rank in (0, 1)]
+    peers[0].wait_for(m.Configure)
+    for _ in range(20):
+        peers[0].endpoint.send(m.Post("t", bytes(100_000), (1,)))
+        while peers[0].endpoint.backlog:
+            select.select([], [peers[0].endpoint], [], 10)
+            peers[0].endpoint.flush()
+    for _ in range(5):  # until nothing else is due
+        peers[0].seen.clear()
+        peers[0].wait_for(m.Ping)
+    connections = running.server.connections
+    connections._options = replace(running.server.options, backlog_limit=1)  # from now on
+    aborts: list[m.Abort] = []
+    for _ in range(50):
+        peers[0].wait_for(m.Ping)
+        if aborts := [message for message in peers[0].seen if isinstance(message, m.Abort)]:
+            break
+    assert [abort.ranks for abort in aborts] == [(1,)]
     for peer in peers:
         peer.endpoint.close()
 

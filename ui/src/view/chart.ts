@@ -1,4 +1,5 @@
 import uPlot from 'uplot';
+import { drawDots } from '../draw/dots.ts';
 import { ticks } from '../draw/format.ts';
 import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
 import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
@@ -19,6 +20,7 @@ const WIDEST = 32;
 /** With more points for each pixel than this, lines are filled by columns of pixels. */
 const DENSE = 0.5;
 const SPARSE = 24; // pixels for each point from which on it is marked
+const DOT = 2.25; // its radius in pixels
 
 /** What all charts show alike. */
 export interface Look {
@@ -189,14 +191,14 @@ export class ChartView {
     const { palette, width, height, ranks, chosen } = this.look;
     const stroked = uPlot.paths.linear!();
     const paths: uPlot.Series.PathBuilder = (...all) => (this.dense ? null : stroked(...all));
-    const base = { spanGaps: false, paths, points: { show: () => !band && this.grid.points < width / SPARSE, size: 4.5 } };
+    const base = { spanGaps: false, paths, points: { show: false } };
     const line = (one: Series): uPlot.Series => {
       const place = ranks.indexOf(one.rank);
       const faint = chosen.size > 0 && !chosen.has(one.rank);
       const ink = { colour: rankColour(place, palette), alpha: faint ? 0.18 : 1, width: faint ? 1 : chosen.size ? 2.2 : 1.5 };
       const stroke = css(ink.colour, ink.alpha);
       this.inks.push(ink);
-      return { ...base, label: String(one.rank), stroke, width: ink.width, dash: rankDash(place), points: { ...base.points, fill: stroke, stroke } };
+      return { ...base, label: String(one.rank), stroke, width: ink.width, dash: rankDash(place) };
     };
     const series: uPlot.Series[] = [{}];
     const bands: uPlot.Band[] = [];
@@ -225,7 +227,7 @@ export class ChartView {
       scales: { x: { time: false, range: () => [this.view.from, this.view.to] }, y: { range: () => this.bounds, distr: this.log ? 3 : 1 } },
       series,
       bands,
-      hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.columns(plot), plot => this.marks(plot)] },
+      hooks: { drawClear: [plot => this.lines(plot)], draw: [plot => this.columns(plot), plot => this.dots(plot, band), plot => this.marks(plot)] },
     };
   }
 
@@ -294,6 +296,18 @@ export class ChartView {
     if (this.band) fillBetween(layer, x, y[2], y[0], this.band.colour, this.band.alpha);
     this.inks.forEach(({ colour, alpha, width }, line) => fillLine(layer, x, y[line], width * ratio, colour, alpha));
     layer.draw(plot.ctx);
+  }
+
+  /** The points themselves, where there are few. */
+  private dots(plot: uPlot, band: boolean): void {
+    const { view, grid, look } = this;
+    if (band || this.chart.kind === 'shares' || grid.points >= look.width / SPARSE) return;
+    const ratio = uPlot.pxRatio;
+    const x = grid.x.map(time => ((time - view.from) / view.length) * look.width * ratio);
+    this.inks.forEach(({ colour, alpha }, line) => {
+      const y = grid.lines[line].map(value => (value == null ? value : plot.valToPos(value, 'y', true)));
+      drawDots(plot.ctx, x, y, DOT * ratio, colour, alpha);
+    });
   }
 
   /** At the left: the median of the newest values in view and who is furthest from it, or all of a stack's parts. */

@@ -27,6 +27,9 @@ export interface ChartsOptions {
 
 /** Milliseconds of a frame for charts; what is not drawn by then has to wait for the next one. */
 const BUDGET = 4;
+/** A frame in which so many ms are gone has no time for charts, unless none was drawn for `PATIENCE` ms. */
+const FULL = 6;
+const PATIENCE = 80;
 /** After so many ms without a change nothing moves any more. */
 const STILL = 150;
 const NEAR = 40; // pixels
@@ -60,6 +63,8 @@ export class Charts implements ChartsView {
   private budgetOf = NaN;
   private budget = 0;
   private changed = 0;
+  /** When a chart was drawn last. */
+  private last = 0;
   private readonly pace = new Pace();
   private pointer: { x: number; y: number } | null = null;
   private readonly seen: IntersectionObserver;
@@ -162,18 +167,21 @@ export class Charts implements ChartsView {
     const waiting = [...this.all.values()].filter(one => one.stale && one.visible);
     if (!waiting.length) return;
     const begun = performance.now();
-    if (begun - this.changed > STILL) this.pace.hurry();
+    const still = begun - this.changed > STILL;
+    if (still) this.pace.hurry();
     // Of one frame, both whoever shows the lanes and this may ask.
     const frame = Number(document.timeline.currentTime);
     if (frame !== this.budgetOf) [this.budgetOf, this.budget] = [frame, BUDGET];
     let done = 0;
-    if (this.budget > 0 && this.pace.ready(begun)) {
+    const full = !still && begun - frame > FULL && begun - this.last < PATIENCE;
+    if (this.budget > 0 && !full && this.pace.ready(begun)) {
       const look = this.look();
       const most = Math.min(waiting.length, this.pace.most);
       do waiting[(this.turn + done) % waiting.length].draw(look);
       while (++done < most && performance.now() - begun < this.budget);
       this.turn = done < waiting.length ? this.turn + done : 0;
-      const took = performance.now() - begun;
+      this.last = performance.now();
+      const took = this.last - begun;
       this.budget -= took;
       if (this.timings.on) this.timings.draw.push(took);
     }

@@ -9,6 +9,7 @@ import { setTranslate } from '../../ui/src/view/texts.ts';
 import { addCommands, COMMANDS, type TimelineWidget } from './commands.ts';
 import { Feeds } from './feed.ts';
 import { makeHost } from './host.ts';
+import { addOneRank, ONE_RANK } from './scope.ts';
 import { follow, type Settings } from './settings.ts';
 import { RanksItem, RanksModel } from './status.ts';
 
@@ -38,9 +39,10 @@ const plugin: JupyterFrontEndPlugin<void> = {
     const host = makeHost(app, notebooks, feeds, settings, trans);
     const tracker = new WidgetTracker<TimelineWidget>({ namespace: 'hvdlab' });
     const open = addCommands(app, host, tracker, settings, labShell);
+    addOneRank(app, notebooks, feeds, trans);
 
     const category = trans.__('Ranks');
-    for (const command of COMMANDS) palette?.addItem({ command, category });
+    for (const command of [...COMMANDS, ONE_RANK]) palette?.addItem({ command, category });
     launcher?.add({ command: 'hvdlab:open-timeline', category: trans.__('Other'), rank: 20 });
     if (restorer) void restorer.restore(tracker, { command: 'hvdlab:open-timeline', args: ({ content }) => ({ ...content.choice, restored: true }), name: () => 'timeline' });
 

@@ -27,6 +27,7 @@ CELLS = [
     "%%hvd_run -np 2\nimport os\nrank = int(os.environ['RANK'])",
     "%%hvd_run\ndef double(n):\n    y = n * 2\n    return y\nz = double(rank + 1)\nprint(z)",
 ]
+ONE_RANK = '[data-command="hvdlab:debug-one-rank"]'
 FRAMES = ".jp-DebuggerCallstack-body li"
 
 
@@ -93,3 +94,35 @@ def test_a_click_in_the_gutter_stops_ranks_and_the_buttons_move_them(lab: LabPag
     page.locator(".jp-DebuggerBugButton").first.click()
     lab.wait_until_ended(CELL)
     assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+
+
+def test_a_button_lets_the_others_stay_while_one_rank_steps(lab: LabPage) -> None:
+    lab.finish(LOAD)
+    lab.finish(START)
+    page = lab.page
+    button = page.locator(ONE_RANK).first
+    page.locator(".jp-DebuggerBugButton").first.click()
+    page.wait_for_selector(".jp-DebuggerBugButton[aria-pressed=true]", timeout=WAIT_MS)
+    gutter = page.locator(".jp-Notebook-cell").nth(CELL).locator(".cm-breakpoint-gutter .cm-gutterElement")
+    gutter.nth(5).click()
+    page.wait_for_selector(".jp-DebuggerBreakpoints-body >> text=5", timeout=WAIT_MS)
+    assert not button.is_visible()  # nobody has stopped
+
+    lab.run(CELL)
+    wait_for_frames(lab, *(f"rank {rank}: <module> Cell [*]:5" for rank in (0, 1)))
+    page.locator(FRAMES, has_text="rank 1").click()
+    page.wait_for_selector(f"{ONE_RANK}[aria-pressed=false] >> text=Rank 1 Only", timeout=WAIT_MS)
+    button.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{ONE_RANK}[aria-pressed=true] >> text=Rank 1 Only", timeout=WAIT_MS)
+
+    page.locator('[data-command="debugger:next"]').first.click()
+    wait_for_frames(lab, "rank 1: <module> Cell [*]:6", "rank 0: <module> Cell [*]:5")
+    wait_for_variable(lab, "z", "4")
+
+    button.click()
+    page.wait_for_selector(f"{ONE_RANK}[aria-pressed=false]", timeout=WAIT_MS)
+    page.locator('[data-command="debugger:continue"]').first.click()
+    lab.wait_until_ended(CELL)
+    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+    page.wait_for_selector(ONE_RANK, state="hidden", timeout=WAIT_MS)

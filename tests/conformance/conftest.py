@@ -66,7 +66,7 @@ def _position(item: pytest.Function) -> int:
     return sum(index for name, index in item.callspec.indices.items() if name != "resident_group")
 
 
-@pytest.fixture(scope="module", params=GROUPS)
+@pytest.fixture(scope="package", params=GROUPS)
 def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """The workers that all tests of one plane and size share."""
     plane, size = request.param

@@ -91,7 +91,7 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlaneUnderTest:
     """A plane and how to test it.
 

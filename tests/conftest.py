@@ -46,14 +46,23 @@ def _children() -> set[int]:
     found: set[int] = set()
     todo = [os.getpid()]
     while todo:
-        for listing in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+        tasks = f"/proc/{todo.pop()}/task"
+        for thread in _entries(tasks):
             try:
-                pids = [int(pid) for pid in listing.read_text().split()]
+                with open(f"{tasks}/{thread}/children", "rb", buffering=0) as listing:
+                    pids = {int(pid) for pid in listing.read().split()}
             except OSError:
                 continue
-            todo += [pid for pid in pids if pid not in found]
-            found.update(pids)
+            todo += pids - found
+            found |= pids
     return found
+
+
+def _entries(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def _is_tracker(pid: int) -> bool:
@@ -70,10 +79,7 @@ def _new_children(before: set[int]) -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    try:
-        return set(os.listdir("/dev/shm"))
-    except OSError:
-        return set()
+    return set(_entries("/dev/shm"))
 
 
 def _fds() -> dict[int, str]:

@@ -15,6 +15,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -133,15 +134,20 @@ def lab_page(
 ) -> Iterator[LabPage]:
     """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
 
+    The notebook and what kernels write is in ``directory / "work"``. The server is that of :func:`shared_server`, where
+    there is one with these environment variables.
+
     With ``many`` the page can show other things beside the notebook. With ``classic`` it is Notebook 7. Without ``kernel``
     nobody waits for one. With a ``wire`` the page talks to the server over that.
     """
-    work = directory / "work"
-    work.mkdir(parents=True)
-    path = work / "notebook.ipynb"
-    nbformat.write(notebook, path)
     with ExitStack() as stack:
-        address, token = stack.enter_context(_server(directory, work, theme, classic))
+        server = next((one for one in _shared if one.environment == _environment()), None)
+        if server is None:
+            server = stack.enter_context(_server(directory / "server"))
+        stack.callback(server.end_kernels)
+        path = server.settle_in(directory, theme)
+        nbformat.write(notebook, directory / "work" / path.name)
+        address = server.address
         if wire is not None:
             address = stack.enter_context(wire.to(address))
         playwright = stack.enter_context(sync_playwright())
@@ -153,7 +159,7 @@ def lab_page(
                 viewport={"width": width, "height": height}, device_scale_factor=scale
             ).new_page()
             place = "notebooks" if classic else "lab/tree" if many else "doc/tree"
-            page.goto(f"{address}/{place}/{path.name}?token={token}", timeout=WAIT_MS)
+            page.goto(f"{address}/{place}/{path}?token={server.token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
             return page
 
@@ -163,49 +169,105 @@ def lab_page(
         yield lab
 
 
+@dataclass
+class _Server:
+    """A server for one page after the other, each with a directory of its own."""
+
+    root: Path
+    address: str
+    token: str
+    environment: dict[str, str]
+    pages: int = 0
+
+    def settle_in(self, directory: Path, theme: str) -> Path:
+        """Use settings and files of this directory from now on; returns where the notebook is for the server."""
+        self.pages += 1
+        (self.root / "work" / str(self.pages)).mkdir()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "work").symlink_to(self.root / "work" / str(self.pages))
+        settings = dict(_SETTINGS)
+        if theme:
+            settings["apputils-extension/themes"] = {"theme": theme}
+        for name, values in settings.items():
+            file = directory / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(values))
+        for kept in ("settings", "workspaces"):
+            (directory / kept).mkdir(exist_ok=True)
+            (self.root / kept).unlink(missing_ok=True)
+            (self.root / kept).symlink_to(directory / kept)
+        return Path(str(self.pages), "notebook.ipynb")
+
+    def end_kernels(self) -> None:
+        for kernel in json.loads(self._request("GET", "")):
+            self._request("DELETE", f"/{kernel['id']}")
+
+    def _request(self, method: str, path: str) -> bytes:
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(f"{self.address}/api/kernels{path}", headers=headers, method=method)
+        with urllib.request.urlopen(request) as answer:
+            content: bytes = answer.read()
+        return content
+
+
+_shared: list[_Server] = []
+
+
 @contextmanager
-def _server(directory: Path, work: Path, theme: str, classic: bool) -> Iterator[tuple[str, str]]:
-    settings = dict(_SETTINGS)
-    if theme:
-        settings["apputils-extension/themes"] = {"theme": theme}
-    for name, values in settings.items():
-        file = directory / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(values))
+def shared_server(directory: Path) -> Iterator[None]:
+    """Within this, pages are of one server: starting it takes longer than most of what is done with them."""
+    with _server(directory) as server:
+        _shared.append(server)
+        try:
+            yield
+        finally:
+            _shared.remove(server)
+
+
+def _environment() -> dict[str, str]:
+    """What kernels of a server that is started now find in their environment."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@contextmanager
+def _server(root: Path) -> Iterator[_Server]:
+    """JupyterLab, which serves pages of Notebook 7 as well."""
     # The extension of this checkout, whatever is installed.
-    link = directory / "share" / "labextensions" / "@hvdlab" / "labextension"
-    link.parent.mkdir(parents=True, exist_ok=True)
+    link = root / "share" / "labextensions" / "@hvdlab" / "labextension"
+    link.parent.mkdir(parents=True)
     link.symlink_to(EXTENSION)
-    kernels = directory / "share" / "kernels"
+    (root / "work").mkdir()
+    kernels = root / "share" / "kernels"
     kernels.mkdir()
     (kernels / "hvdlab").symlink_to(KERNELSPEC)
-    environment = os.environ | {
-        "JUPYTER_PATH": str(directory / "share"),
-        "JUPYTERLAB_SETTINGS_DIR": str(directory / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(directory / "workspaces"),
-        "JUPYTER_CONFIG_DIR": str(directory / "config"),
-        "JUPYTER_RUNTIME_DIR": str(directory / "runtime"),
-        "IPYTHONDIR": str(directory / "ipython"),
+    environment = _environment()
+    places = {
+        "JUPYTER_PATH": root / "share",
+        "JUPYTERLAB_SETTINGS_DIR": root / "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": root / "workspaces",
+        "JUPYTER_CONFIG_DIR": root / "config",
+        "JUPYTER_RUNTIME_DIR": root / "runtime",
+        "IPYTHONDIR": root / "ipython",
     }
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     token = secrets.token_hex(16)
-    log = (directory / "server.log").open("w")
+    log = (root / "server.log").open("w")
     arguments: Sequence[str] = [
         "--no-browser",
         "--allow-root",
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={port}",
-        f"--ServerApp.root_dir={work}",
+        f"--ServerApp.root_dir={root / 'work'}",
         f"--IdentityProvider.token={token}",
     ]
     server = subprocess.Popen(
-        [JUPYTER, "-m", "notebook" if classic else "jupyterlab", *arguments],
-        env=environment,
+        [JUPYTER, "-m", "jupyterlab", *arguments],
+        env=environment | {name: str(place) for name, place in places.items()},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=work,
+        cwd=root / "work",
     )
     try:
         assert server.stderr is not None
@@ -214,11 +276,10 @@ def _server(directory: Path, work: Path, theme: str, classic: bool) -> Iterator[
             if re.search(rf":{port}/(lab|tree)\?token=", line):
                 break
         else:
-            raise RuntimeError(f"JupyterLab did not start: {(directory / 'server.log').read_text()}")
+            raise RuntimeError(f"JupyterLab did not start: {(root / 'server.log').read_text()}")
         with _drained(server.stderr):
             try:
-                yield f"http://127.0.0.1:{port}", token
-                _end_kernels(f"http://127.0.0.1:{port}", token)
+                yield _Server(root, f"http://127.0.0.1:{port}", token, environment)
             finally:
                 server.send_signal(signal.SIGTERM)
     finally:
@@ -238,14 +299,3 @@ def _drained(stream: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         thread.join(30)
-
-
-def _end_kernels(address: str, token: str) -> None:
-    headers = {"Authorization": f"token {token}"}
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/api/kernels", headers=headers)) as answer:
-        kernels = json.load(answer)
-    for kernel in kernels:
-        request = urllib.request.Request(
-            f"{address}/api/kernels/{kernel['id']}", headers=headers, method="DELETE"
-        )
-        urllib.request.urlopen(request).close()

@@ -34,13 +34,15 @@ LOAD, INIT, VIEW, RANKS, TRAIN, CLOCKS, TABLE = range(7)
 
 TRAINING = f"""\
 %%hvd_run
-came = []
+came, gone = [], []
 for step in range({ROUNDS}):
     while step == 3 and not os.path.exists('go'): time.sleep(0.01)
     hvd.barrier()
     if hvd.rank() == 2: time.sleep({LATE})
     came.append(time.monotonic_ns())
-    hvd.allreduce(torch.ones(50_000), name='loss')
+    loss = hvd.allreduce_async(torch.ones(50_000), name='loss')
+    gone.append(time.monotonic_ns())
+    hvd.synchronize(loss)
     hvd.allreduce(torch.ones(50_000), name='grad.weight')
 """
 
@@ -54,7 +56,9 @@ print(json.dumps({
     "last": [int(group["last_rank"].iloc[0]) for group in rounds],
     "held": [float(group["held_up"].iloc[0]) for group in rounds],
     "late": [float(group.set_index("rank")["lateness"][2]) for group in rounds],
-    "own": [(came[2][i] - min(came[rank][i] for rank in came)) / 1e9 for i in range(len(came[2]))],
+    "least": [(came[2][i] - min(gone[rank][i] for rank in gone)) / 1e9 for i in range(len(came[2]))],
+    "most": [(gone[2][i] - min(came[rank][i] for rank in came)) / 1e9 for i in range(len(came[2]))],
+    "surely": [came[2][i] > max(gone[rank][i] for rank in (0, 1, 3)) for i in range(len(came[2]))],
 }))
 """
 
@@ -64,7 +68,7 @@ CELLS = [
     "view = hvdlab.timeline()\nview",
     "hvdlab.ranks()",
     TRAINING,
-    "%hvd_pull came",
+    "%hvd_pull came gone",
     REPORT,
 ]
 
@@ -135,17 +139,17 @@ def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_pat
     report = json.loads(lab.finish(TABLE))
     drawn = api(lab, "lateness('loss')")
 
-    assert report["last"] == [2] * ROUNDS
-    assert [(one["last"], one["ranks"]) for one in drawn] == [(2, 4)] * ROUNDS
-    for late, held, seen, own in zip(report["late"], report["held"], drawn, report["own"], strict=True):
-        assert late == held
-        assert abs(seen["ns"] / 1e9 - late) < 1e-6
-        # The rank reads its own clock just before it calls; the machine may do something else in between.
-        assert abs(late - own) < 0.05
-    middle = sorted(zip(report["late"], report["own"], strict=True), key=lambda one: abs(one[0] - one[1]))
-    late, own = middle[ROUNDS // 2]
-    assert abs(late - own) < 0.003
-    assert late >= LATE - 0.02
+    assert [(one["last"], one["ranks"]) for one in drawn] == [(last, 4) for last in report["last"]]
+    assert any(report["surely"])
+    for i, seen in enumerate(drawn):
+        late = report["late"][i]
+        if report["surely"][i]:  # on a busy machine another may have come even later
+            assert report["last"][i] == 2
+            assert late == report["held"][i]
+            assert abs(seen["ns"] / 1e9 - late) < 1e-6
+        # Each rank reads its clock before and after it calls; in between the machine may do something else.
+        assert report["least"][i] - 0.001 < late < report["most"][i] + 0.001
+    assert max(report["late"]) >= LATE - 0.02
 
     check_pixels(lab)
     check_ranks(lab)

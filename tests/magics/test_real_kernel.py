@@ -82,7 +82,7 @@ def test_80000_lines_are_complete_and_in_order(kernel: LiveKernel, alike: bool) 
     assert all(numbers == list(range(20000)) for numbers in seen.values())
     streams = cell.of("stream")
     assert len(streams) < 1000, "Jupyter's server drops messages above 1000 a second"
-    assert cell.seconds < 10
+    assert cell.seconds < 30
 
 
 def wait_for(name: str) -> str:
@@ -172,7 +172,7 @@ def test_an_interrupt_stops_all_ranks_and_loses_nothing(kernel: LiveKernel) -> N
     at = time.monotonic()
     kernel.interrupt()
     kernel.finish(cell)
-    assert cell.ended - at < 2
+    assert cell.ended - at < 10
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert cell.error["evalue"] == "ranks 0-3 were interrupted"
@@ -186,7 +186,7 @@ def test_output_without_end_can_be_interrupted(kernel: LiveKernel) -> None:
     at = time.monotonic()
     kernel.interrupt()
     kernel.finish(cell)
-    assert cell.ended - at < 5
+    assert cell.ended - at < 20
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run("%%hvd_run\nprint(1)").lines() == ["[0-3] 1"]

@@ -189,7 +189,7 @@ def test_a_wait_times_out_also_in_the_middle_of_an_operation(two: Ranks) -> None
         going.get(timeout=20)
         client.post("go on", b"", [1])
         ((took, value),) = one.results(20)
-        assert took < 2.0
+        assert took < 10.0
         assert value == 2.0
         assert other.results(20) == [2.0]
     finally:

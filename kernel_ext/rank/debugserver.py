@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 
 import ipykernel
 import IPython
@@ -60,6 +61,7 @@ class DebugServer:
         self._post, self._on_main, self._cells, self._paused = post, on_main, cells, paused
         self._lock = threading.Lock()
         self._session, self._owner = 0, ""
+        self._unfit = ""  # what the installed debugpy lacks
         self._server: _Server | None = None
         self._todo: queue.SimpleQueue[Open | Said | Close | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,6 +115,7 @@ class DebugServer:
             insist = threading.Thread(
                 target=self._insist, args=(again,), name="hvdlab-debug-insist", daemon=True
             )
+            _exempt(insist)
             insist.start()
 
     def _insist(self, again: Callable[[], object]) -> None:
@@ -138,7 +141,12 @@ class DebugServer:
         if self._session and self._session != order.session and self._owner != order.owner:
             self._post(DEBUG, encode(Opened(order.session, f"{self._owner} is debugging it")))
             return
-        error = ""
+        # What a failed attempt leaves behind spoils the next one.
+        error = self._unfit or self._begin(order)
+        self._post(DEBUG, encode(Opened(order.session, error)))
+
+    def _begin(self, order: Open) -> str:
+        """Begin a session; returns what is wrong."""
         try:
             if self._session and self._session != order.session:
                 self._end()
@@ -152,7 +160,10 @@ class DebugServer:
         except Exception as failure:  # noqa: BLE001  # whatever is wrong with an installed debugpy is told
             self._session = 0
             error = f"debugpy can't be started: {type(failure).__name__}: {failure}"
-        self._post(DEBUG, encode(Opened(order.session, error)))
+            if isinstance(failure, AttributeError) and self._server is None:
+                self._unfit = error
+            return error
+        return ""
 
     def _end(self) -> None:
         """End the session: breakpoints go, and whatever is stopped goes on."""
@@ -215,7 +226,7 @@ class DebugServer:
         """Let a traceback end where the debugger stopped: formatting its frames takes seconds."""
         link = error.__traceback__ if self._server is not None else None
         while link is not None:
-            if link.tb_next is not None and "pydevd" in link.tb_next.tb_frame.f_code.co_filename:
+            if link.tb_next is not None and _is_pydevds(link.tb_next.tb_frame.f_code):
                 link.tb_next = None
             link = link.tb_next
 
@@ -321,11 +332,13 @@ class _Server:
         self._before: Callable[..., object] = before
         self._files: dict[str, str] = {}  # what a cell is compiled as, to its file
         self._look()
+        if sys.version_info >= (3, 12):
+            self._resume_if_interrupted()
         os.register_at_fork(after_in_child=self._forget)
         self._reader = threading.Thread(
             target=self._read, args=(take,), name="hvdlab-debug-reader", daemon=True
         )
-        self._reader.pydev_do_not_trace = self._reader.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        _exempt(self._reader)
         self._reader.start()
 
     def _look(self) -> None:
@@ -338,6 +351,19 @@ class _Server:
         _ = self.waits(), db._main_lock, db.source_mapping._mappings_to_client, self._tracing.SetTrace
         _ = self._api.SourceMappingEntry, self._api.set_source_mapping, self._api.request_resume_thread
         _ = db.enable_tracing, db.disable_tracing, db.set_tracing_for_untraced_contexts
+
+    def _resume_if_interrupted(self) -> None:
+        """Let an interrupt end more than the wait: where tracing survives it, the next line would stop again."""
+        wait = self._db.do_wait_suspend
+
+        def waiting(*arguments: object, **more: object) -> object:
+            try:
+                return wait(*arguments, **more)
+            except BaseException:
+                self._api.request_resume_thread(self._number_of(threading.current_thread()))
+                raise
+
+        self._db.do_wait_suspend = waiting
 
     def _read(self, take: Callable[[bytes], None]) -> None:
         unframer = Unframer()
@@ -388,6 +414,11 @@ class _Server:
 
     def _forget(self) -> None:
         """In a forked child, where the server's threads are not: a breakpoint would stop it for ever."""
+        if sys.version_info >= (3, 12):
+            for event in ("PY_START", "PY_RETURN", "PY_UNWIND", "LINE", "JUMP", "RAISE"):
+                number = getattr(sys.monitoring.events, event)
+                sys.monitoring.register_callback(sys.monitoring.DEBUGGER_ID, number, None)
+            return
         self._tracing.SetTrace(None)
         threading.settrace(None)
 
@@ -396,8 +427,12 @@ class _Server:
             self._mine.shutdown(socket.SHUT_RDWR)
 
 
-def _exempt() -> None:
+def _is_pydevds(code: CodeType) -> bool:
+    return "pydevd" in code.co_filename or "pydevd" in code.co_qualname  # some of it is made by Cython
+
+
+def _exempt(*threads: threading.Thread) -> None:
     """Keep the debugger from threads that are not the user's: were they stopped, the rank would seem dead."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(_OURS):
+    for thread in (*threads, *threading.enumerate()):
+        if thread in threads or thread.name.startswith(_OURS):
             thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from live_kernel import LiveKernel
 pytest.importorskip("debugpy")
 pytestmark = pytest.mark.timeout(180)
 
-SETUP = "%%hvd_run -np 2\nimport os, sys, hvdlab.torch as hvd, torch\nhvd.init()\nrank = hvd.rank()"
+SETUP = (
+    "%%hvd_run -np 2\nimport os, sys, numpy\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
+    "rank = int(os.environ['RANK'])"
+)
 
 CELL = """\
 %%hvd_run
@@ -40,7 +44,6 @@ def leak_check() -> None:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
     kernel = LiveKernel(
         tmp_path_factory.mktemp("kernel"),
-        environment={"HVDLAB_PRELOAD": "torch"},
         prepare=["%load_ext hvdlab"],
     )
     yield kernel
@@ -90,7 +93,8 @@ def test_a_breakpoint_stops_ranks_which_step_and_go_on(kernel: LiveKernel, debug
 
     debugging.ask("next", threadId=threads[0])
     threads = debugging.stopped(2)  # both were at one line, so both have stepped
-    assert {one["line"] for one in debugging.frames(threads[0])} == {6}
+    # As debugpy itself: from Python 3.12 on a step that leaves a function stops in the line that has called it.
+    assert {one["line"] for one in debugging.frames(threads[0])} == {6 if sys.version_info < (3, 12) else 5}
     assert debugging.ask("continue", threadId=1)["body"]["allThreadsContinued"]
     kernel.finish(cell)
     assert cell.error is None
@@ -100,9 +104,7 @@ def test_a_breakpoint_stops_ranks_which_step_and_go_on(kernel: LiveKernel, debug
 def test_one_rank_goes_on_and_nobody_takes_the_other_for_stuck(
     kernel: LiveKernel, debugging: Debugging
 ) -> None:
-    code = (
-        "%%hvd_run\nx = rank + 1\nprint(hvd.allreduce(torch.tensor([float(x)]), op=hvd.Sum, name='x').item())"
-    )
+    code = "%%hvd_run\nx = rank + 1\nprint(api.allreduce(numpy.array([float(x)]), name='x').item())"
     debugging.set_breakpoints(code, 3)
     cell = kernel.send(code)
     threads = debugging.stopped(2)
@@ -115,7 +117,7 @@ def test_one_rank_goes_on_and_nobody_takes_the_other_for_stuck(
     debugging.ask("continue", threadId=1)
     kernel.finish(cell)
     assert cell.error is None, cell.error
-    assert {line.split()[-1] for line in cell.lines()} == {"3.0"}
+    assert {line.split()[-1] for line in cell.lines()} == {"1.5"}
 
 
 def test_a_function_of_a_cell_that_ran_before_has_breakpoints_too(kernel: LiveKernel) -> None:

@@ -48,12 +48,14 @@ def strips(cell: Cell) -> list[dict[str, Any]]:
 
 
 def updates(kernel: LiveKernel) -> list[tuple[float, dict[str, Any]]]:
-    """States of strips that went to the page."""
-    return [
+    """States of strips that went to the page; before ipykernel 7 they belong to the cell."""
+    came = [*kernel.others, *(one for cell in kernel.cells.values() for one in cell.messages)]
+    states = [
         (at, content["data"]["state"]["pace"])
-        for at, kind, content in kernel.others
+        for at, kind, content in came
         if kind == "comm_msg" and "pace" in content["data"].get("state", {})
     ]
+    return sorted(states, key=lambda one: one[0])
 
 
 def end(kernel: LiveKernel, name: str) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.sockets import connections, listeners, mentioned, shut_doors, traffic
+from hvdlab.collectives.planes.sockets import connections, knock, listeners, mentioned, shut_doors, traffic
 from hvdlab.collectives.planes.staging import Staging
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class GlooPlane(Plane):
         self._staging = Staging({DType.I16: np.dtype(np.int32)})
         self._group: Any = None
         self._ports: set[tuple[str, int]] = set()
+        self._doors: set[tuple[str, int]] = set()  # where Gloo waits for others, while it does
         self._aborted = threading.Event()
         self._settled = threading.Event()
         self._busy = False  # whether somebody begins an operation or waits for its end
@@ -95,7 +96,11 @@ class GlooPlane(Plane):
             options._devices = [device]
             options._threads = 1  # operations come one at a time
             said: list[bytes] = []
+            self._doors = ports
+            if self._aborted.is_set():  # seen here, or else abort() has seen the doors
+                raise PlaneAborted
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout, said), me.index, me.size, options)
+            self._doors = set()
         self.barrier(Phases())
         with self._failures():
             # Another thread may have opened a listener in the same instant; what Gloo told the others is its own.
@@ -234,6 +239,8 @@ class GlooPlane(Plane):
         """Send nothing more: others, in the middle of what this member has done its part of, get all of it, then the end."""
         if self._group is None:  # it is being connected, or nothing is left of it
             self._disconnect(socket.SHUT_RDWR)
+            # Gloo waits for minutes for a member that has told where it is and does not come; now we come in its place.
+            knock(self._doors, self.context.size)
         elif not self._running:
             self._disconnect(socket.SHUT_WR)
 
@@ -249,6 +256,7 @@ class GlooPlane(Plane):
         if self._running and not self._ends(self._running[-1]):
             self._give_up()
         self._running.clear()
+        self._doors = set()
         self._group = None
 
     def _give_up(self) -> None:

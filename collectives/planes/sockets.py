@@ -6,43 +6,54 @@ alone may name another file a moment later.
 
 from __future__ import annotations
 
+import _socket
 import ctypes
+import itertools
 import os
 import socket
-import stat
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 
 _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
+_KNOCK_SECONDS = 0.2
+_NUMBER = struct.Struct("=q")
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 
 
-def _inet_sockets() -> Iterator[socket.socket]:
+_adopt = partial(_socket.socket, -1, -1, -1)  # asks the system for what Python's class wants to be told
+
+
+def _inet_sockets() -> Iterator[_socket.socket]:
     """Duplicates of this process's IP sockets, each closed after use."""
     for entry in os.listdir("/proc/self/fd"):
         if (duplicate := _duplicate(int(entry))) is None:
             continue
-        with duplicate:
+        with closing(duplicate):
             if duplicate.family in (socket.AF_INET, socket.AF_INET6):
                 yield duplicate
 
 
-def _duplicate(fd: int) -> socket.socket | None:
-    """A socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile."""
+def _duplicate(fd: int) -> _socket.socket | None:
+    """A socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile.
+
+    Duplicating and keeping are one step of the interpreter: an interrupt of the main thread in between would leave the
+    duplicate open for good.
+    """
     try:
-        own = os.dup(fd)
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            return None
     except OSError:
         return None
+    number, again = itertools.tee(map(os.dup, (fd,)))
     try:
-        # Asked of the duplicate: under the number itself another thread may have another file by now.
-        if stat.S_ISSOCK(os.fstat(own).st_mode):
-            return socket.socket(fileno=own)
-    except OSError:
-        pass  # of a family that Python does not know
-    os.close(own)
-    return None
+        return next(map(_adopt, number))
+    except OSError:  # closed meanwhile, or another thread has a file of another kind by now under the number
+        for own in again:
+            os.close(own)
+        return None
 
 
 def listeners(address: str) -> set[tuple[str, int]]:
@@ -81,7 +92,19 @@ def shut_doors(ports: set[tuple[str, int]]) -> None:
                 sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-def connections() -> Iterator[tuple[socket.socket, tuple[str, int], tuple[str, int]]]:
+def knock(ports: set[tuple[str, int]], members: int) -> None:
+    """Connect to these listeners of Gloo's as each member that it may wait for, and leave at once.
+
+    Who connects says which of the listener's connections it is for; they are numbered from 0. One that nobody waits for
+    yet is kept until somebody does.
+    """
+    for port in ports:
+        for number in range(members):
+            with suppress(OSError), socket.create_connection(port, _KNOCK_SECONDS) as sock:
+                sock.sendall(_NUMBER.pack(number))
+
+
+def connections() -> Iterator[tuple[_socket.socket, tuple[str, int], tuple[str, int]]]:
     """Duplicates of this process's connected IP sockets, each closed after use, with their own and the peer's address."""
     for sock in _inet_sockets():
         try:

@@ -96,6 +96,42 @@ def test_others_end_when_one_has_aborted_between_operations(pair: list[GlooPlane
     assert not second.gave_up
 
 
+class Deserter(Shared):
+    """The store as a member sees it that is aborted when it has just told the others where it is."""
+
+    def __init__(self, store: Shared) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if key.startswith("gloo/"):
+            raise PlaneAborted
+        return self._store.get(key, timeout)
+
+
+@pytest.mark.parametrize("deserter", [0, 1])
+def test_who_waits_for_a_member_that_does_not_come_ends_with_an_abort(deserter: int) -> None:
+    """Which of two connects to the other depends on their ports, which the system chooses."""
+    for _ in range(4):
+        store = Shared()
+        stores = [Deserter(store) if index == deserter else store for index in range(2)]
+        planes = [
+            GlooPlane(PlaneContext(0, 1, index, 2, (0, 1), ("here", "here"), mine, -1, "127.0.0.1", {}))
+            for index, mine in enumerate(stores)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(plane.connect, 8.0) for plane in planes]
+            assert isinstance(waiting[deserter].exception(20), PlaneAborted)
+            begin = time.monotonic()
+            planes[1 - deserter].abort()
+            assert isinstance(waiting[1 - deserter].exception(60), PlaneAborted)
+            assert time.monotonic() - begin < 8.0
+        for plane in planes:
+            plane.close()
+
+
 def test_a_group_that_was_given_up_is_let_go_when_gloo_gives_up_as_well(
     pair: list[GlooPlane], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+from types import FrameType
 
 from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors
 
@@ -65,4 +67,34 @@ def test_numbers_that_change_their_meaning_leave_nothing_open() -> None:
         over.set()
         for thread in threads:
             thread.join()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Interrupted(Exception):
+    """As Ctrl-C would."""
+
+
+def test_an_interrupt_leaves_nothing_open() -> None:
+    """The main thread looks, and may be interrupted between any two steps."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    looks = 0
+    before = len(os.listdir("/proc/self/fd"))
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for turn in range(1500):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 20e-6 + turn % 100 * 3e-6)
+                for _ in connections():
+                    pass
+                for _ in range(100):
+                    listeners("127.0.0.1")
+            except Interrupted:
+                looks += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert looks > 1000
     assert len(os.listdir("/proc/self/fd")) == before

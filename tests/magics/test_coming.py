@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,14 +96,32 @@ def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: Session)
 
 def test_after_an_interrupt_it_goes_on_starting(session: Session, start: SlowStart) -> None:
     session.begin(lambda: Wishes(np=2))
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-    with pytest.raises(Interrupted, match="the ranks go on starting"):
-        session.pool_for(None)
+    main, over = threading.main_thread().ident or 0, threading.Event()
+
+    def press() -> None:
+        while not over.is_set() and not _waits_in(main, "pool_for"):
+            time.sleep(0.001)
+        # Python does not notice one that comes in the moment in which it begins to wait.
+        while not over.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            over.wait(5)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(Interrupted, match="the ranks go on starting"):
+            session.pool_for(None)
+    finally:
+        over.set()
+        thread.join()
     start.go.set()
     assert session.pool_for(None) is start.pools[0]
     assert len(start.asked) == 1
+
+
+def _waits_in(thread: int, function: str) -> bool:
+    names = [frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])]
+    return function in names and names[-1] == "wait"
 
 
 def test_one_that_nobody_wants_any_more_ends_when_it_is_there(session: Session, start: SlowStart) -> None:

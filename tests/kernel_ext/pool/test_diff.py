@@ -106,18 +106,24 @@ def test_states_of_random_numbers_and_the_environment(pool: Pool) -> None:
 
 def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -> None:
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
-    questions = pool._base.runs.questions
+    questions, over = pool._base.runs.questions, threading.Event()
 
     def interrupt() -> None:
-        while not questions._open:  # until it waits
+        while not over.is_set() and not questions._open:
             time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Python does not notice one that comes in the moment in which it begins to wait.
+        while not over.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            over.wait(5)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.diff("same")
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.diff("same")
+    finally:
+        over.set()
+        thread.join()
     handle.interrupt()
     handle.wait()
     begin = time.monotonic()

@@ -49,13 +49,13 @@ RENDER = """async ([source, traits]) => {
     const url = URL.createObjectURL(new Blob([source], { type: 'text/javascript' }));
     const { default: widget } = await import(url);
     window.sent = [];
-    const heard = {};
+    const heard = window.heard = {};
     const on = (event, act) => { heard[event] = act; };
     const model = { get: name => traits[name], on, off() {}, send: content => window.sent.push(content) };
     widget.initialize?.({ model });
     window.end = await widget.render({ model, el: document.getElementById('at') });
     // The kernel says that there is nothing yet: until it says anything, a still picture would stay in the view's place.
-    const empty = { after: 0, from: 0, count: 0, namesFrom: 0, names: [], sites: [], marks: [], lost: 0, clockErrors: [],
+    const empty = window.empty = { after: 0, from: 0, count: 0, namesFrom: 0, names: [], sites: [], marks: [], lost: 0, clockErrors: [],
         seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0 };
     const none = () => new DataView(new ArrayBuffer(0));
     heard['msg:custom']?.({ type: 'rows', ...empty }, [none(), none()]);
@@ -105,3 +105,32 @@ def test_the_strip_is_a_button_for_keys_too(page: Page) -> None:
     page.keyboard.press(" ")
     strip.click()
     assert page.evaluate("window.sent") == [{"type": "open"}], "it is asked for once"
+
+
+POINTS = """() => {
+    const columns = new DataView(new ArrayBuffer(2 * 32));
+    [0, 8].forEach(at => columns.setFloat64(at, 1e9 + at * 1e8, true));
+    columns.setUint32(60, 1, true);
+    const none = new DataView(new ArrayBuffer(0));
+    window.heard['msg:custom']({ ...window.empty, type: 'rows', series: [{ rank: 0, name: 'loss', unit: '' }], points: 2, pointsTo: 2 }, [none, columns]);
+}"""
+
+# As JupyterLab does: all is hidden when the theme's name is there, and shown again before the next frame is drawn.
+CHANGE_THEME = """() => {
+    const at = document.getElementById('at');
+    document.body.style.background = '#fff';
+    at.style.display = 'none';
+    Promise.resolve().then(() => requestAnimationFrame(() => { at.style.display = ''; }));
+}"""
+COLOUR = "() => getComputedStyle(document.querySelector('.hvd-chip .hvd-line')).borderTopColor"
+
+
+def test_charts_change_with_the_theme_while_nothing_comes(page: Page) -> None:
+    page.goto("about:blank")
+    page.set_content(PAGE)
+    page.evaluate(RENDER, [(STATIC / "metrics.js").read_text(), TRAITS["metrics"]])
+    page.evaluate(POINTS)
+    page.wait_for_selector(".hvd-chip .hvd-line", state="attached")
+    dark = page.evaluate(COLOUR)
+    page.evaluate(CHANGE_THEME)
+    page.wait_for_function(f"dark => ({COLOUR})() !== dark", arg=dark, timeout=20_000)

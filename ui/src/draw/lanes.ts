@@ -120,7 +120,10 @@ export function drawLateMarks(surface: Surface, lane: Lane, { y, height }: Place
     g.fill();
     const length = `+${duration(late.end[i] - late.start[i])}`;
     const inside = Math.max(left, surface.gutter);
-    if (!text || right - inside <= 26 + length.length * 6.2) continue;
+    const room = 26 + length.length * 6.2;
+    if (!text || right - inside <= room) continue;
+    // It may still be busy with another collective, whose name is there.
+    if (lane.work.covered(late.end[i] - room * ((view.to - view.from) / surface.plotWidth), late.end[i])) continue;
     write(surface, length, right - 9, y + (height + bar) / 2, palette.dark ? 'rgb(255,190,145)' : 'rgb(140,58,0)', '600 11px', 'right');
   }
 }

@@ -18,6 +18,7 @@ export function backgroundOf(element: Element): Rgb {
 /** Calls back with the palette whenever the page's theme has changed; returns what ends that. */
 export function watchTheme(element: HTMLElement, changed: (palette: Palette) => void): () => void {
   let timer = 0;
+  let frame = 0;
   let last = '';
   const look = () => {
     const palette = paletteFor(backgroundOf(element));
@@ -26,6 +27,9 @@ export function watchTheme(element: HTMLElement, changed: (palette: Palette) => 
     last = key;
     element.dataset.theme = palette.dark ? 'dark' : 'light';
     changed(palette);
+    // JupyterLab hides all there is for a frame when its theme changes: nothing has a size then, and nothing could be drawn.
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => (frame = requestAnimationFrame(() => changed(palette))));
   };
   const observer = new MutationObserver(() => {
     look();
@@ -46,5 +50,6 @@ export function watchTheme(element: HTMLElement, changed: (palette: Palette) => 
     placed.disconnect();
     observer.disconnect();
     clearTimeout(timer);
+    cancelAnimationFrame(frame);
   };
 }

@@ -92,9 +92,9 @@ export class Timeline {
     this.minimap = new Minimap(store, this.view, change => this.act(change));
     this.toolbar = this.makeToolbar();
     canvas.setAttribute('aria-describedby', this.toolbar.status.id);
-    this.plot = h('div', { class: 'hvd-plot' }, canvas, this.tip.root);
+    this.plot = h('div', { class: 'hvd-plot' }, canvas);
     this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? t('Timeline') });
-    this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.help, this.spoken);
+    this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.tip.root, this.help, this.spoken);
     parent.append(this.root);
     this.api = viewApi(this, store, this.view, this.scene);
     this.listen();
@@ -256,7 +256,8 @@ export class Timeline {
     if (hit) this.tip.hit(this.store, hit);
     else if (cell) this.tip.cell(cell, this.store.end);
     else this.tip.hide();
-    if (hit || cell) this.tip.place(x, y, this.scene.width);
+    // In the whole view, of which the lanes may be a low part.
+    if (hit || cell) this.tip.place(x, y + this.plot.offsetTop - this.plot.scrollTop, this.scene.width, this.root.clientHeight);
     if (hit || before) this.schedule();
   }
 

@@ -31,10 +31,12 @@ export class Tip {
     this.root.replaceChildren(h('div', { class: 'hvd-tip-name' }, t('cell %1', cell.text)), h('div', { class: 'hvd-faint' }, text));
   }
 
-  /** Beside a point of a plot of some width. */
-  place(x: number, y: number, width: number): void {
-    this.root.hidden = false;
-    const right = x + 16 + this.root.offsetWidth > width;
-    this.root.style.transform = `translate(${Math.round(right ? x - this.root.offsetWidth - 12 : x + 14)}px, ${Math.round(y + 14)}px)`;
+  /** Beside a point of a view of some size; above it if there is no room below. */
+  place(x: number, y: number, width: number, height: number): void {
+    const { root } = this;
+    root.hidden = false;
+    const right = x + 16 + root.offsetWidth > width;
+    const under = y + 14 + root.offsetHeight > height && y - 10 > root.offsetHeight;
+    root.style.transform = `translate(${Math.round(right ? x - root.offsetWidth - 12 : x + 14)}px, ${Math.round(under ? y - root.offsetHeight - 10 : y + 14)}px)`;
   }
 }

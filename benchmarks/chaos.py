@@ -4,6 +4,7 @@
     python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
+    python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -28,7 +29,9 @@ from pages import write
 from chaos.campaign import Campaign
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, STALL
 from chaos.figures import Outcome, markdown, rows, story, table
+from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
+from hosts import missing
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 
@@ -48,20 +51,38 @@ def campaign(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Ou
     with Campaign(given.seed, plane, size=given.ranks, faults=chosen(given.fault)) as played:
         for outcome in played.trials(count, given.first):
             outcomes.append(outcome)
-            seconds = "never" if outcome.report is None else f"{outcome.report:6.3f} s"
-            verdict = "" if outcome.ok else "   WRONG"
-            late = "   late" if outcome.report is None or outcome.report > outcome.limit else ""
-            print(
-                f"{time.monotonic() - began:7.1f} {plane:4} {outcome.number:4} {outcome.fault:42} {outcome.phase:9} "
-                f"rank {outcome.victim}  {seconds}{late}{verdict}",
-                flush=True,
-            )
-            if given.verbose or not outcome.ok:
-                print(outcome, flush=True)
+            tell(outcome, began, verbose=given.verbose)
             if time.monotonic() - began > given.minutes * 60:
                 break
         left = played.stop()
     return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
+
+
+def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
+    """A line for a trial that was played, and its story if it is wanted or needed."""
+    seconds = "never" if outcome.report is None else f"{outcome.report:6.3f} s"
+    verdict = "" if outcome.ok else "   WRONG"
+    late = "   late" if outcome.report is None or outcome.report > outcome.limit else ""
+    print(
+        f"{time.monotonic() - began:7.1f} {outcome.plane:4} {outcome.number:4} {outcome.fault:42} {outcome.phase:9} "
+        f"rank {outcome.victim}  {seconds}{late}{verdict}",
+        flush=True,
+    )
+    if verbose or not outcome.ok:
+        print(outcome, flush=True)
+
+
+def partitions(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
+    """Cut hosts off."""
+    if reason := missing():
+        sys.exit(reason)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    with Partitions(given.seed) as played:
+        for outcome in played.trials(given.partitions, given.first):
+            outcomes.append(outcome)
+            tell(outcome, began, verbose=given.verbose)
+    return outcomes, {"plane": "tls", "pools": played.jobs, "left_at_the_end": []}
 
 
 def publish(result: dict[str, Any], page: Path | None) -> None:
@@ -100,6 +121,9 @@ def main() -> None:
     parser.add_argument(
         "--shared-memory", type=int, metavar="MIB", help="size of /dev/shm (needs the right to mount)"
     )
+    parser.add_argument(
+        "--partitions", type=int, metavar="N", help="cut hosts off N times, and nothing else (needs root)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -115,7 +139,10 @@ def main() -> None:
     planes = given.plane or ["shm", "gloo"]
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []
-    for plane in planes:
+    if given.partitions:
+        outcomes, pool = partitions(given)
+        pools.append(pool)
+    for plane in () if given.partitions else planes:
         played, pool = campaign(given, plane, given.count // len(planes))
         outcomes += played
         pools.append(pool)

@@ -1,0 +1,20 @@
+"""Hosts that are cut off, again and again: who is lost, when, and that the others go on."""
+
+from __future__ import annotations
+
+import pytest
+
+import hosts
+from chaos.partitions import KINDS, Partitions
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+def test_hosts_that_are_cut_off() -> None:
+    if hosts.missing():
+        pytest.skip(hosts.missing())
+    with Partitions(21) as campaign:
+        outcomes = list(campaign.trials(6))
+    stories = [str(outcome) for outcome in outcomes if not outcome.ok]
+    assert not stories, "\n\n".join(stories)
+    assert {outcome.fault for outcome in outcomes} == set(KINDS)

@@ -225,10 +225,13 @@ class Multiplexer(Looking):
 
     def _thread(self, event: Requested) -> tuple[int, int] | None:
         """The rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""
-        number = (event.request.get("arguments") or {}).get("threadId")
+        arguments, command = event.request.get("arguments") or {}, event.request.get("command")
+        number = arguments.get("threadId")
+        # JupyterLab may also name the thread that has stopped first, whichever frame is selected.
+        exact = self._knows_threads or arguments.get("singleThread") or command in _BY_THREAD
         if self._threads.issued(number):
             meant = self._threads.meant(number)
-            if meant is not None and meant[1] in self._ranks[meant[0]].stopped:
+            if meant is not None and meant[1] in self._ranks[meant[0]].stopped and exact:
                 return meant
             if self._knows_threads or not self.stopped:
                 return None

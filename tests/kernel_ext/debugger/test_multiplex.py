@@ -316,6 +316,18 @@ def test_our_own_button_asks_and_chooses_whom_the_buttons_move() -> None:
     assert room.ask("hvdlab/scope", alone=False)["body"]["alone"] is False
 
 
+def test_the_rank_that_is_looked_at_steps_whichever_thread_jupyterlab_names() -> None:
+    room = Room().start(0, 1)
+    room.stop(0)
+    room.stop(1)
+    threads = [one["threadId"] for one in room.stopped_events()]
+    frames = room.ask("stackTrace", threadId=threads[0])["body"]["stackFrames"]
+    room.ask("scopes", frameId=frames[2]["id"])
+    assert room.ask("hvdlab/scope", alone=True)["body"]["rank"] == 1
+    room.ask("next", threadId=threads[0])
+    assert room.mux.stopped == (0,)
+
+
 def test_who_has_asked_whom_the_buttons_move_is_told_of_each_change() -> None:
     room = Room().start(0, 1)
 

@@ -45,7 +45,7 @@ def test_what_is_shared_is_renewed_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(SHARING)
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-q", "-rA", "--color=no", "-p", "no:cacheprovider"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,

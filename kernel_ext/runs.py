@@ -300,18 +300,15 @@ class Runs:
         Raises:
             CoordinatorLostError: The new connection is lost as well.
         """
-        with self._order:
+        with self._order:  # no other cell is sent meanwhile, which an interrupt of these would hit
             with self._lock:
                 runs = list(self._runs.values())
-            for rank in ranks:
-                self._ask_again(rank)
             for run in runs:
                 self._send_again(run, told)
+            self._interrupt_again(runs)
+            for rank in ranks:
+                self._ask_again(rank)
             self._connected = True
-        waiting = {rank for run in runs for rank in run.arrivals.waiting}
-        since = self._lost_at - REPEAT_WITHIN
-        if again := [rank for rank in waiting if self._interrupted.get(rank, -math.inf) > since]:
-            self._client.interrupt(again)
         self.questions.ask_again()
 
     def _send_again(self, run: _Run, told: Collection[str]) -> None:
@@ -321,6 +318,13 @@ class Runs:
                 self._client.cell_started(run.order.cell, waiting, label=run.order.label)
             if not run.taken_over:
                 self._client.post(TO_RANK, encode(run.order), waiting)
+
+    def _interrupt_again(self, runs: Sequence[_Run]) -> None:
+        """What may have been lost with the coordinator. Before ranks tell of their ends: who has ended ignores it."""
+        since = self._lost_at - REPEAT_WITHIN
+        waiting = {rank for run in runs for rank in run.arrivals.waiting}
+        if again := [rank for rank in sorted(waiting) if self._interrupted.get(rank, -math.inf) > since]:
+            self._client.interrupt(again)
 
     def _ask_again(self, rank: int) -> None:
         """Have a rank send what is missing."""
@@ -397,6 +401,8 @@ class Runs:
                 verdict = run.arrivals.done(rank, payload)
                 event = DoneArrived(rank, payload)
             if verdict is Verdict.TAKE:
+                if isinstance(payload, CellDone):
+                    self._interrupted.pop(rank, None)  # it was for this cell, not for the next
                 run.handle.feed(event)
         if verdict is Verdict.ASK:
             with contextlib.suppress(CoordinatorLostError):

@@ -1,0 +1,88 @@
+"""What is said to ranks, and in which order, when a coordinator has taken another's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from hvdlab.collectives.client import Client
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, decode_to_rank, encode
+from hvdlab.kernel_ext.runs import Runs
+
+
+class Said:
+    """A client that writes down what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, tuple[int, ...]]] = []
+        self.mail: dict[str, Callable[[int, bytes], Any]] = {}
+
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], Any]) -> None:
+        self.mail[topic] = callback
+
+    def on_stall(self, callback: Callable[[Any], Any]) -> None:
+        pass
+
+    def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
+        self.said.append(("cell started", tuple(ranks)))
+
+    def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
+        self.said.append((type(decode_to_rank(body)).__name__, tuple(to)))
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        self.said.append(("interrupt", tuple(ranks)))
+
+
+def runs_of(client: Said) -> Runs:
+    return Runs(
+        cast(Client, client), began=lambda: None, ended=lambda: None, reason=lambda rank: "", stall_time=None
+    )
+
+
+def start(runs: Runs, cell: str) -> CellHandle:
+    return runs.dispatch(
+        cell,
+        [0, 1],
+        "pass",
+        label="[1]",
+        line_offset=1,
+        sink=NullSink(),
+        timeout=None,
+        want_value=True,
+    )
+
+
+def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
+    """What ranks have told already comes with their answers; a cell that is sent then must not get the interrupt."""
+    client = Said()
+    runs = runs_of(client)
+    start(runs, "a")
+    runs.lost()
+    runs.interrupt([0, 1])
+    client.said.clear()
+    runs.resync([0, 1], told=())
+    assert client.said == [
+        ("cell started", (0, 1)),
+        ("RunCell", (0, 1)),
+        ("interrupt", (0, 1)),
+        ("Resync", (0,)),
+        ("Resync", (1,)),
+    ]
+
+
+def test_an_interrupt_is_for_one_cell() -> None:
+    client = Said()
+    runs = runs_of(client)
+    first = start(runs, "a")
+    runs.interrupt([0, 1])
+    for rank in (0, 1):
+        client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
+    assert first.wait(10).ok
+    start(runs, "b")
+    runs.lost()
+    client.said.clear()
+    runs.resync([0, 1], told=["b"])
+    assert ("interrupt", (0, 1)) not in client.said
+    assert ("RunCell", (0, 1)) in client.said

@@ -322,15 +322,20 @@ def test_a_stopped_rank_of_a_pool_keeps_its_place(
         assert peer.may_live() == bool(pool)
 
 
+def flood(peer: Peer, count: int) -> None:
+    """Send mail of 100 kB to rank 1 so many times; all of it has left when this returns."""
+    for _ in range(count):
+        peer.endpoint.send(m.Post("t", bytes(100_000), (1,)))
+        while peer.endpoint.backlog:
+            select.select([], [peer.endpoint], [], 10)
+            peer.endpoint.flush()
+
+
 def test_who_does_not_read_is_dropped(start: Start) -> None:
     running = start(backlog_limit=1_000_000)
     peers = [join(running, rank) for rank in (0, 1)]
     peers[0].wait_for(m.Configure)
-    for _ in range(40):
-        peers[0].endpoint.send(m.Post("t", bytes(100_000), (1,)))
-        while peers[0].endpoint.backlog:
-            select.select([], [peers[0].endpoint], [], 10)
-            peers[0].endpoint.flush()
+    flood(peers[0], 40)
     running.log.wait_for("does not read what it is sent")
     assert peers[0].wait_for(m.Abort).ranks == (1,)
     for peer in peers:
@@ -342,11 +347,7 @@ def test_who_is_dropped_for_a_question_is_told_of_at_once(start: Start) -> None:
     running = start(ping_after=0.1)
     peers = [join(running, rank) for rank in (0, 1)]
     peers[0].wait_for(m.Configure)
-    for _ in range(20):
-        peers[0].endpoint.send(m.Post("t", bytes(100_000), (1,)))
-        while peers[0].endpoint.backlog:
-            select.select([], [peers[0].endpoint], [], 10)
-            peers[0].endpoint.flush()
+    flood(peers[0], 20)
     for _ in range(5):  # until nothing else is due
         peers[0].seen.clear()
         peers[0].wait_for(m.Ping)

@@ -21,8 +21,10 @@ from typing import Protocol, runtime_checkable
 
 import psutil
 import pytest
+from xdist.remote import Producer
 
 import forked_workers
+import scheduling
 
 GRACE = 3.0
 """Seconds that threads and processes get to finish what the test has already asked them to."""
@@ -129,6 +131,15 @@ def _command(pid: int) -> str:
         return f"process {pid} [{process.status()}]: {' '.join(process.cmdline())}"
     except psutil.Error:
         return f"process {pid}: gone"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the long ones begin."""
+    items.sort(key=lambda item: scheduling.priority_of(item.nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> scheduling.GroupScheduling:
+    return scheduling.GroupScheduling(config, log)
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import effort
 from conformance.harness import PlaneUnderTest, WorkerGroup
+from conformance.matrix import Matrix, make_usable
 from conformance.planes_under_test import PLANES
 
 
@@ -39,33 +39,6 @@ def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
         pytest.skip(f"{plane.name} can't {', '.join(sorted(missing))}")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin the cases out where :attr:`PlaneUnderTest.every` and :attr:`PlaneUnderTest.normally` say so."""
-    cases: dict[Any, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and "resident_group" in getattr(item, "fixturenames", ()):
-            plane, size = item.callspec.params["resident_group"]
-            if _every(plane) > 1:
-                cases.setdefault((item.function, plane.name, size), []).append(item)
-    dropped = set()
-    for (_, _, size), group in cases.items():
-        plane = group[0].callspec.params["resident_group"][0]
-        if len(group) >= (every := _every(plane)):
-            dropped |= {item for item in group if (_position(item) + size) % every}
-    if dropped:
-        config.hook.pytest_deselected(items=list(dropped))
-        items[:] = [item for item in items if item not in dropped]
-
-
-def _every(plane: PlaneUnderTest) -> int:
-    return plane.every if effort.examples(1) > 1 else max(plane.every, plane.normally)
-
-
-def _position(item: pytest.Function) -> int:
-    """Sum of the positions of the case's own parameters."""
-    return sum(index for name, index in item.callspec.indices.items() if name != "resident_group")
-
-
 @pytest.fixture(scope="package", params=GROUPS)
 def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     """The workers that all tests of one plane and size share."""
@@ -79,11 +52,14 @@ def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
 @pytest.fixture
 def group(resident_group: WorkerGroup) -> WorkerGroup:
     """A configured group; a new epoch if the last test left the plane spent."""
-    if resident_group.closed:  # an earlier test hung, and its workers were killed
-        resident_group.renew()
-    if not resident_group.clean:
-        resident_group.configure()
+    make_usable(resident_group)
     return resident_group
+
+
+@pytest.fixture
+def matrix(group: WorkerGroup) -> Matrix:
+    """Runs the combinations of a test's parameters on its group."""
+    return Matrix(group)
 
 
 @pytest.fixture(params=MORTAL)

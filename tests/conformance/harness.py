@@ -107,7 +107,7 @@ class PlaneUnderTest:
         environment: Extra variables of the workers.
         actor: ``module:function`` that makes the actor from ``target`` and the context, for what is no plane.
         service: Starts what a group of this size needs beside its workers.
-        every: Of the cases of :mod:`conformance.test_planes` only every so-manieth runs at each size: the sums of their
+        every: Of the cases of a test (:mod:`conformance.matrix`) only every so-manieth runs at each size: the sums of their
             parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
             each parameter (operation, dtype, …) at each size where it meets enough values of another one. Tests with
             fewer cases than this run in full.

@@ -102,7 +102,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("aabab", outer="mpi"),
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane", launcher=LIGHT),
-    negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True),
+    negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=12),
     negotiated("hierarchical-aabb", HIERARCHICAL, library=True, hosts="aabb", sizes=(4,), every=12),
     negotiated("hierarchical-abb", HIERARCHICAL, library=True, hosts="abb", sizes=(3,), every=12),
     negotiated(
@@ -112,5 +112,6 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         launcher=mpiexec,
         library=True,
         missing=mpi_missing,
+        normally=12,
     ),
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 
 from conformance.conftest import ABORTABLE, skip_unless_available
 from conformance.failures import WAITING
 from conformance.harness import Died, WorkerGroup
+from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType
 
@@ -21,26 +22,33 @@ def works(group: WorkerGroup) -> None:
     assert len(set(checksums)) == 1
 
 
-@pytest.mark.parametrize("count", [30, 5 * CHUNK], ids=["short", "long"])
-@pytest.mark.parametrize("what", WAITING)
 @pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
-def test_abort_ends_a_wait_in(group: WorkerGroup, what: str, count: int) -> None:
+def test_abort_ends_a_wait(group: WorkerGroup, matrix: Matrix) -> None:
     skip_unless_available(group.plane, "abort")
     early = list(range(group.size - 1))
-    delays = group.outcomes("conformance.failures:abort_while_waiting", only=early, what=what, count=count)
-    assert all(isinstance(d, float) and d < PROMPT for d in delays), delays
-    group.configure()
-    works(group)
+
+    def case(what: str, count: int) -> None:
+        delays = group.outcomes(
+            "conformance.failures:abort_while_waiting", only=early, what=what, count=count
+        )
+        assert all(isinstance(d, float) and d < PROMPT for d in delays), delays
+        group.configure()
+        works(group)
+
+    matrix.run(case, what=WAITING, count=[30, 5 * CHUNK])
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
-def test_abort_ends_whatever_runs(group: WorkerGroup, seed: int) -> None:
+def test_abort_ends_whatever_runs(group: WorkerGroup, matrix: Matrix) -> None:
     skip_unless_available(group.plane, "abort")
-    delays = group.run("conformance.failures:abort_at_random", seed=seed)
-    assert all(d < PROMPT for d in delays), delays
-    group.configure()
-    works(group)
+
+    def case(seed: int) -> None:
+        delays = group.run("conformance.failures:abort_at_random", seed=seed)
+        assert all(d < PROMPT for d in delays), delays
+        group.configure()
+        works(group)
+
+    matrix.run(case, seed=range(6))
 
 
 def test_nothing_starts_after_an_abort(group: WorkerGroup) -> None:
@@ -68,7 +76,8 @@ def test_survivors_of_a_killed_member_go_on(mortal_group: WorkerGroup, what: str
 
 
 def test_nothing_is_left_when_all_are_killed(mortal_group: WorkerGroup) -> None:
-    before = set(os.listdir("/dev/shm"))
     works(mortal_group)
-    assert set(os.listdir("/dev/shm")) == before, "a plane must not use names in /dev/shm"
+    for member in mortal_group.living:
+        maps = Path(f"/proc/{mortal_group.pid(member)}/maps").read_text()
+        assert "/dev/shm/" not in maps, "a plane must not use names in /dev/shm: they outlive a SIGKILL"
     mortal_group.kill()

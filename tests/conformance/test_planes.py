@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from conformance.cases import even_split
 from conformance.harness import WorkerGroup
+from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType, ReduceOp
 
@@ -18,123 +17,147 @@ COUNTS = sorted({
     3 * CHUNK // 4 + 5, 5 * CHUNK, 13 * CHUNK + 1,  # several chunks; more than all slots
 })  # fmt: skip
 FUSED = ([5, 3], [0, 4, 0], [1] * 40, [CHUNK // 4 - 1, 2, CHUNK], [CHUNK * 3, 1, 1, CHUNK // 8, 0, 17])
+SCALES = [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)]
+IN_PLACE = (False, True)
 
 
 def same(checksums: list[int]) -> None:
     assert len(set(checksums)) == 1, f"members differ: {checksums}"
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F64, DType.I32, DType.BF16], ids=lambda d: d.label)
-def test_allreduce_sums_any_size(group: WorkerGroup, dtype: DType, count: int) -> None:
-    for in_place in (False, True):
-        same(
-            group.run(
-                "conformance.cases:allreduce", counts=[count], dtype=dtype, in_place=in_place, seed=count
-            )
-        )
-
-
-@pytest.mark.parametrize("op", OPS, ids=lambda o: o.name)
-@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
-def test_allreduce_reduces_every_type(group: WorkerGroup, dtype: DType, op: ReduceOp) -> None:
-    for count in (1, 1001, CHUNK, 3 * CHUNK + 1):
-        for in_place in (False, True):
+def test_allreduce_sums_any_size(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, count: int) -> None:
+        for in_place in IN_PLACE:
             same(
                 group.run(
-                    "conformance.cases:allreduce", counts=[count], dtype=dtype, op=op, in_place=in_place
+                    "conformance.cases:allreduce", counts=[count], dtype=dtype, in_place=in_place, seed=count
                 )
             )
 
-
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda o: o.name)
-def test_allreduce_of_bool_is_and_or(group: WorkerGroup, op: ReduceOp) -> None:
-    for count in (1, 1001, 3 * CHUNK + 1):
-        same(group.run("conformance.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
+    matrix.run(case, dtype=[DType.F32, DType.F64, DType.I32, DType.BF16], count=COUNTS)
 
 
-@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)], ids=str)
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN], ids=lambda o: o.name)
-@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
-def test_allreduce_scales_before_and_after(
-    group: WorkerGroup, dtype: DType, op: ReduceOp, scales: tuple[float, float]
-) -> None:
-    pre, post = scales
-    for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
-        for in_place in (False, True):
-            same(group.run(
-                "conformance.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=pre, postscale=post,
-                in_place=in_place,
-            ))  # fmt: skip
+def test_allreduce_reduces_every_type(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, op: ReduceOp) -> None:
+        for count in (1, 1001, CHUNK, 3 * CHUNK + 1):
+            for in_place in IN_PLACE:
+                same(
+                    group.run(
+                        "conformance.cases:allreduce", counts=[count], dtype=dtype, op=op, in_place=in_place
+                    )
+                )
+
+    matrix.run(case, dtype=REDUCIBLE, op=OPS)
 
 
-@pytest.mark.parametrize("counts", FUSED, ids=lambda c: f"{len(c)}-tensors")
-@pytest.mark.parametrize("dtype", [DType.F32, DType.U8, DType.F16, DType.I64], ids=lambda d: d.label)
-def test_allreduce_takes_fused_lists(group: WorkerGroup, dtype: DType, counts: list[int]) -> None:
-    for in_place in (False, True):
-        same(group.run("conformance.cases:allreduce", counts=counts, dtype=dtype, in_place=in_place))
+def test_allreduce_of_bool_is_and_or(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(op: ReduceOp) -> None:
+        for count in (1, 1001, 3 * CHUNK + 1):
+            same(group.run("conformance.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
+
+    matrix.run(case, op=[ReduceOp.MIN, ReduceOp.MAX])
 
 
-@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16], ids=lambda d: d.label)
-def test_halves_accumulate_wide_and_keep_special_values(group: WorkerGroup, dtype: DType) -> None:
-    same(group.run("conformance.cases:halves", dtype=dtype))
+def test_allreduce_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, op: ReduceOp, scales: tuple[float, float]) -> None:
+        for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
+            for in_place in IN_PLACE:
+                same(group.run(
+                    "conformance.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=scales[0],
+                    postscale=scales[1], in_place=in_place,
+                ))  # fmt: skip
+
+    matrix.run(case, dtype=REDUCIBLE, op=[ReduceOp.SUM, ReduceOp.MIN], scales=SCALES)
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
-def test_allgather_concatenates(group: WorkerGroup, dtype: DType) -> None:
+def test_allreduce_takes_fused_lists(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, counts: list[int]) -> None:
+        for in_place in IN_PLACE:
+            same(group.run("conformance.cases:allreduce", counts=counts, dtype=dtype, in_place=in_place))
+
+    matrix.run(case, dtype=[DType.F32, DType.U8, DType.F16, DType.I64], counts=FUSED)
+
+
+def test_halves_accumulate_wide_and_keep_special_values(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType) -> None:
+        same(group.run("conformance.cases:halves", dtype=dtype))
+
+    matrix.run(case, dtype=[DType.F16, DType.BF16])
+
+
+def test_allgather_concatenates(group: WorkerGroup, matrix: Matrix) -> None:
     n = group.size
-    for counts in (
-        [7] * n,
-        list(range(n)),
-        [0] * n,
-        [2 * CHUNK + i for i in range(n)],
-        [0] * (n - 1) + [5 * CHUNK],
-    ):
-        same(group.run("conformance.cases:allgather", counts=counts, dtype=dtype))
+
+    def case(dtype: DType) -> None:
+        for counts in (
+            [7] * n,
+            list(range(n)),
+            [0] * n,
+            [2 * CHUNK + i for i in range(n)],
+            [0] * (n - 1) + [5 * CHUNK],
+        ):
+            same(group.run("conformance.cases:allgather", counts=counts, dtype=dtype))
+
+    matrix.run(case, dtype=list(DType))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_broadcast_from_every_root(group: WorkerGroup, count: int) -> None:
-    for root in range(group.size):
-        same(group.run("conformance.cases:broadcast", count=count, dtype=DType.F32, root=root))
+def test_broadcast_from_every_root(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(count: int) -> None:
+        for root in range(group.size):
+            same(group.run("conformance.cases:broadcast", count=count, dtype=DType.F32, root=root))
+
+    matrix.run(case, count=COUNTS)
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
-def test_broadcast_moves_every_type(group: WorkerGroup, dtype: DType) -> None:
-    for count in (1, 3 * CHUNK + 1):
-        same(group.run("conformance.cases:broadcast", count=count, dtype=dtype, root=group.size - 1))
+def test_broadcast_moves_every_type(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType) -> None:
+        for count in (1, 3 * CHUNK + 1):
+            same(group.run("conformance.cases:broadcast", count=count, dtype=dtype, root=group.size - 1))
+
+    matrix.run(case, dtype=list(DType))
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda o: o.name)
-@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
-def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, dtype: DType, op: ReduceOp) -> None:
+def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, matrix: Matrix) -> None:
     n = group.size
     even = [[4] * n, [0] * n, even_split(1, n), even_split(2 * CHUNK * n + 1, n)]
     ragged = [list(range(n)), [CHUNK + i for i in range(n)], [3 * CHUNK] + [1] * (n - 1)]
-    for counts in even if "ragged" in group.plane.lacks else even + ragged:
-        group.run("conformance.cases:reducescatter", counts=counts, dtype=dtype, op=op)
+
+    def case(dtype: DType, op: ReduceOp) -> None:
+        for counts in even if "ragged" in group.plane.lacks else even + ragged:
+            group.run("conformance.cases:reducescatter", counts=counts, dtype=dtype, op=op)
+
+    matrix.run(case, dtype=REDUCIBLE, op=OPS)
 
 
-@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 1 / 3), (1.7, 0.25)], ids=str)
-@pytest.mark.parametrize("dtype", [DType.F32, DType.I32, DType.BF16], ids=lambda d: d.label)
-def test_reducescatter_scales(group: WorkerGroup, dtype: DType, scales: tuple[float, float]) -> None:
+def test_reducescatter_scales(group: WorkerGroup, matrix: Matrix) -> None:
     counts = even_split(CHUNK * group.size // 2 + 1, group.size)
-    group.run(
-        "conformance.cases:reducescatter", counts=counts, dtype=dtype, prescale=scales[0], postscale=scales[1]
-    )
+
+    def case(dtype: DType, scales: tuple[float, float]) -> None:
+        group.run(
+            "conformance.cases:reducescatter",
+            counts=counts,
+            dtype=dtype,
+            prescale=scales[0],
+            postscale=scales[1],
+        )
+
+    matrix.run(case, dtype=[DType.F32, DType.I32, DType.BF16], scales=SCALES)
 
 
-@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.label)
-def test_alltoall_transposes(group: WorkerGroup, dtype: DType) -> None:
+def test_alltoall_transposes(group: WorkerGroup, matrix: Matrix) -> None:
     n = group.size
-    for table in (
-        [[3] * n] * n,
-        [[(i * 7 + j * 3) % 5 for j in range(n)] for i in range(n)],
-        [[0] * n] * n,
-        [[CHUNK * (i == 0) + j for j in range(n)] for i in range(n)],
-        [[5 * CHUNK * (i == n - 1 and j == 0) for j in range(n)] for i in range(n)],
-    ):
-        group.run("conformance.cases:alltoall", table=table, dtype=dtype)
+
+    def case(dtype: DType) -> None:
+        for table in (
+            [[3] * n] * n,
+            [[(i * 7 + j * 3) % 5 for j in range(n)] for i in range(n)],
+            [[0] * n] * n,
+            [[CHUNK * (i == 0) + j for j in range(n)] for i in range(n)],
+            [[5 * CHUNK * (i == n - 1 and j == 0) for j in range(n)] for i in range(n)],
+        ):
+            group.run("conformance.cases:alltoall", table=table, dtype=dtype)
+
+    matrix.run(case, dtype=list(DType))
 
 
 def test_barrier_returns(group: WorkerGroup) -> None:
@@ -142,9 +165,11 @@ def test_barrier_returns(group: WorkerGroup) -> None:
         group.run("conformance.cases:barrier")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, seed: int) -> None:
-    same(group.run("conformance.cases:mixture", seed=seed, rounds=60))
+def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(seed: int) -> None:
+        same(group.run("conformance.cases:mixture", seed=seed, rounds=60))
+
+    matrix.run(case, seed=range(4))
 
 
 def test_an_epoch_follows_an_epoch(group: WorkerGroup) -> None:

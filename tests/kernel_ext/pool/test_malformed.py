@@ -54,7 +54,9 @@ def test_messages_are_read_as_they_were_written(decode: Decode, whole: bytes) ->
     assert decode(whole) == message
 
 
-@pytest.mark.parametrize("decode", {decode for decode, _ in WHOLE} | {records.decode, records.read_head})
+@pytest.mark.parametrize(
+    "decode", dict.fromkeys([*(decode for decode, _ in WHOLE), records.decode, records.read_head])
+)
 @given(data=st.binary(max_size=80))
 def test_garbage_is_refused_as_such(decode: Decode, data: bytes) -> None:
     with pytest.raises((ProtocolError, StartError)):

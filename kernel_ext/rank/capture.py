@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.fds import FdCapture, Piece, receive
 from hvdlab.kernel_ext.rank.sent import Post, Sent
 from hvdlab.kernel_ext.rank.unsent import Unsent
 
@@ -87,6 +87,7 @@ class Capture:
         self._sending = threading.RLock()
         self._entries: deque[_Entry] = deque()
         self._queued = 0  # bytes in _entries
+        self._lands = False  # what was read from a pipe last is in the area of unsent output
         self._total = 0  # bytes of the current cell, queued ones included
         self._taken = 0  # of those, what the pool has taken
         self._cell = ""
@@ -217,7 +218,7 @@ class Capture:
         )
         self._put((chunk, None, size))
 
-    def _put(self, entry: _Entry, wait: bool = True) -> None:
+    def _put(self, entry: _Entry, wait: bool = True, landed: Piece | None = None) -> None:
         size = entry[2]
         with self._lock:
             if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
@@ -226,10 +227,14 @@ class Capture:
                 return
             if self._unsent is not None:
                 head, text, _ = entry
-                if not isinstance(head, str):
+                if landed is not None:
+                    self._unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                elif not isinstance(head, str):
                     self._unsent.show(head, size)
                 elif text is not None:
                     self._unsent.write(head, text)
+            if landed is not None and not size:
+                return  # the beginning of a character, of which the rest has not come
             self._entries.append(entry)
             self._queued += size
             self._total += size
@@ -292,9 +297,22 @@ class Capture:
         assert fds is not None
         with fds.lock:
             room = self._window - (0 if self._attendance.absent else self._total - self._taken)
-            for name, text in fds.read(room):
+            for piece in fds.read(room, self._receive):
                 # Never waits: the thread that sends comes through here.
-                self._put(_entry(name, text), wait=False)
+                self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+
+    def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a pipe, in such a way that they outlive this process if that is possible."""
+        with self._lock:
+            self._lands = self._unsent is not None
+            if self._unsent is not None:
+                try:
+                    return self._unsent.land(stream, pipe, limit)
+                except BlockingIOError:
+                    raise
+                except OSError:  # there is no room for them; the pipe still has them
+                    self._lands = False
+            return receive(stream, pipe, limit)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:

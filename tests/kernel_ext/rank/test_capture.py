@@ -405,7 +405,7 @@ def test_descriptors_are_given_back() -> None:
     script = (
         "import os\nfrom hvdlab.kernel_ext.rank.fds import FdCapture\n"
         "c = FdCapture()\nos.write(1, b'captured')\n"
-        "with c.lock: text = ''.join(t for _, t in c.read(100))\n"
+        "with c.lock: text = ''.join(p.text for p in c.read(100))\n"
         "c.close()\nos.write(1, b'back: ' + text.encode())"
     )
     ran = subprocess.run(

@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
+from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
@@ -134,7 +135,15 @@ def make_sink(
         Watched(publisher) if publisher is not None and strip is not None and wanted(os.environ) else None
     )
     cell = uuid.uuid4().hex[:12]
-    sink = _foreground_sink(watched or publisher, ranks, output, cell, plain=session.ranks_by_default)
+    sink = _foreground_sink(
+        watched or publisher,
+        ranks,
+        output,
+        cell,
+        plain=session.ranks_by_default,
+        # What is shown again shows what a later update made of it in its own place.
+        known=session.areas if strip is not None else None,
+    )
     if limit := shown_limit(os.environ):
         sink = LimitedSink(sink, ranks, limit)
     if watched is not None and strip is not None:
@@ -148,14 +157,22 @@ def make_sink(
 
 
 def _foreground_sink(
-    publisher: Publisher | None, ranks: Sequence[int], output: str, cell: str, *, plain: bool
+    publisher: Publisher | None,
+    ranks: Sequence[int],
+    output: str,
+    cell: str,
+    *,
+    plain: bool,
+    known: KnownAreas | None,
 ) -> TimedSink:
     if output == "tabs":
         return PagesSink(
             ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
         )
     screen: Screen = (
-        TerminalScreen(ranks) if publisher is None else NotebookScreen(publisher, ranks, cell, plain=plain)
+        TerminalScreen(ranks)
+        if publisher is None
+        else NotebookScreen(publisher, ranks, cell, plain=plain, known=known)
     )
     return MergingSink(LineMerger(ranks, merge=output == "grouped"), screen)
 

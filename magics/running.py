@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
+from hvdlab.magics.late import LateOutput
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
@@ -63,6 +64,7 @@ def run_cell(
         "out": make_sink(
             session, ranks, options.output, background=options.background, source=source, strip=(pool, label)
         ),
+        "late": _late_output(session, ranks, options.output),
         "timeout": options.timeout,
         "store_history": session.store_history,
         "file": present_cell_file(),
@@ -154,6 +156,22 @@ def make_sink(
     write = write_to_terminal if publisher is None else publisher.stream
     quiet = _quiet(source)
     return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
+
+
+def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOutput | None:
+    """Shows what comes after the cell's end, under that cell."""
+    if output == "none":
+        return None
+    publisher = _publisher(session, background=True)
+
+    def make() -> TimedSink:
+        cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
+        arranged = "grouped" if output == "tabs" else output
+        sink = _foreground_sink(publisher, ranks, arranged, cell, plain=plain, known=session.areas)
+        limit = shown_limit(os.environ)
+        return LimitedSink(sink, ranks, limit) if limit else sink
+
+    return LateOutput(make)
 
 
 def _foreground_sink(

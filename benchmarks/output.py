@@ -28,7 +28,7 @@ from hvdlab.kernel_ext import payloads
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.streams import RankStream
-from hvdlab.kernel_ext.rank.unsent import Unsent
+from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
 
 LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
     "print(f'line {i}')": lambda i, file: print(f"line {i}", file=file),
@@ -107,7 +107,7 @@ def main() -> None:
         fds = FdCapture()
         stack.callback(fds.close)
         streams["rank, with descriptors"] = stack.enter_context(rank_stream(fds))
-        streams["rank, with a copy too"] = stack.enter_context(rank_stream(fds, Unsent.make()))
+        streams["rank, with a copy too"] = stack.enter_context(rank_stream(fds, Unsent(make_area())))
         for _ in range(options.rounds):
             for text, write in LINES.items():
                 for name, stream in streams.items():

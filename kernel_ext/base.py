@@ -87,6 +87,7 @@ class PoolBase:
             local_pid=self._local_pid,
             stall_time=_stall_time(),
             replaceable=launcher == names.LOCAL,
+            late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))

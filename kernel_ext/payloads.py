@@ -43,6 +43,7 @@ from hvdlab.kernel_ext.messages.cells import (
     Credit,
     Display,
     HeldCell,
+    Late,
     Left,
     Output,
     Owner,
@@ -115,6 +116,7 @@ __all__ = [
     "HeldCell",
     "Inspect",
     "Inspection",
+    "Late",
     "Leaves",
     "Left",
     "Names",
@@ -182,6 +184,7 @@ ToRank = (
 )
 ToPool = (
     Output
+    | Late
     | Cells
     | CellDone
     | Done

@@ -12,6 +12,7 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.output.record import ShowLate
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter, Prompter
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Running:
         store_history: bool = True,
         file: str = "",
         prompter: Prompter | None = None,
+        late: ShowLate | None = None,
     ) -> CellResults:
         """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
 
@@ -53,13 +55,15 @@ class Running:
             file: What a frontend's debugger calls the cell that ``source`` is the end of.
             prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
                 default where this process has its input.
+            late: Shows what the cell's threads and tasks write after its end, ``late(rank, chunks)``; called on a thread
+                of the pool's, and must not block. The output is kept in any case.
 
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
         prompter = prompter or ProcessPrompter()
         return self._dispatch(
-            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, prompter
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, prompter, late
         ).wait()
 
     def start_run(
@@ -74,6 +78,7 @@ class Running:
         want_value: bool = True,
         store_history: bool = True,
         file: str = "",
+        late: ShowLate | None = None,
     ) -> CellHandle:
         """Like :meth:`run`, in the background: returns at once.
 
@@ -81,7 +86,7 @@ class Running:
             StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
         """
         handle = self._dispatch(
-            source, ranks, label, line_offset, out, timeout, want_value, store_history, file
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, late=late
         )
         try:
             with checks.limits_told("the cell could not be run in the background"):
@@ -108,9 +113,11 @@ class Running:
         store_history: bool,
         file: str,
         prompter: Prompter | None = None,
+        late: ShowLate | None = None,
     ) -> CellHandle:
         cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
         recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
+        recorder.show_late(late)
         try:
             handle = self._base.runs.dispatch(
                 cell,

@@ -31,6 +31,7 @@ from hvdlab.kernel_ext.payloads import (
     TO_RANK,
     CellDone,
     Credit,
+    Late,
     Left,
     Output,
     Resync,
@@ -81,6 +82,7 @@ class Runs:
         local_pid: The process of a rank on this host, or None.
         stall_time: Seconds after which it is told what a cell waits for; None never.
         replaceable: Whether single ranks can be started again.
+        late: Called with what a rank's threads and tasks wrote after the end of their cell. The client's thread; must not block.
 
     Attributes:
         first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
@@ -96,7 +98,9 @@ class Runs:
         local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
         replaceable: bool = True,
+        late: Callable[[int, Late], None] = lambda rank, late: None,
     ) -> None:
+        self._late = late
         self._client = client
         self._began, self._ended, self._reason = began, ended, reason
         self._lock = threading.Lock()
@@ -377,6 +381,8 @@ class Runs:
             run = self._runs.get(payload.cell)
             if run is not None:
                 self._feed(run, rank, payload)
+        elif isinstance(payload, Late):
+            self._late(rank, payload)
         elif isinstance(payload, Ask | Unask):
             self._take_question(rank, payload)
         else:

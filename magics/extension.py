@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.extensions import ExtensionManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.magics.ahead import Ahead
@@ -146,7 +149,38 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Unload; nothing happens if it is not loaded."""
+    """Unload, and say which ranks that ended; nothing happens if it is not loaded, or is only reloaded.
+
+    ``%reload_ext`` unloads, imports the package's root again and loads. First cells begin with it, so that they can be
+    run again: that must not cost the ranks and hours of training. There is nothing in the root that loading again
+    would renew, so everything stays as it is.
+    """
     extension = extension_of(shell)
-    if extension is not None:
-        extension.unload()
+    if extension is None or _reloading():
+        return
+    farewell = _farewell(extension.session.pool)
+    extension.unload()
+    if farewell:
+        print(farewell)
+
+
+def _reloading() -> bool:
+    """Whether ``%reload_ext`` is what calls. IPython tells extensions only that they are unloaded."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is ExtensionManager.reload_extension.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _farewell(pool: Pool | None) -> str:
+    """What is to be said once this pool is let go of."""
+    if pool is None:
+        return ""
+    count = pool.size - len(pool.lost)
+    ranks = "1 rank" if count == 1 else f"{count} ranks"
+    if pool.name:
+        goes = "goes" if count == 1 else "go"
+        return f"let go of {ranks}, which {goes} on; `%hvd_pool attach {pool.name}` comes back to them"
+    return f"ended {ranks}, and all variables there"

@@ -22,6 +22,8 @@ from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
+from hvdlab.magics.late import LateOutput
+from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
@@ -62,6 +64,7 @@ def run_cell(
         "out": make_sink(
             session, ranks, options.output, background=options.background, source=source, strip=(pool, label)
         ),
+        "late": _late_output(session, ranks, options.output),
         "timeout": options.timeout,
         "store_history": session.store_history,
         "file": present_cell_file(),
@@ -134,7 +137,15 @@ def make_sink(
         Watched(publisher) if publisher is not None and strip is not None and wanted(os.environ) else None
     )
     cell = uuid.uuid4().hex[:12]
-    sink = _foreground_sink(watched or publisher, ranks, output, cell, plain=session.ranks_by_default)
+    sink = _foreground_sink(
+        watched or publisher,
+        ranks,
+        output,
+        cell,
+        plain=session.ranks_by_default,
+        # What is shown again shows what a later update made of it in its own place.
+        known=session.areas if strip is not None else None,
+    )
     if limit := shown_limit(os.environ):
         sink = LimitedSink(sink, ranks, limit)
     if watched is not None and strip is not None:
@@ -147,15 +158,39 @@ def make_sink(
     return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
 
 
+def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOutput | None:
+    """Shows what comes after the cell's end, under that cell."""
+    if output == "none":
+        return None
+    publisher = _publisher(session, background=True)
+
+    def make() -> TimedSink:
+        cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
+        arranged = "grouped" if output == "tabs" else output
+        sink = _foreground_sink(publisher, ranks, arranged, cell, plain=plain, known=session.areas)
+        limit = shown_limit(os.environ)
+        return LimitedSink(sink, ranks, limit) if limit else sink
+
+    return LateOutput(make)
+
+
 def _foreground_sink(
-    publisher: Publisher | None, ranks: Sequence[int], output: str, cell: str, *, plain: bool
+    publisher: Publisher | None,
+    ranks: Sequence[int],
+    output: str,
+    cell: str,
+    *,
+    plain: bool,
+    known: KnownAreas | None,
 ) -> TimedSink:
     if output == "tabs":
         return PagesSink(
             ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
         )
     screen: Screen = (
-        TerminalScreen(ranks) if publisher is None else NotebookScreen(publisher, ranks, cell, plain=plain)
+        TerminalScreen(ranks)
+        if publisher is None
+        else NotebookScreen(publisher, ranks, cell, plain=plain, known=known)
     )
     return MergingSink(LineMerger(ranks, merge=output == "grouped"), screen)
 

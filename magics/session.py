@@ -15,6 +15,7 @@ from hvdlab.kernel_ext.widgetstates import WidgetStates
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
+from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.publisher import ParentPublisher, in_notebook
 from hvdlab.magics.strips import Strips
 
@@ -39,6 +40,7 @@ class Session:
         raw_cell: The notebook's cell that runs now, with its magic line.
         labels: What users call the cells in the background, by their ids.
         strips: The live strips under cells.
+        areas: Where the displays of ranks are that have an id.
         debugger: What lets the frontend's debugger reach the ranks.
         store_history: Whether that cell is one of the notebook's history.
         ranks_by_default: Plain cells run on the ranks.
@@ -61,6 +63,7 @@ class Session:
         self.running_label = ""
         self.labels: dict[str, str] = {}
         self.strips = Strips()
+        self.areas = KnownAreas()
         self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
@@ -80,6 +83,7 @@ class Session:
     def _set(self, pool: Pool | None) -> None:
         self._pool = pool
         self._widgets.clear()
+        self.areas.clear()
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.comms import CommRelay
 

@@ -111,6 +111,13 @@ class Output(Payload, frozen=True):
     before: int = 0
 
 
+class Late(Payload, frozen=True):
+    """What a thread or task that a cell has started wrote there after the cell's end: it counts for no window."""
+
+    cell: str
+    chunks: tuple[Chunk, ...]
+
+
 class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a rank that has died wrote and may not have sent; told by the process that forked it, not by mail.
 

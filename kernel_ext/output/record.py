@@ -17,6 +17,9 @@ from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 
+ShowLate = Callable[[int, tuple[Chunk, ...]], None]
+"""Shows what a rank wrote after the end of a cell."""
+
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 2 << 30
@@ -49,12 +52,25 @@ class Recorder:
             (GuardedSink(sink), frozenset(transcript.ranks)),
         )
         self._wake: Callable[[], None] | None = None
+        self._late: ShowLate | None = None
         if isinstance(sink, KeptSink):
             sink.kept(transcript)
 
     def driven(self, wake: Callable[[], None]) -> None:
         """Tell what has the driver of the run call :meth:`tick` soon."""
         self._wake = wake
+
+    def show_late(self, show: ShowLate | None) -> None:
+        """What ranks write after the end of their cell is given to ``show``, which must not block."""
+        self._late = show
+
+    def late(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        """A thread or task of the cell wrote on this rank after the cell's end. Any thread."""
+        if rank in self.transcript.ranks:
+            with self.transcript.lock:
+                self.transcript.add(rank, chunks)
+            if self._late is not None:
+                self._late(rank, chunks)
 
     def attach(self, sink: OutputSink, ranks: Sequence[int]) -> None:
         """Show what these ranks have written, and what they write from now on, on another sink as well.
@@ -168,6 +184,13 @@ class Transcripts:
             ):
                 return recorder
         return None
+
+    def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...]) -> None:
+        """A rank wrote this after the end of a cell. Any thread."""
+        with self._lock:
+            recorder = self._recorders.get(cell)
+        if recorder is not None:
+            recorder.late(rank, chunks)
 
     def forget(self, cell: str) -> None:
         """This cell did not begin."""

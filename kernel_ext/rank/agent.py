@@ -47,7 +47,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 from hvdlab.kernel_ext.prompts.messages import Reply
-from hvdlab.kernel_ext.rank import completion, names, stacks, status, values
+from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.comms import RankComms
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
@@ -94,7 +94,9 @@ class RankAgent:
         self._leave = leave or loop.stop
         self._fds = fds
         self._gate = InterruptGate(loop)
-        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
+        self._capture = Capture(
+            engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent, origin=origin.current
+        )
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()
         self._prompting = Prompting(
@@ -114,7 +116,7 @@ class RankAgent:
             self._prompting,
         )
         self._setup.preparing = lambda: self._runner.preparing
-        self._comms = RankComms(engine.post)
+        self._comms = RankComms(engine.post, self._capture.widgets)
         self._delivering: set[asyncio.Task[None]] = set()
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
@@ -130,12 +132,14 @@ class RankAgent:
         self._cell = ""
         self._device = "cpu"
         self._worker: asyncio.Task[None] | None = None
+        self._unfollow: Callable[[], None] = lambda: None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
         context.adopt(self._engine)
+        self._unfollow = origin.follow_threads()
         self._setup.install()
         self._comms.install()
         self._capture.start()
@@ -155,6 +159,7 @@ class RankAgent:
             self._worker.cancel()
             self._worker = None
         self._debug.close()
+        self._unfollow()
         self._last_words.uninstall()
         self._capture.close()
         self._gate.uninstall()

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.fds import FdCapture, Piece, receive
 from hvdlab.kernel_ext.rank.sent import Post, Sent
 from hvdlab.kernel_ext.rank.unsent import Unsent
+from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""
@@ -62,8 +63,10 @@ class Capture:
         fds: Redirected descriptors, if there are any.
         ranks: How many ranks there are.
         unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
+        origin: The cell that the calling thread or task belongs to, which may have ended; empty for the last one.
 
     Attributes:
+        widgets: Widgets that take output of a thread in the place of the cell.
         on_absence: Called on the thread that sends, with a lock held, when the process has ended that took the output.
     """
 
@@ -74,7 +77,10 @@ class Capture:
         fds: FdCapture | None = None,
         ranks: Callable[[], int] = lambda: 1,
         unsent: Unsent | None = None,
+        origin: Callable[[], str] = lambda: "",
     ) -> None:
+        self._origin = origin
+        self.widgets = WidgetOutputs()
         self._unsent = unsent
         self._ranks = ranks
         self._window = WINDOW
@@ -86,7 +92,10 @@ class Capture:
         self._room = threading.Condition(self._lock)
         self._sending = threading.RLock()
         self._entries: deque[_Entry] = deque()
+        self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
+        self._over = False  # the end of the current cell is on its way: what is written now comes after it
         self._queued = 0  # bytes in _entries
+        self._lands = False  # what was read from a pipe last is in the area of unsent output
         self._total = 0  # bytes of the current cell, queued ones included
         self._taken = 0  # of those, what the pool has taken
         self._cell = ""
@@ -128,7 +137,7 @@ class Capture:
         self.flush()
         with self._sending, self._lock:
             self._send_queued()
-            self._cell, self._total, self._taken = cell, 0, 0
+            self._cell, self._total, self._taken, self._over = cell, 0, 0, False
             self._window = window_of(self._ranks())
             if self._unsent is not None:
                 self._unsent.begin(cell, self._window)
@@ -149,6 +158,12 @@ class Capture:
     def finish(self, done: CellDone) -> None:
         """Send what is left of the cell's output, then its end."""
         self.flush()
+        with self._lock:
+            self._over = (
+                True  # a thread may be writing: between the two, its text would be neither here nor there
+            )
+        with self._sending:
+            self._send_queued()
         self.sent.done(done)
 
     def settled(self, cell: str) -> None:
@@ -191,6 +206,8 @@ class Capture:
         if self._forked:
             self._write_in_child(name, text)
             return
+        if self.widgets.write(name, text):
+            return
         if self._fds is not None:
             # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
             # looking is only worth a system call when some has passed.
@@ -198,16 +215,19 @@ class Capture:
             if now - self._last_write > GAP:
                 self._drain_fds()
             self._last_write = now
+        cell = self._origin()
         if len(text) > PIECE:
             for start in range(0, len(text), PIECE):
-                self._put(_entry(name, text[start : start + PIECE]))
+                self._put(_entry(name, text[start : start + PIECE]), cell=cell)
         else:
-            self._put((name, text, len(text)) if text.isascii() else _entry(name, text))
+            self._put((name, text, len(text)) if text.isascii() else _entry(name, text), cell=cell)
 
     def put(self, chunk: Display | Clear) -> None:
         """Queue a display or a clear, in order with the text."""
         if self._forked:
             return  # a forked child has nobody to show it to
+        if self.widgets.put(chunk):
+            return
         if self._fds is not None:
             self._drain_fds()
         size = (
@@ -215,21 +235,28 @@ class Capture:
             if isinstance(chunk, Display)
             else 16
         )
-        self._put((chunk, None, size))
+        self._put((chunk, None, size), cell=self._origin())
 
-    def _put(self, entry: _Entry, wait: bool = True) -> None:
+    def _put(self, entry: _Entry, wait: bool = True, landed: Piece | None = None, cell: str = "") -> None:
         size = entry[2]
         with self._lock:
+            if self._over or (cell and cell != self._cell):
+                self._put_late(entry, cell or self._cell, landed)
+                return
             if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
                 self._await_room(size)
             if self._closed:
                 return
             if self._unsent is not None:
                 head, text, _ = entry
-                if not isinstance(head, str):
+                if landed is not None:
+                    self._unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                elif not isinstance(head, str):
                     self._unsent.show(head, size)
                 elif text is not None:
                     self._unsent.write(head, text)
+            if landed is not None and not size:
+                return  # the beginning of a character, of which the rest has not come
             self._entries.append(entry)
             self._queued += size
             self._total += size
@@ -238,6 +265,14 @@ class Capture:
             self._woken = True
             self._urgent = self._queued >= BATCH
         self._wake()
+
+    def _put_late(self, entry: _Entry, cell: str, landed: Piece | None) -> None:
+        """Queue what a cell that has ended writes. Hold the lock."""
+        if landed is not None and self._unsent is not None:
+            self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
+        if entry[2] or entry[1] is None:
+            self._late.append((cell, entry))
+            self._wake()
 
     def _await_room(self, size: int) -> None:
         # What is larger than the window itself goes alone.
@@ -280,6 +315,7 @@ class Capture:
                 if not self._entries:
                     self._woken = self._urgent = False
             if not taken:
+                self._send_late()
                 return
             total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
             if self._unsent is not None:
@@ -287,14 +323,38 @@ class Capture:
                     if not self._entries and self._unsent is not None:
                         self._unsent.reach(total)
 
+    def _send_late(self) -> None:
+        with self._lock:
+            late, self._late = self._late, deque()
+        while late:
+            cell, size, entries = late[0][0], 0, list[_Entry]()
+            while late and late[0][0] == cell and size < MESSAGE:
+                _, entry = late.popleft()
+                size += entry[2]
+                entries.append(entry)
+            self.sent.late(cell, _merged(entries))
+
     def _drain_fds(self) -> None:
         fds = self._fds
         assert fds is not None
         with fds.lock:
             room = self._window - (0 if self._attendance.absent else self._total - self._taken)
-            for name, text in fds.read(room):
+            for piece in fds.read(room, self._receive):
                 # Never waits: the thread that sends comes through here.
-                self._put(_entry(name, text), wait=False)
+                self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+
+    def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a pipe, in such a way that they outlive this process if that is possible."""
+        with self._lock:
+            self._lands = self._unsent is not None
+            if self._unsent is not None:
+                try:
+                    return self._unsent.land(stream, pipe, limit)
+                except BlockingIOError:
+                    raise
+                except OSError:  # there is no room for them; the pipe still has them
+                    self._lands = False
+            return receive(stream, pipe, limit)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -304,9 +364,10 @@ class Capture:
                 self._attend(selector)
                 watching = self._watch(selector, watching)
                 now = time.monotonic()
-                if self._entries and not queued:
+                waiting = bool(self._entries or self._late)
+                if waiting and not queued:
                     due = max(due, now + LINGER)
-                queued = bool(self._entries)
+                queued = waiting
                 if queued and (self._urgent or now >= due):
                     with self._sending:
                         self._send_queued()

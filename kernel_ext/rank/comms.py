@@ -14,6 +14,7 @@ from ipykernel.comm import CommManager
 
 from hvdlab.kernel_ext.comms import CommMessage, as_bytes, encode
 from hvdlab.kernel_ext.rank.display import wire_value
+from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
 from hvdlab.kernel_ext.topics import COMM
 
 Post = Callable[[str, bytes], None]
@@ -24,10 +25,11 @@ class RankComms:
 
     Args:
         post: Sends mail to the pool.
+        widgets: Is to know when there may be widgets that take output.
     """
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
+    def __init__(self, post: Post, widgets: WidgetOutputs) -> None:
+        self._post, self._widgets = post, widgets
         # ipykernel's: the engine of ipyparallel, a kernel of its, wants no other.
         self._manager: Any = CommManager()  # type: ignore[no-untyped-call]  # it has no annotations
         self._before: tuple[Any, Any] | None = None
@@ -40,6 +42,7 @@ class RankComms:
 
     def uninstall(self) -> None:
         """Put back what was there before."""
+        self._widgets.uninstall()
         if self._before is not None:
             comm.create_comm, comm.get_comm_manager = self._before
             self._before = None
@@ -59,6 +62,7 @@ class RankComms:
             self._post(COMM, encode(CommMessage("output", message.comm, data, {}, ())))
 
     def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
+        self._widgets.install()
         return _RankComm(self._post, *args, **kwargs)
 
 

@@ -10,6 +10,8 @@ from IPython.core.displaypub import DisplayPublisher
 
 from hvdlab.kernel_ext.payloads import Clear, Display
 from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.wire_text import wire_text
 
 LONGEST_TEXT = 1 << 20
 """Characters of a ``text/plain`` that are shown."""
@@ -17,6 +19,8 @@ LONGEST_BEGINNING = 1000
 """Characters of a longer text that are shown as a value."""
 LARGEST_ITEM = 16 << 20
 """Bytes of one representation of a display; no browser shows more."""
+DEEPEST = 100
+"""Dictionaries and lists within each other; messages can't carry any depth."""
 _INT64 = range(-(1 << 63), 1 << 64)
 
 
@@ -81,7 +85,7 @@ class RankDisplayPublisher(DisplayPublisher):
     ) -> None:
         """Send a display, or with ``update`` a new content for the ones of its ``display_id``."""
         self._validate_data(data, metadata)  # type: ignore[no-untyped-call]  # as above
-        display_id = str((transient or {}).get("display_id", ""))
+        display_id = wire_text(str((transient or {}).get("display_id", "")))
         self._capture.put(
             Display(
                 wire_bundle(data), wire_bundle(metadata or {}), display_id=display_id, update=bool(update)
@@ -97,15 +101,23 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded."""
+    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded.
+
+    What can't be sent is told in ``text/plain``, and never fails the cell that shows it.
+    """
     clean: dict[str, Any] = {}
     missing: list[str] = []
     for key, value in bundle.items():
-        size = _size(value)
-        if size <= LARGEST_ITEM or key == "text/plain":
-            clean[str(key)] = wire_value(value)
-        else:
-            missing.append(f"({key} of {size:,} bytes is too large to be shown; write it to a file instead)")
+        try:
+            size = _size(value)
+            if size <= LARGEST_ITEM or key == "text/plain":
+                clean[wire_text(str(key))] = wire_value(value)
+            else:
+                missing.append(
+                    f"({key} of {size:,} bytes is too large to be shown; write it to a file instead)"
+                )
+        except Exception as error:  # noqa: BLE001  # the user's own methods may raise anything
+            missing.append(f"({wire_text(str(key))} can't be sent: {one_line(error)})")
     text = clean.get("text/plain")
     if isinstance(text, str) and len(text) > LONGEST_TEXT:
         clean["text/plain"] = f"{text[:LONGEST_TEXT]}… ({len(text)} characters in all)"
@@ -125,10 +137,12 @@ def _size(value: Any) -> int:
     return 8
 
 
-def wire_value(value: Any) -> Any:
+def wire_value(value: Any, depth: int = 0) -> Any:
     """The value itself if it can be sent, else what comes nearest to it."""
     if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+        return wire_text(value)
+    if depth > DEEPEST:
+        raise RecursionError(f"it is nested more than {DEEPEST} deep")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -138,7 +152,7 @@ def wire_value(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, dict):
-        return {str(key): wire_value(item) for key, item in value.items()}
+        return {wire_text(str(key)): wire_value(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [wire_value(item) for item in value]
-    return wire_value(str(value))
+        return [wire_value(item, depth + 1) for item in value]
+    return wire_text(str(value))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
+from hvdlab.kernel_ext.rank.wire_text import wire_text
+
+logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=BaseException)
 
@@ -54,7 +59,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None
     recorded, wrong = _recorded()
-    return CellError(
+    described = CellError(
         ename=_clean(type(error).__name__, LONGEST_LINE),
         evalue=safe_str(error),
         traceback=tuple(_render(shell, error, before_exec)),
@@ -71,6 +76,26 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         recorded=recorded,
         wrong=wrong,
     )
+    return sendable(described)
+
+
+def sendable(error: CellError) -> CellError:
+    """The error, or if a message can't carry it (whatever is in it that should not be) what matters most of it."""
+    try:
+        msgspec.msgpack.encode(error)
+    except (TypeError, ValueError, OverflowError) as why:
+        logger.warning("a part of what is known about %s can't be sent: %s", error.ename, why)
+        return CellError(
+            ename=wire_text(error.ename),
+            evalue=wire_text(error.evalue),
+            traceback=tuple(map(wire_text, error.traceback)),
+            when=error.when,
+            aborted=bool(error.aborted),
+            interrupted=bool(error.interrupted),
+            mismatch=bool(error.mismatch),
+            syntax=bool(error.syntax),
+        )
+    return error
 
 
 def _recorded() -> tuple[tuple[str, ...], str]:
@@ -241,5 +266,5 @@ def _module(frame: FrameType) -> str:
 
 
 def _clean(text: str, limit: int) -> str:
-    text = text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+    text = wire_text(text)
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters in all)"

@@ -14,8 +14,9 @@ import ctypes
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _CAPACITY = 1 << 20
 _CHUNK = 64 << 10
@@ -40,6 +41,31 @@ class StdPipes:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
             pairs.append((reader, writer))
         return cls(*pairs)
+
+
+class Piece(NamedTuple):
+    """What was read from a pipe.
+
+    Attributes:
+        stream: Whose.
+        text: What it says; empty if it is the beginning of a character.
+        size: Bytes that were read.
+        cut: Those at their end, and of earlier reads, that are the beginning of a character and not in the text.
+    """
+
+    stream: str
+    text: str
+    size: int
+    cut: bytes
+
+
+Receive = Callable[[str, int, int], bytes]
+"""Takes bytes out of a stream's pipe: the stream, the pipe's reading end, and how many at most."""
+
+
+def receive(stream: str, pipe: int, limit: int) -> bytes:
+    """Take them out into this process alone."""
+    return os.read(pipe, limit)
 
 
 class FdCapture:
@@ -67,19 +93,19 @@ class FdCapture:
         os.dup2(null, 0, inheritable=True)
         os.close(null)
 
-    def read(self, limit: int) -> Iterator[tuple[str, str]]:
-        """What is there now, up to ``limit`` bytes, as ``(stream, text)``; never blocks. Hold :attr:`lock`."""
+    def read(self, limit: int, receive: Receive = receive) -> Iterator[Piece]:
+        """What is there now, up to ``limit`` bytes; never blocks. Hold :attr:`lock`."""
         for fd in self.readers:
+            name, decoder = self._names[fd], self._decoders[fd]
             while limit > 0:
                 try:
-                    raw = os.read(fd, min(limit, _CHUNK))
+                    raw = receive(name, fd, min(limit, _CHUNK))
                 except BlockingIOError:
                     break
                 if not raw:
                     break
                 limit -= len(raw)
-                if text := self._decoders[fd].decode(raw):
-                    yield self._names[fd], text
+                yield Piece(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
                 if len(raw) < _CHUNK:
                     break
 

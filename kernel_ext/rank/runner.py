@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
+from hvdlab.kernel_ext.rank import origin
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
 from hvdlab.kernel_ext.rank.debugging import cut_debugger, forget_failure, looks_back, stop_tracing
@@ -74,6 +75,7 @@ class CellRunner:
         """Run the cell and report its end; whatever the cell does, this returns normally."""
         run = self._run = _Run(request)
         self._capture.begin_cell(request.cell)
+        origin.begin(request.cell)
         self._engine.begin_cell(request.cell)
         self._gate.begin()
         self._hook.plain = ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Output, Stream, encode
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Late, Output, Stream, encode
 
 UNATTENDED = 4 << 20
 """Bytes of a cell's output that are kept while nobody takes it."""
@@ -96,6 +96,11 @@ class Sent:
                     _shorten(known)
             self._post(TO_POOL, body)
             return before + size
+
+    def late(self, cell: str, chunks: Sequence[Chunk]) -> None:
+        """Send what was written after the cell's end. It is not kept: nobody waits for it to be complete."""
+        with self._lock:
+            self._post(TO_POOL, encode(Late(cell, tuple(chunks))))
 
     def done(self, done: CellDone) -> None:
         """Send a cell's end, after all of its output."""

@@ -44,7 +44,7 @@ class RankStream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if text:
-            self._put(self._name, text)
+            self._put(self._name, text if type(text) is str else str.__str__(text))
         return len(text)
 
     def writable(self) -> bool:

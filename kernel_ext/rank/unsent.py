@@ -7,6 +7,14 @@ after its end that process reads there what the pool has not received (:func:`re
 The area is a ring. It holds UTF-8, in which the bytes from 0xFC on never occur: they say what follows. A number in the
 header counts all bytes, and another tells how far that is from the count of the cell's output, so that an ordinary
 write is one copy and one number.
+
+What comes from a pipe (descriptors 1 and 2) is not even in this process's own memory before it is in the area: the
+system moves it from the pipe to the end of the area's file, whose size says how much that is. So there is no moment in
+which a rank that is killed has taken bytes out of the pipe and left them nowhere.
+
+Other numbers of the header have to change together with the count of all bytes, although a kill may come between any
+two stores. They are there twice: the second ones are written first, and hold once the count has got to a value that
+stands beside them. So the one store of the count changes all.
 """
 
 from __future__ import annotations
@@ -15,7 +23,8 @@ import base64
 import mmap
 import os
 import re
-from typing import Final, Self
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,8 +43,20 @@ LARGEST_DISPLAY = 64 << 10
 """Larger ones are counted but not kept."""
 
 _MOST = 1 << 56
-_HEAD, _AHEAD, _TAKEN, _CAPACITY, _NAME = range(5)
-_CELL_AT = 64
+_NEVER = 1 << 62
+_LANDING = HEADER + LARGEST
+"""Where in the area's file the bytes are that came from a pipe, and are not in the ring yet."""
+
+# Numbers of the header: all bytes in the ring; what the pool has taken; the ring's size; the length of the cell's name;
+# which stream landed last; and from which count of all bytes on the second ones of the following hold.
+_HEAD, _TAKEN, _CAPACITY, _NAME, _LANDED_STREAM, _NEXT_AT = range(6)
+_NOW, _NEXT = 6, 10
+"""Twice: by how much the first count is ahead of the output's, how many of the landed bytes are in the ring, and the
+beginning of a character that the pipe of stdout, and that of stderr, gave last."""
+_AHEAD, _LANDED, _CUT_OUT, _CUT_ERR = range(4)
+_NUMBERS = _NEXT + 4
+_CUTS = {"stdout": _CUT_OUT, "stderr": _CUT_ERR}
+_CELL_AT = 128
 _LONGEST_NAME = 255
 _MARKS = {"stdout": b"\xfe", "stderr": b"\xff"}
 _STREAMS = {0xFE: "stdout", 0xFF: "stderr"}
@@ -66,26 +87,20 @@ class Unsent:
     """The rank's side. Whoever calls holds a lock around each call.
 
     Args:
-        area: From :func:`make_area`. It must stay open: a successor of the process that reads finds it by its number.
+        area: From :func:`make_area`. It must stay open: what lands goes there, and a successor of the process that reads
+            finds it by its number.
     """
 
     def __init__(self, area: int) -> None:
-        self._map = mmap.mmap(area, HEADER + LARGEST)
+        self._area = area
+        self._map = mmap.mmap(area, _LANDING)
         self._numbers = memoryview(self._map)[:HEADER].cast("q")
+        self._numbers[_NEXT_AT] = _NEVER
         self._stream = ""
         self._capacity = LARGEST
         # Where in the map the byte of a number is, and up to where nothing but text need be thought of.
         self._shift = HEADER
         self._stop = 0
-
-    @classmethod
-    def make(cls) -> Self:
-        """With an area of its own. Raises ``OSError``."""
-        area = make_area()
-        try:
-            return cls(area)
-        finally:
-            os.close(area)
 
     def begin(self, cell: str, window: int) -> None:
         """Forget everything; what follows is of this cell, of which ``window`` bytes may be on their way at most."""
@@ -94,7 +109,8 @@ class Unsent:
         if numbers[_HEAD] > KEPT:
             self._map.madvise(mmap.MADV_REMOVE, HEADER, LARGEST)
         self._capacity = numbers[_CAPACITY] = min(LARGEST, window + SLACK)
-        numbers[_HEAD] = numbers[_AHEAD] = numbers[_TAKEN] = 0
+        numbers[_HEAD] = numbers[_TAKEN] = 0
+        numbers[_NOW + _AHEAD] = 0
         self._stream, self._shift, self._stop = "", HEADER, 0
         name = cell.encode()[:_LONGEST_NAME]
         self._map[_CELL_AT : _CELL_AT + len(name)] = name
@@ -108,19 +124,56 @@ class Unsent:
         at = head + self._shift
         end = at + len(raw)
         if end > self._stop or stream != self._stream:
-            self._put(_MARKS.get(stream, _MARKS["stdout"]), counts=0)
-            self._put(raw, counts=len(raw))
+            self._put(_MARKS.get(stream, _MARKS["stdout"]), raw)
             self._look_ahead(stream)
         else:
             self._map[at:end] = raw
             numbers[_HEAD] = head + len(raw)
+
+    def land(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a stream's pipe into the area, from which :meth:`write_landed` takes them.
+
+        What landed before and was not taken from there (an interrupt came between) is returned first.
+
+        Args:
+            limit: So many at most, if they are not left from before.
+
+        Raises:
+            BlockingIOError: The pipe is empty.
+            OSError: The system can't, or has no room for them; they are still in the pipe.
+        """
+        numbers = self._numbers
+        landed = os.fstat(self._area).st_size - _LANDING
+        known = numbers[_NOW + _LANDED]
+        if landed <= known:
+            if landed:
+                os.ftruncate(self._area, _LANDING)
+            numbers[_NOW + _LANDED] = known = 0
+            numbers[_LANDED_STREAM] = _CUTS[stream]
+            landed = os.splice(pipe, self._area, limit, offset_dst=_LANDING, flags=os.SPLICE_F_NONBLOCK)
+        elif numbers[_LANDED_STREAM] != _CUTS[stream]:
+            raise BlockingIOError  # the other stream's come first
+        return os.pread(self._area, landed - known, _LANDING + known)
+
+    def write_landed(self, stream: str, text: str, size: int, cut: bytes) -> None:
+        """The bytes that :meth:`land` gave last, ``size`` of them, are this text of its stream.
+
+        Args:
+            cut: What they end in, if that is the beginning of a character: it is not in the text.
+        """
+        mark, raw = (_MARKS[stream], text.encode()) if text else (b"", b"")
+        known = self._numbers[_NOW + _LANDED]
+        packed = int.from_bytes(cut, "little") << 8 | len(cut)
+        self._put(mark, raw, {_LANDED: known + size, _CUTS[stream]: packed})
+        if text:
+            self._look_ahead(stream)
 
     def show(self, chunk: Display | Clear, size: int) -> None:
         """A display or a clear, which counts for ``size`` bytes."""
         body = _encode(chunk) if size <= LARGEST_DISPLAY else b""
         raw = b"\xfd%d;%s\xfc" % (size, base64.b64encode(body))
         self._stream = ""
-        self._put(raw, counts=size)
+        self._put(raw, b"", uncounted=len(raw) - size)
 
     def taken(self, taken: int) -> None:
         """The pool has this much of the cell's output."""
@@ -128,7 +181,7 @@ class Unsent:
 
     def reach(self, total: int) -> None:
         """So many bytes of output were counted until now. An interrupt may have led the count here astray."""
-        self._numbers[_AHEAD] = self._numbers[_HEAD] - total
+        self._numbers[_NOW + _AHEAD] = self._numbers[_HEAD] - total
 
     def close(self) -> None:
         """Nobody is to read anything here."""
@@ -143,22 +196,55 @@ class Unsent:
         self._shift = at - head
         self._stop = min(at + MARK_EVERY, HEADER + self._capacity)
 
-    def _put(self, raw: bytes, counts: int) -> None:
-        head = self._numbers[_HEAD]
+    def _put(
+        self,
+        mark: bytes,
+        text: bytes,
+        also: Mapping[int, int] | None = None,
+        uncounted: int | None = None,
+    ) -> None:
+        """A mark and a text of it, of which ``uncounted`` bytes (the mark's) are no output; ``also`` changes with it."""
+        numbers = self._numbers
+        raw = mark + text
+        head = numbers[_HEAD]
         at, end = HEADER + head % self._capacity, HEADER + self._capacity
         first = raw[: end - at]
         self._map[at : at + len(first)] = first
         if rest := raw[len(first) :]:
             self._map[HEADER : HEADER + len(rest)] = rest
-        self._numbers[_AHEAD] += len(raw) - counts
-        self._numbers[_HEAD] = head + len(raw)
+        ahead = numbers[_NOW + _AHEAD] + (len(mark) if uncounted is None else uncounted)
+        # Whatever came in between, an interrupt included, must not make what follows hold too early.
+        numbers[_NEXT_AT] = _NEVER
+        numbers[_NEXT:_NUMBERS] = numbers[_NOW:_NEXT]
+        numbers[_NEXT + _AHEAD] = ahead
+        for number, value in (also or {}).items():
+            numbers[_NEXT + number] = value
+        numbers[_NEXT_AT] = head + len(raw)
+        numbers[_HEAD] = head + len(raw)  # from here on it is there
+        numbers[_NOW:_NEXT] = numbers[_NEXT:_NUMBERS]
+        numbers[_NEXT_AT] = _NEVER
 
 
-def read(area: int) -> Left | None:
+class Found(NamedTuple):
+    """What a process that has ended left in its area.
+
+    Attributes:
+        left: Of its last cell, what the pool was not known to have.
+        unread: By stream, bytes of its pipes that it had taken out and not written on; more may be in them.
+    """
+
+    left: Left
+    unread: Mapping[str, bytes]
+
+
+def read(area: int) -> Found | None:
     """What a process that has ended left there, after what it knew to be taken; ``None`` if it had begun no cell."""
-    with mmap.mmap(area, HEADER + LARGEST, prot=mmap.PROT_READ) as found:
-        with memoryview(found)[:HEADER] as header, header.cast("q") as numbers:
-            head, ahead, taken, capacity, length = numbers[: _NAME + 1].tolist()
+    with mmap.mmap(area, _LANDING, prot=mmap.PROT_READ) as found:
+        with memoryview(found)[:HEADER] as header, header.cast("q") as view:
+            numbers: list[int] = view[:_NUMBERS].tolist()
+        head, taken, capacity, length, landed_stream, next_at = numbers[:_NOW]
+        beside = numbers[_NEXT:] if head >= next_at else numbers[_NOW:_NEXT]
+        ahead = beside[_AHEAD]
         sound = 0 < length <= _LONGEST_NAME and 0 < capacity <= LARGEST and 0 <= head - ahead <= _MOST
         if not sound or not 0 <= head <= _MOST:
             return None
@@ -170,7 +256,21 @@ def read(area: int) -> Left | None:
             raw = found[at : HEADER + capacity] + found[HEADER:at]
     parts = [_part(kind[0], body) for kind, body in _PARTS.findall(raw)]
     chunks, sizes = tuple(chunk for chunk, _ in parts), tuple(size for _, size in parts)
-    return Left(cell, head - ahead - sum(sizes), chunks, sizes).after(taken)
+    unread = {name: _cut(beside[number]) for name, number in _CUTS.items()}
+    for name, number in _CUTS.items():
+        if number == landed_stream:
+            unread[name] += _landed(area, beside[_LANDED])
+    return Found(Left(cell, head - ahead - sum(sizes), chunks, sizes).after(taken), unread)
+
+
+def _cut(packed: int) -> bytes:
+    length = packed & 0xFF
+    return (packed >> 8 & 0xFFFFFFFF).to_bytes(4, "little")[:length] if length <= 4 else b""
+
+
+def _landed(area: int, known: int) -> bytes:
+    size = os.fstat(area).st_size - _LANDING
+    return os.pread(area, min(size - known, LARGEST), _LANDING + known) if 0 <= known < size else b""
 
 
 def _part(kind: int, body: bytes) -> tuple[Chunk | None, int]:

@@ -12,6 +12,7 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Value
 from hvdlab.kernel_ext.rank.failures import one_line, safe_str
+from hvdlab.kernel_ext.rank.wire_text import wire_text
 
 T = TypeVar("T")
 
@@ -157,8 +158,7 @@ def short_repr(value: Any, plain: str = "") -> str:
             text = repr(value)
         except Exception as error:  # noqa: BLE001  # a user's __repr__ may raise anything
             text = f"<{type(value).__name__}: its __repr__ raised {type(error).__name__}: {safe_str(error)[:200]}>"
-    if not text.isascii():
-        text = text.encode("utf-8", "backslashreplace").decode()
+    text = wire_text(text)
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}… ({len(text)} characters in all)"
 
 

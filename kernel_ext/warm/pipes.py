@@ -63,14 +63,16 @@ class ChildPipes:
 
     def left(self) -> Left | None:
         """What it wrote in its last cell and may not have sent; ``None`` if it ran none."""
-        left = read(self.unsent) if self.unsent >= 0 else None
-        if left is None:
+        found = read(self.unsent) if self.unsent >= 0 else None
+        if found is None:
             return None
         texts = (
-            (name, b"".join(_contents(pipe)).decode("utf-8", "replace"))
+            # What it had taken out of a pipe comes before what is still there.
+            (name, (found.unread[name] + b"".join(_contents(pipe))).decode("utf-8", "replace"))
             for name, pipe in (("stdout", self.out), ("stderr", self.err))
         )
-        return msgspec.structs.replace(left, rest=tuple(Stream(name, text) for name, text in texts if text))
+        rest = tuple(Stream(name, text) for name, text in texts if text)
+        return msgspec.structs.replace(found.left, rest=rest)
 
     def last_words(self) -> Iterator[bytes]:
         """What is left in its log and, unless :meth:`left` was asked for it, in its standard error."""

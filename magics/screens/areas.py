@@ -6,15 +6,44 @@ from collections import defaultdict, deque
 from itertools import count
 
 
+class KnownAreas:
+    """The areas of ranks' display ids in all cells of a notebook: a handle may be updated in a later cell than its own."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[int, str], str] = {}
+
+    def get(self, rank: int, display_id: str) -> str | None:
+        """The area that this rank's id has had last."""
+        return self._by_id.get((rank, display_id))
+
+    def put(self, rank: int, display_id: str, area: str) -> None:
+        """It has this area from now on."""
+        self._by_id[rank, display_id] = area
+
+    def drop(self, rank: int, display_id: str, area: str) -> None:
+        """This area is gone."""
+        if self._by_id.get((rank, display_id)) == area:
+            del self._by_id[rank, display_id]
+
+    def clear(self) -> None:
+        """The ranks are gone."""
+        self._by_id.clear()
+
+
 class Areas:
     """Names areas, and finds them again.
 
     Ranks choose display ids without knowing of each other, so each rank's id gets an area of its own. After a rank
     alone has cleared its output, its next displays take the areas of the cleared ones: a plot that is redrawn in a
     loop stays in its place while the other ranks' output stays untouched.
+
+    Args:
+        prefix: Of the areas' names.
+        known: Areas of other cells as well.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, known: KnownAreas | None = None) -> None:
+        self._known = known or KnownAreas()
         self._names = (f"{prefix}-{n}" for n in count())
         self._by_id: dict[tuple[int, str], str] = {}
         self._used: defaultdict[int, list[str]] = defaultdict(list)
@@ -22,7 +51,7 @@ class Areas:
 
     def find(self, rank: int, display_id: str) -> str | None:
         """The area that an update goes to, or None if there is none."""
-        return self._by_id.get((rank, display_id))
+        return self._by_id.get((rank, display_id)) or self._known.get(rank, display_id)
 
     def place(self, ranks: tuple[int, ...], display_id: str) -> tuple[str, bool]:
         """An area for a display, and whether it exists already."""
@@ -31,6 +60,7 @@ class Areas:
         for rank in ranks:
             if display_id:
                 self._by_id[rank, display_id] = area
+                self._known.put(rank, display_id, area)
             if len(ranks) == 1:
                 self._used[rank].append(area)
         return area, reuse
@@ -47,6 +77,8 @@ class Areas:
 
     def forget(self) -> None:
         """All output is gone."""
+        for (rank, display_id), area in self._by_id.items():
+            self._known.drop(rank, display_id, area)
         self._by_id.clear()
         self._used.clear()
         self._free.clear()

@@ -11,7 +11,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text, label
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.payloads import Display
-from hvdlab.magics.screens.areas import Areas
+from hvdlab.magics.screens.areas import Areas, KnownAreas
 from hvdlab.magics.screens.outbox import Outbox
 from hvdlab.magics.screens.publisher import Publisher
 
@@ -27,6 +27,7 @@ class NotebookScreen:
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
         plain: Displays that all ranks have made alike get no label, as in a notebook without ranks.
+        known: Areas of displays of other cells, which this one may update.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class NotebookScreen:
         clock: Callable[[], float] = time.monotonic,
         *,
         plain: bool = False,
+        known: KnownAreas | None = None,
     ) -> None:
         self._publisher, self._ranks, self._plain = publisher, set(ranks), plain
         self._labelled = len(self._ranks) > 1
-        self._areas = Areas(f"hvdlab-{cell}")
+        self._areas = Areas(f"hvdlab-{cell}", known)
         self._outbox = Outbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False

@@ -80,6 +80,14 @@ def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:
     assert pool.detached
 
 
+def test_unloading_says_that_a_kept_pool_goes_on(notebook: Notebook) -> None:
+    notebook.shell.extension_manager.loaded.add("hvdlab")
+    notebook.run("%hvd_pool attach mine")
+    said = notebook.run("%unload_ext hvdlab").stdout
+    assert said == "let go of 3 ranks, which go on; `%hvd_pool attach mine` comes back to them\n"
+    notebook.extension.load()
+
+
 def test_wrong_calls_say_what_is_right(notebook: Notebook) -> None:
     assert "no pool is kept" in notebook.run("%hvd_pool attach").usage_error
     assert "no pool is kept" in notebook.run("%hvd_pool list").stdout

@@ -105,6 +105,22 @@ def test_unloading_stops_the_pool(notebook: Notebook) -> None:
     assert pool.state == "stopped"
 
 
+def test_reloading_keeps_the_ranks_and_unloading_says_what_it_ends(notebook: Notebook) -> None:
+    notebook.shell.extension_manager.loaded.add("hvdlab")
+    notebook.run("%hvd_pool start 3")
+    pool, session = notebook.pool, notebook.extension.session
+    ran = notebook.run("%reload_ext hvdlab")
+    assert (ran.stdout, ran.error) == ("", None)
+    assert notebook.extension.session is session
+    assert session.pool is pool
+    assert pool.state != "stopped"
+    assert notebook.run("%hvd_pool status").error is None
+    assert notebook.run("%unload_ext hvdlab").stdout == "ended 3 ranks, and all variables there\n"
+    assert pool.state == "stopped"
+    assert notebook.shell.find_cell_magic("hvd_run") is None
+    notebook.extension.load()
+
+
 def test_importing_the_package_is_light() -> None:
     code = (
         "import sys, hvdlab; print([m for m in ('numpy', 'torch', 'IPython', 'msgspec') if m in sys.modules])"

@@ -11,6 +11,7 @@ import pytest
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
@@ -58,6 +59,20 @@ def test_updates_find_the_display_of_their_rank() -> None:
     notebook.show(Shown((1,), html("second 1", display_id="x", update=True)))
     shown = [data["text/html"] for area, data in recorder.areas().items() if not area.endswith("label")]
     assert shown == ["first 0", "second 1"]
+
+
+def test_a_later_cell_updates_what_each_rank_has_shown_before() -> None:
+    known, recorder, clock = KnownAreas(), Recorder(), Clock()
+    first = NotebookScreen(recorder, range(2), "c", clock, known=known)
+    for rank in (0, 1):
+        first.show(Shown((rank,), html(f"first {rank}", display_id="x")))
+    first.finish()
+    second = NotebookScreen(recorder, range(2), "d", clock, known=known)
+    second.show(Shown((1,), html("second 1", display_id="x", update=True)))
+    shown = [data["text/html"] for area, data in recorder.areas().items() if not area.endswith("label")]
+    assert shown == ["first 0", "second 1"]
+    first.clear(Cleared((0, 1), False))
+    assert known.get(1, "x") is None
 
 
 def test_a_plot_redrawn_by_one_rank_stays_in_its_place() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Output, Stream
+from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Late, Output, Stream
 from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture, window_of
 from hvdlab.kernel_ext.rank.streams import RankStream
 
@@ -154,21 +154,34 @@ def test_threads_of_a_cell_may_print(rank: Rank) -> None:
     assert sum(line.count(":") for line in lines) == 800
 
 
-def test_output_after_the_end_belongs_to_the_last_cell(rank: Rank) -> None:
+def test_output_after_the_end_belongs_to_the_cell_that_started_its_thread(rank: Rank) -> None:
     rank.shell.user_ns["go"] = go = threading.Event()
 
     def script(pool: Pool) -> None:
         cell = pool.start(
             "import threading\n"
-            "def late():\n    go.wait()\n    print('late')\n"
-            "thread = threading.Thread(target=late)\nthread.start()"
+            "def late():\n    go.wait()\n    print('late')\n    go.clear()\n    go.wait()\n    print('later')\n"
+            "thread = threading.Thread(target=lambda: threading.Thread(target=late).start())\nthread.start()\n"
+            "print('in time')"
         )
-        assert pool.finish(cell).text() == ""
+        assert pool.finish(cell).text() == "in time\n"
         go.set()
-        assert pool.read(cell, 5) == "late\n"
-        pool.run("thread.join()")
+        assert late_of(pool, cell, 5) == "late\n"
+        other = pool.start("go.set()\nwhile go.is_set(): pass")
+        assert late_of(pool, cell, 6) == "later\n"
+        go.clear()
+        assert pool.finish(other).text() == ""
 
     rank.play(script)
+
+
+def late_of(pool: Pool, cell: str, length: int) -> str:
+    text = ""
+    while len(text) < length:
+        late = pool.expect(Late)
+        assert late.cell == cell
+        text += "".join(c.text for c in late.chunks if isinstance(c, Stream))
+    return text
 
 
 def test_a_finalizer_may_print_anywhere(capture: Capture, sent: Sent) -> None:
@@ -381,7 +394,7 @@ def test_a_process_that_outlives_its_cell_still_arrives(fd_rank: Rank) -> None:
         )
         pool.finish(cell)
         fd_rank.shell.user_ns["p"].communicate(b"\n")
-        assert pool.read(cell, 5) == "late\n"
+        assert late_of(pool, cell, 5) == "late\n"
 
     fd_rank.play(script)
 
@@ -405,7 +418,7 @@ def test_descriptors_are_given_back() -> None:
     script = (
         "import os\nfrom hvdlab.kernel_ext.rank.fds import FdCapture\n"
         "c = FdCapture()\nos.write(1, b'captured')\n"
-        "with c.lock: text = ''.join(t for _, t in c.read(100))\n"
+        "with c.lock: text = ''.join(p.text for p in c.read(100))\n"
         "c.close()\nos.write(1, b'back: ' + text.encode())"
     )
     ran = subprocess.run(

@@ -164,3 +164,44 @@ def test_what_no_browser_could_show_is_replaced_by_a_line(rank: Rank) -> None:
     (shown,) = ran.displays
     assert "text/html" not in shown.data
     assert "(text/html of 17,000,000 bytes is too large to be shown" in shown.data["text/plain"]
+
+
+# -- texts that are more than texts -----------------------------------------------------------------------------------
+
+RICH_TEXT = """
+from IPython.display import display, publish_display_data
+class Text(str):
+    __slots__ = ()
+"""
+
+
+def test_representations_may_be_of_a_subclass_of_str(rank: Rank) -> None:
+    ran = rank.run(
+        RICH_TEXT + "import numpy\n"
+        "class Shown:\n    def _repr_html_(self): return Text('<b>grün</b>')\n"
+        "display(Shown(), metadata={Text('a'): Text('b')})\n"
+        "publish_display_data({numpy.str_('text/plain'): numpy.str_('x'), 'a/b': {Text('k'): [Text('v')]}})\n"
+        "print(Text('printed'))\n"
+        "Shown()"
+    )
+    assert ran.done.error is None
+    first, second, value = ran.displays
+    assert first.data["text/html"] == value.data["text/html"] == "<b>grün</b>"
+    assert first.metadata == {"a": "b"}
+    assert second.data == {"text/plain": "x", "a/b": {"k": ["v"]}}
+    assert ran.text() == "printed\n"
+
+
+def test_what_cannot_be_sent_is_told_and_does_not_fail_the_cell(rank: Rank) -> None:
+    ran = rank.run(
+        RICH_TEXT + "class Bad:\n    def __str__(self): raise OSError('gone')\n"
+        "deep = []\nfor _ in range(5000): deep = [deep]\n"
+        "publish_display_data({'text/plain': 'fine', 'a/b': Bad(), 'c/d': deep})\n"
+        "print('goes on')"
+    )
+    assert ran.done.error is None
+    (shown,) = ran.displays
+    assert set(shown.data) == {"text/plain"}
+    text = shown.data["text/plain"]
+    assert text.startswith("fine\n(a/b can't be sent: OSError: gone)\n(c/d can't be sent: RecursionError")
+    assert ran.text() == "goes on\n"

@@ -7,6 +7,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Disagreement, MismatchError, Pending
@@ -412,3 +413,24 @@ def test_the_module_of_a_cell_is_known_without_a_search(rank: Rank) -> None:
     (file,) = ast.literal_eval(ran.done.value_repr)
     assert inspect.modulesbyfile[file] == "__main__"
     assert inspect.modulesbyfile[os.path.abspath(file)] == "__main__"
+
+
+def test_an_error_whose_text_is_of_a_subclass_of_str_keeps_its_traceback(rank: Rank) -> None:
+    """As a ``KeyError`` in a worker of torch's data loader, whose text has a ``repr`` of its own."""
+    ran = rank.run(
+        "from torch._utils import KeyErrorMessage\n"
+        "class Told(Exception):\n    def __str__(self): return KeyErrorMessage('in worker 0')\n"
+        "raise Told"
+    )
+    assert (ran.error.ename, ran.error.evalue) == ("Told", "in worker 0")
+    assert "raise Told" in traceback_of(ran)
+
+
+def test_what_can_be_sent_of_an_error_is(rank: Rank) -> None:
+    """A number in it is none of Python's own."""
+    cause = Cause(CauseKind.CELL_FAILED, (np.int64(2),), "why")
+    rank.shell.user_ns["error"] = AbortedError(Pending("allreduce", "loss"), cause)
+    ran = rank.run("raise error")
+    assert ran.error.ename == "AbortedError"
+    assert ran.error.aborted
+    assert "raise error" in traceback_of(ran)

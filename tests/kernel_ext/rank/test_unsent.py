@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.payloads import Clear, Display, Left, Stream
-from hvdlab.kernel_ext.rank.unsent import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area, read
+from hvdlab.kernel_ext.rank import unsent as unsent_module
+from hvdlab.kernel_ext.rank.unsent import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area
 
 
 @pytest.fixture
@@ -18,6 +19,17 @@ def area() -> Iterator[int]:
     descriptor = make_area()
     yield descriptor
     os.close(descriptor)
+
+
+def read(area: int) -> Left | None:
+    found = unsent_module.read(area)
+    return found.left if found is not None else None
+
+
+def unread(area: int) -> Mapping[str, bytes]:
+    found = unsent_module.read(area)
+    assert found is not None
+    return found.unread
 
 
 def text_of(left: Left | None) -> str:
@@ -143,6 +155,47 @@ def test_what_a_long_cell_used_is_given_back(area: int) -> None:
     assert os.fstat(area).st_blocks * 512 >= LARGEST
     unsent.begin("d", LARGEST)
     assert os.fstat(area).st_blocks * 512 <= 2 * HEADER
+
+
+def test_what_was_taken_out_of_a_pipe_is_found_until_it_is_written(area: int) -> None:
+    unsent = Unsent(area)
+    unsent.begin("c", 1 << 20)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    with pytest.raises(BlockingIOError):
+        unsent.land("stderr", reader, 100)
+    raw = "grün".encode()
+    os.write(writer, raw[:3])
+    assert unsent.land("stderr", reader, 100) == raw[:3]
+    assert unread(area) == {"stdout": b"", "stderr": raw[:3]}
+    unsent.write_landed("stderr", "gr", 3, raw[2:3])
+    assert unread(area) == {"stdout": b"", "stderr": raw[2:3]}
+    assert read(area) == Left("c", 0, (Stream("stderr", "gr"),), (2,))
+    unsent.write("stdout", "printed")
+    os.write(writer, raw[3:])
+    assert unsent.land("stderr", reader, 100) == raw[3:]
+    assert unread(area) == {"stdout": b"", "stderr": raw[2:]}
+    unsent.write_landed("stderr", "ün", 2, b"")
+    assert unread(area) == {"stdout": b"", "stderr": b""}
+    assert text_of(read(area)) == "grprintedün"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_what_an_interrupt_left_landed_is_taken_next(area: int) -> None:
+    unsent = Unsent(area)
+    unsent.begin("c", 1 << 20)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    os.write(writer, b"first")
+    assert unsent.land("stdout", reader, 100) == b"first"
+    os.write(writer, b"second")
+    with pytest.raises(BlockingIOError):
+        unsent.land("stderr", reader, 100)
+    assert unsent.land("stdout", reader, 100) == b"first"
+    unsent.write_landed("stdout", "first", 5, b"")
+    assert unsent.land("stdout", reader, 3) == b"sec"
+    assert unread(area)["stdout"] == b"sec"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_parts_of_texts_can_be_left_out() -> None:

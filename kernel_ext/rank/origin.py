@@ -1,0 +1,37 @@
+"""Which cell a thread or a task of asyncio belongs to: the one that started it, also when it outlives that cell."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+_CELL: ContextVar[str] = ContextVar("hvdlab_cell", default="")
+_ATTRIBUTE = "_hvdlab_cell"
+
+
+def begin(cell: str) -> None:
+    """What the calling context does from now on, and starts, is of this cell. Tasks take their context from there."""
+    _CELL.set(cell)
+
+
+def current() -> str:
+    """The cell of the calling thread or task; empty if it is of none."""
+    return _CELL.get() or getattr(threading.current_thread(), _ATTRIBUTE, "")
+
+
+def follow_threads() -> Callable[[], None]:
+    """Let threads belong to the cell of whoever starts them, as they do not inherit its context. Returns the undoing."""
+    start = threading.Thread.start
+
+    def start_of_cell(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _ATTRIBUTE, current())
+        start(self, *args, **kwargs)
+
+    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # that is what is wanted
+
+    def undo() -> None:
+        threading.Thread.start = start  # type: ignore[method-assign]  # as above
+
+    return undo

@@ -1,0 +1,160 @@
+"""``with ipywidgets.Output():`` on a rank: what is written and shown in it belongs to the widget, not to the cell.
+
+In a kernel the page does that, by the request that a message answers. Ranks answer no request, so the rank itself puts
+the output into the widget, whose state goes to the page. It is by thread: a progress bar that draws itself on a thread
+of its own does not catch what the cell prints meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.kernel_ext.payloads import Clear, Display
+
+INTERVAL = 0.05
+"""Seconds between two states of a widget while it is written to; leaving the ``with`` sends the last one."""
+MOST_TEXT = 1 << 20
+"""Characters of one text that are kept: each state is sent whole."""
+
+_MODULE = "ipywidgets.widgets.widget_output"
+
+
+class _Content:
+    """What one widget shows.
+
+    Attributes:
+        outputs: As the widget has them.
+        clearing: Whether the next output takes the place of all these.
+    """
+
+    def __init__(self, widget: Any) -> None:
+        self._widget = weakref.ref(widget)
+        self._outputs: list[dict[str, Any]] = []
+        self._clearing = self._changed = False
+        self._sent_at = float("-inf")
+        self._lock = threading.RLock()
+
+    def write(self, name: str, text: str) -> None:
+        with self._lock:
+            self._begin()
+            last = self._outputs[-1] if self._outputs else {}
+            if last.get("output_type") == "stream" and last["name"] == name:
+                text = last["text"] + text
+                self._outputs.pop()
+            self._outputs.append({"output_type": "stream", "name": name, "text": text[-MOST_TEXT:]})
+            self._show()
+
+    def show(self, display: Display) -> None:
+        with self._lock:
+            self._begin()
+            self._outputs.append(
+                {"output_type": "display_data", "data": display.data, "metadata": display.metadata}
+            )
+            self._show()
+
+    def clear(self, wait: bool) -> None:
+        with self._lock:
+            self._clearing = True
+            if not wait:
+                self._begin()
+                self.send()
+
+    def send(self) -> None:
+        with self._lock:
+            widget = self._widget()
+            if widget is not None and self._changed:
+                self._changed, self._sent_at = False, time.monotonic()
+                widget.outputs = tuple(self._outputs)
+
+    def _begin(self) -> None:
+        """Take what the widget has from elsewhere (``append_stdout``), and leave out what was cleared."""
+        widget = self._widget()
+        if widget is not None and not self._changed:
+            self._outputs = [dict(one) for one in widget.outputs]
+        if self._clearing:
+            self._outputs, self._clearing = [], False
+        self._changed = True
+
+    def _show(self) -> None:
+        if time.monotonic() >= self._sent_at + INTERVAL:
+            self.send()
+
+
+class WidgetOutputs:
+    """The widgets that take output, by thread."""
+
+    def __init__(self) -> None:
+        self._entered = threading.local()
+        self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
+        self._undo: Callable[[], None] | None = None
+
+    def write(self, name: str, text: str) -> bool:
+        """Whether a widget has taken the text."""
+        content = self._current()
+        if content is not None:
+            content.write(name, text)
+        return content is not None
+
+    def put(self, chunk: Display | Clear) -> bool:
+        """Whether a widget has taken it; an update of what is shown elsewhere is for nobody here."""
+        content = self._current()
+        if content is None or (isinstance(chunk, Display) and chunk.update):
+            return False
+        if isinstance(chunk, Clear):
+            content.clear(chunk.wait)
+        else:
+            content.show(chunk)
+        return True
+
+    def _current(self) -> _Content | None:
+        stack: list[_Content] | None = getattr(self._entered, "stack", None)
+        return stack[-1] if stack else None
+
+    def install(self) -> None:
+        """Once ipywidgets was imported: let ``with`` lead here. Idempotent."""
+        module = sys.modules.get(_MODULE)
+        if module is None or self._undo is not None:
+            return
+        kind: Any = module.Output
+        before = kind.__enter__, kind.__exit__
+        kind.__enter__ = lambda widget: self._enter(widget)
+        kind.__exit__ = lambda widget, *error: self._exit(*error)
+
+        def undo() -> None:
+            kind.__enter__, kind.__exit__ = before
+
+        self._undo = undo
+
+    def uninstall(self) -> None:
+        """Put back what was there."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _enter(self, widget: Any) -> None:
+        content = self._contents.get(widget)
+        if content is None:
+            content = self._contents[widget] = _Content(widget)
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        self._entered.stack.append(content)
+
+    def _exit(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """As in a notebook, an error is shown in the widget and goes no further; but an interrupt ends the cell."""
+        content: _Content = self._entered.stack[-1]
+        try:
+            if isinstance(error, Exception):
+                from IPython.core.getipython import get_ipython
+
+                shell = get_ipython()
+                assert shell is not None
+                shell.showtraceback((kind, error, trace), tb_offset=0)
+        finally:
+            self._entered.stack.pop()
+            content.send()
+        return isinstance(error, Exception)

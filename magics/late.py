@@ -1,0 +1,53 @@
+"""What threads and tasks of ranks write after the end of their cell, shown under that cell."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hvdlab.kernel_ext.cells.guarded import GuardedSink
+from hvdlab.kernel_ext.cells.sink import TimedSink
+from hvdlab.kernel_ext.payloads import Chunk
+
+
+class LateOutput:
+    """Gives output to a sink on a thread, which is there only while there is something to show.
+
+    Args:
+        make: Makes the sink when the first output comes.
+    """
+
+    def __init__(self, make: Callable[[], TimedSink]) -> None:
+        self._make = make
+        self._sink: GuardedSink | None = None
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, tuple[Chunk, ...]]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        """A rank wrote. Any thread; does not block."""
+        with self._changed:
+            self._waiting.append((rank, chunks))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._show, name="hvdlab-late-output", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _show(self) -> None:
+        if self._sink is None:
+            self._sink = GuardedSink(self._make())
+        while True:
+            with self._changed:
+                waiting, self._waiting = self._waiting, deque()
+            for rank, chunks in waiting:
+                self._sink.output(rank, chunks)
+            at = self._sink.tick(time.monotonic())
+            with self._changed:
+                if self._waiting:
+                    continue
+                if at is None:
+                    self._thread = None
+                    return
+                self._changed.wait(max(0.0, at - time.monotonic()))

@@ -1,0 +1,119 @@
+"""A program that lets ranks' processes die before each step of hvdlab's own code, and tells which output was lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
+from hvdlab.kernel_ext.payloads import Chunk, Output, Stream, decode_to_pool
+from hvdlab.kernel_ext.rank.capture import Capture
+from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
+from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
+from hvdlab.kernel_ext.warm.pipes import ChildPipes
+
+# Between two instructions of these, elsewhere between two lines.
+OPCODES = ("unsent.py",)
+FILES = (*OPCODES, "fds.py", "capture.py", "sent.py")
+NEVER = 0
+
+UMLAUT = "ö".encode()
+WRITES = (
+    (b"one\n",),
+    (b"zw" + UMLAUT[:1],),  # half of a character
+    (UMLAUT[1:] + b"lf\n",),
+)
+
+
+class Steps:
+    """Counts steps of hvdlab's code, and kills the process before one of them."""
+
+    def __init__(self, die_at: int) -> None:
+        self.count, self._die_at = 0, die_at
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        directory, name = os.path.split(frame.f_code.co_filename)
+        if name not in FILES or "kernel_ext" not in directory:
+            return None
+        frame.f_trace_opcodes = name in OPCODES
+        self.count += 1
+        if self.count == self._die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+
+def live(pipes: StdPipes, area: int, mail: int, written: int, die_at: int) -> int:
+    """Write to descriptor 2, and send that. Returns the number of steps."""
+
+    def post(topic: str, body: bytes) -> None:
+        os.write(mail, len(body).to_bytes(4, "little") + body)
+
+    capture = Capture(post, fds=FdCapture(pipes), unsent=Unsent(area))
+    assert capture.sent.expect("c")
+    capture.begin_cell("c")
+    steps = Steps(die_at)
+    for texts in WRITES:
+        for text in texts:
+            os.write(2, text)
+            os.write(written, text)
+        sys.settrace(steps)
+        capture.flush()
+        sys.settrace(None)
+    return steps.count
+
+
+def live_and_die(die_at: int) -> tuple[int, str, str]:
+    """Returns the exit status, what a rank wrote, and what is shown of it."""
+    pipes, area = StdPipes.make(), make_area()
+    mail, mail_writer = os.pipe()
+    written, written_writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        live(pipes, area, mail_writer, written_writer, die_at)
+        os._exit(0)
+    for writer in (mail_writer, written_writer, pipes.out[1], pipes.err[1]):
+        os.close(writer)
+    _, status = os.waitpid(child, 0)
+    shown = show(mail, ChildPipes(0, child, -1, pipes.err[0], pipes.out[0], area))
+    expected = os.read(written, 1 << 16).decode("utf-8", "replace")
+    for descriptor in (mail, written, pipes.out[0], pipes.err[0], area):
+        os.close(descriptor)
+    return status, expected, shown
+
+
+def show(mail: int, pipes: ChildPipes) -> str:
+    """What the pool shows: the rank's mail, then what it left."""
+    arrivals, chunks = Arrivals([0]), list[Chunk | None]()
+    while header := os.read(mail, 4):
+        message = decode_to_pool(os.read(mail, int.from_bytes(header, "little")))
+        assert isinstance(message, Output)
+        assert arrivals.output(0, message) is Verdict.TAKE
+        chunks += message.chunks
+    left = pipes.left()
+    assert left is not None
+    found = arrivals.left(0, left)
+    assert found is not None
+    missing, rest = found
+    assert not missing, f"{missing} bytes are said to be lost"
+    return "".join(c.text for c in (*chunks, *rest.chunks, *rest.rest) if isinstance(c, Stream))
+
+
+def main() -> None:
+    """One line for each step at which something is lost or comes twice; the last line counts the steps."""
+    died = 0
+    while True:
+        status, expected, shown = live_and_die(died + 1)
+        if shown != expected:
+            print(f"step {died + 1}: wrote {expected!r}, shown is {shown!r}", flush=True)
+        if status == 0:
+            break
+        died += 1
+    print(died)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,11 +51,12 @@ class Watcher(ABC):
     Attributes:
         settled: Whether the gradients have been reduced, and no backward pass was made since.
         stepped: Whether a step has been taken, and no backward pass was made since.
+        passes: How many backward passes make up a step.
     """
 
     def __init__(self, passes: int) -> None:
         self.settled = self.stepped = False
-        self._passes = passes
+        self.passes = passes
         self._left: dict[torch.Tensor, int] = {}
         self._touched = False
         self._unfinished = False  # the reduction was begun, and neither ended nor failed on all ranks
@@ -71,7 +72,7 @@ class Watcher(ABC):
             previous = _watcher_of(parameter)
             if previous is not None and previous is not self:
                 previous.retire()
-            self._left[parameter] = self._passes
+            self._left[parameter] = self.passes
             hook = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
 
@@ -85,7 +86,7 @@ class Watcher(ABC):
 
     def set_passes(self, passes: int) -> None:
         """Change how many backward passes make up a step; takes effect at once."""
-        self._passes = passes
+        self.passes = passes
         self._left = dict.fromkeys(self._left, passes)
 
     def retire(self) -> None:
@@ -140,7 +141,7 @@ class Watcher(ABC):
     def reset(self) -> None:
         """Begin a new step."""
         self._touched = self._unfinished = False
-        self._left = dict.fromkeys(self._left, self._passes)
+        self._left = dict.fromkeys(self._left, self.passes)
 
     def _drop_what_was_given_up(self) -> None:
         """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""

@@ -56,6 +56,20 @@ def test_halves_are_rounded_once(four_ranks: Ranks) -> None:
         assert outcome.tolist() == [258.0]  # one by one: 256 + 0.625 stays 256
 
 
+def _large_integers(dtype: torch.dtype) -> list[int]:
+    info = torch.iinfo(dtype)
+    values = torch.tensor([info.max, info.min, -1 if hvd.rank() else 0], dtype=dtype)
+    one = torch.sparse_coo_tensor(torch.arange(3).view(1, 3), values, (3,), check_invariants=True)
+    averaged: list[int] = hvd.allreduce(one).to_dense().tolist()
+    return averaged
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+def test_averages_of_integers_do_not_overflow(four_ranks: Ranks, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    assert four_ranks.run(_large_integers, dtype) == [[info.max, info.min, 0]] * 4
+
+
 class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -426,6 +426,66 @@ def test_sparse_gradients(ranks: Ranks, as_dense: bool) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+def _gan(advised: bool, named: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    sgd = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
+    of_generator = hvd.DistributedOptimizer(sgd[0])
+    of_critic = hvd.DistributedOptimizer(sgd[1], critic.named_parameters() if named else None)
+    noise = torch.full((1, 2), hvd.rank() + 1.0)
+    try:
+        for _ in range(3):
+            of_critic.zero_grad()
+            critic(generator(noise).detach()).sum().backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            if advised:
+                critic.requires_grad_(False)
+            critic(generator(noise)).pow(2).sum().backward()
+            critic.requires_grad_(True)
+            of_generator.step()
+    finally:
+        of_generator._watcher.drop()
+        of_critic._watcher.drop()
+    return values(nn.Sequential(generator, critic)), [p.grad is not None for p in critic.parameters()]
+
+
+def test_another_loss_s_gradients_are_explained(two_ranks: Ranks) -> None:
+    for named, error in ((True, "zero_grad"), (False, "named_parameters=")):
+        text = rf"{error}.* generator loss .* requires_grad_\(False\) on that module before"
+        with pytest.raises(RankFailed, match=text):
+            two_ranks.run(_gan, False, named)
+    (one, _), (other, _) = two_ranks.run(_gan, True, False)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _two_without_names(named: bool) -> None:
+    nets = [model(0), model(1)]
+    names = [
+        [(f"{which}.{name}", p) for name, p in net.named_parameters()] if named else None
+        for which, net in zip("DG", nets, strict=True)
+    ]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), named_parameters)
+        for net, named_parameters in zip(nets, names, strict=True)
+    ]
+    try:
+        torch.stack([net(batch(0, 1)).sum() for net in nets]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    finally:
+        for optimizer in optimizers:
+            optimizer._watcher.drop()
+
+
+def test_two_optimizers_without_names(two_ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailed, match=r"`grad\.group0.* another DistributedOptimizer .* named_parameters="
+    ):
+        two_ranks.run(_two_without_names, False)
+    two_ranks.run(_two_without_names, True)
+
+
 def _misuse(which: str) -> None:
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())

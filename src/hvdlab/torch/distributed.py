@@ -14,7 +14,7 @@ from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.buckets import Groups, bucketed, gradient_names, parameter_names
 from hvdlab.torch.gradients import GradientReducer, ReductionSettings
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
 from hvdlab.torch.process_sets import ProcessSet
 
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
@@ -68,7 +68,7 @@ class DistributedBase(torch.optim.Optimizer):
         if self._watcher.in_progress:
             raise AssertionError(
                 "zero_grad() was called after a backward pass and before step() or synchronize(), while gradients may "
-                "still be being reduced. Call step() first, or synchronize() to drop this step."
+                f"still be being reduced. Call step() first, or synchronize() to drop this step. {ANOTHER_LOSS}"
             )
         super().zero_grad(set_to_none)
 

@@ -21,10 +21,16 @@ from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.conversion import as_stored
 from hvdlab.torch.handles import FAILURES, Handle, synchronize
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
 from hvdlab.torch.sparse import sparse_allreduce_async
 from hvdlab.torch.submission import Operation, submit, submit_group
+
+_NAMES_TWICE = (
+    "it is a gradient, of which another DistributedOptimizer has one of this name. Give both named_parameters=, with "
+    "names of their own: [(f'D.{name}', p) for name, p in D.named_parameters()]. "
+    f"{ANOTHER_LOSS}"
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,12 @@ class GradientReducer(Watcher):
     # -- a bucket -----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: _Bucket) -> None:
+        try:
+            self._submit(bucket)
+        except DuplicateNameError as error:
+            raise DuplicateNameError(error.name, error.first_site, error.second_site, _NAMES_TWICE) from None
+
+    def _submit(self, bucket: _Bucket) -> None:
         parameters = bucket.parameters
         gradients = [self._gradient(parameter) for parameter in parameters]
         if not any(gradient.is_sparse for gradient in gradients):

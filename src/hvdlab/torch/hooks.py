@@ -12,6 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
+ANOTHER_LOSS = (
+    "If it was another loss that reached these parameters, as a GAN's generator loss reaches the discriminator's, keep "
+    "it from making their gradients: call requires_grad_(False) on that module before that loss is computed, and "
+    "requires_grad_(True) after its backward pass."
+)
+"""What may have happened where the gradients of parameters were made once more than expected, and what to do."""
+
 
 class _Hook:
     """Tells a watcher, if there still is one, that a gradient has been accumulated.
@@ -116,7 +123,7 @@ class Watcher(ABC):
             raise AssertionError(
                 "Gradients were computed more often than backward_passes_per_step since the last step(). Call step() "
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
-                "more of them locally."
+                f"more of them locally. {ANOTHER_LOSS}"
             )
         self._left[parameter] = left - 1
         if left == 1:

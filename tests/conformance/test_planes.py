@@ -9,6 +9,7 @@ from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType, ReduceOp
 
 REDUCIBLE = [d for d in DType if d is not DType.BOOL]
+INTEGERS = [d for d in REDUCIBLE if not d.is_floating]
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 COUNTS = sorted({
     0, 1, 2, 3, 7, 64, 1001,
@@ -68,6 +69,26 @@ def test_allreduce_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -
                 ))  # fmt: skip
 
     matrix.run(case, dtype=REDUCIBLE, op=[ReduceOp.SUM, ReduceOp.MIN], scales=SCALES)
+
+
+def test_allreduce_averages(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, scales: tuple[float, float]) -> None:
+        for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
+            for in_place in IN_PLACE:
+                same(group.run(
+                    "conformance.cases:allreduce", counts=counts, dtype=dtype, op=ReduceOp.AVERAGE,
+                    prescale=scales[0], postscale=scales[1], in_place=in_place,
+                ))  # fmt: skip
+
+    matrix.run(case, dtype=REDUCIBLE, scales=[(1.0, 1.0), (0.5, 2.0)])
+
+
+def test_averages_of_integers_do_not_overflow(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType) -> None:
+        for count in (6, 3 * CHUNK + 1):
+            same(group.run("conformance.cases:extremes", dtype=dtype, count=count))
+
+    matrix.run(case, dtype=INTEGERS)
 
 
 def test_allreduce_takes_fused_lists(group: WorkerGroup, matrix: Matrix) -> None:

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables clean
+.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,12 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
 	$(BIN)/python docs/reference/horovod/table.py
+
+lock: ## write constraints.txt for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
+	$(PYTHON) -m venv out/lock
+	out/lock/bin/python -m pip install --quiet uv
+	echo mpich | out/lock/bin/uv pip compile --no-config --quiet --universal --python-version 3.11.0 --fork-strategy fewest \
+		--all-extras --no-annotate --custom-compile-command "make lock" --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

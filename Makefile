@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 # With RETRY=1, what failed is run once more, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables clean
+.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock test-numpy clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,21 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
 	$(BIN)/python docs/reference/horovod/table.py
+
+test-numpy: ## the core on the oldest numpy that is accepted, without torch, in an environment of its own
+	$(PYTHON) -m venv out/numpy
+	out/numpy/bin/python -m pip install --quiet numpy==1.23.5 'pandas>=2.2,<2.3' msgspec 'ipyparallel>=9' mpi4py mpich cryptography \
+		hypothesis pytest pytest-timeout pytest-xdist --editable .
+	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/recording tests/collectives/reduce tests/collectives/protocol \
+		tests/collectives/test_api.py $(PYTEST_ARGS)
+	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
+		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
+
+lock: ## write constraints.txt for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
+	$(PYTHON) -m venv out/lock
+	out/lock/bin/python -m pip install --quiet uv
+	echo mpich | out/lock/bin/uv pip compile --no-config --quiet --universal --python-version 3.11.0 --fork-strategy fewest \
+		--all-extras --no-annotate --custom-compile-command "make lock" --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,164 @@
+"""constraints.txt resolves for every Python that is promised, without a network: by the metadata of what is installed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLASSIFIER = "Programming Language :: Python :: "
+#: The first release of each promised minor version: what a dependency asks for is most often a lower bound.
+PROMISED = [
+    f"{minor}.0"
+    for minor in (
+        line.removeprefix(CLASSIFIER) for line in PROJECT["classifiers"] if line.startswith(CLASSIFIER)
+    )
+    if minor[0].isdigit() and "Only" not in minor
+]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+#: What `make install` brings beside the extras, and the one extra that it does not bring.
+BESIDE = ["mpich"]
+LEFT_OUT = "gpu"
+
+
+class Pin(NamedTuple):
+    name: str
+    version: Version
+    requirement: Requirement
+
+    def holds(self, environment: dict[str, str]) -> bool:
+        marker = self.requirement.marker
+        return marker is None or marker.evaluate(environment)
+
+
+def read_pins(text: str) -> list[Pin]:
+    pins = []
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        [specifier] = requirement.specifier
+        assert specifier.operator == "==", f"not one version: {line}"
+        assert requirement.url is None, f"a place that other machines lack: {line}"
+        pins.append(Pin(canonicalize_name(requirement.name), Version(specifier.version), requirement))
+    return pins
+
+
+PINS = read_pins((ROOT / "constraints.txt").read_text())
+
+
+def environment_of(python: str) -> dict[str, str]:
+    """The environment of markers on this machine, were its Python another."""
+    changed = {
+        "python_full_version": python,
+        "python_version": python.rpartition(".")[0],
+        "implementation_version": python,
+    }
+    return {**{name: str(value) for name, value in default_environment().items()}, **changed}
+
+
+@functools.cache
+def installed(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def asked_by_project(extras: Iterable[str] = EXTRAS) -> list[Requirement]:
+    return [
+        Requirement(line)
+        for line in itertools.chain(PROJECT["dependencies"], BESIDE, *map(EXTRAS.__getitem__, extras))
+    ]
+
+
+def required(asked: list[Requirement], environment: dict[str, str]) -> dict[str, str]:
+    """Each distribution that installing `asked` brings, and what asks for it, as far as metadata is here to follow."""
+    found: dict[str, str] = {}
+    waiting = [("hvdlab", requirement, "") for requirement in asked]
+    followed: set[tuple[str, str]] = set()
+    while waiting:
+        asker, requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate(
+            {**environment, "extra": extra}
+        ):
+            continue
+        name = canonicalize_name(requirement.name)
+        found[name] = asker
+        distribution = installed(name)
+        for wanted in {"", *requirement.extras} - {done for of, done in followed if of == name}:
+            followed.add((name, wanted))
+            lines = (distribution and distribution.requires) or []
+            waiting += [(name, Requirement(line), wanted) for line in lines]
+    return found
+
+
+def test_promised_pythons_begin_where_requires_python_does() -> None:
+    assert PROMISED
+    assert PROJECT["requires-python"] == ">=" + PROMISED[0].removesuffix(".0")
+
+
+@pytest.mark.parametrize("python", PROMISED)
+def test_each_pin_can_be_installed(python: str) -> None:
+    environment = environment_of(python)
+    refused = {}
+    for pin in PINS:
+        distribution = installed(pin.name)
+        if (
+            distribution is None
+            or Version(distribution.version).public != pin.version.public
+            or not pin.holds(environment)
+        ):
+            continue  # test_what_is_installed_is_what_is_pinned sees to it that nothing needed here is passed over
+        needs = distribution.metadata.get("Requires-Python", "")
+        if python not in SpecifierSet(needs):
+            refused[f"{pin.name}=={pin.version}"] = needs
+    assert not refused, f"not installable on Python {python}; `make lock` finds others"
+
+
+@pytest.mark.parametrize("python", PROMISED)
+def test_all_that_is_required_is_pinned_once(python: str) -> None:
+    environment = environment_of(python)
+    held = [pin.name for pin in PINS if pin.holds(environment)]
+    missing = {
+        name: asker for name, asker in required(asked_by_project(), environment).items() if name not in held
+    }
+    assert not missing, "required (by) but not in constraints.txt; `make lock` writes it"
+    assert len(held) == len(set(held)), "two versions for one Python"
+
+
+def test_what_the_project_asks_for_allows_what_is_pinned() -> None:
+    versions = {pin.name: pin.version for pin in PINS}
+    asked = asked_by_project()
+    assert [str(line) for line in asked if versions[canonicalize_name(line.name)] not in line.specifier] == []
+
+
+def test_what_is_installed_is_what_is_pinned() -> None:
+    here = {name: str(value) for name, value in default_environment().items()}
+    pinned = {pin.name: pin.version.public for pin in PINS if pin.holds(here)}
+    brought = required(asked_by_project(EXTRAS.keys() - {LEFT_OUT}), here)
+    versions = {
+        name: found and Version(found.version).public
+        for name, found in zip(brought, map(installed, brought), strict=True)
+    }
+    other = {
+        name: (version, pinned.get(name)) for name, version in versions.items() if version != pinned.get(name)
+    }
+    assert not other, "(installed, pinned): `make install` brings what is pinned"
+
+
+def test_no_host_and_no_path_is_named() -> None:
+    assert "/" not in (ROOT / "constraints.txt").read_text()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +37,19 @@ class Failures:
     """What has failed so far, for each thing the last failure. Any thread.
 
     A failure stays also when the same thing works again: what was missed in between is missing.
+
+    Args:
+        beside: Those of what is shown, which are told as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Failures | None = None) -> None:
+        self._beside = beside
         self._lock = threading.Lock()
         self._known: dict[str, Failure] = {}
 
-    @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Run a block whose error is kept instead of raised. Interrupts are raised as always."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  (whatever it is: the views say it in themselves)
-            self.add(what, error)
+    def guard(self, what: str) -> Guard:
+        """For a ``with`` block whose error is kept instead of raised. Interrupts are raised as always."""
+        return Guard(self, what)
 
     def add(self, what: str, error: BaseException) -> None:
         """Keep this error."""
@@ -63,8 +63,27 @@ class Failures:
 
     def all(self) -> tuple[Failure, ...]:
         """Those that are known, in the order in which they first came."""
+        others = self._beside.all() if self._beside is not None else ()
         with self._lock:
-            return tuple(self._known.values())
+            return (*others, *self._known.values())
+
+
+class Guard:
+    """Keeps the error of a ``with`` block. Made by :meth:`Failures.guard`."""
+
+    def __init__(self, failures: Failures, what: str) -> None:
+        self._failures, self._what = failures, what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._failures.add(self._what, error)
+        return True
 
 
 def as_messages(failures: Iterable[Failure]) -> list[dict[str, str]]:

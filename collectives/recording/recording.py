@@ -45,6 +45,7 @@ class Recording:
         label: What users call a cell, from its id.
 
     Attributes:
+        label: As above.
         origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
             host that was heard first.
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
@@ -68,7 +69,7 @@ class Recording:
         self.when_paused: list[Callable[[], None]] = []
         self.cleared = self.cleared_end = 0
         self.cleared_ns: int | None = None
-        self._label = label
+        self.label = label
         self._rows = RowStore(limit)
         self._marks = Marks()
         self._series = SeriesStore()
@@ -150,7 +151,7 @@ class Recording:
     def _small(self, rank: int, event: object, offset_ns: int) -> None:
         if isinstance(event, CellBegin | CellEnd | Abort):
             self._see(event.time_ns + offset_ns)
-            self._marks.event(rank, event, offset_ns, self._label)
+            self._marks.event(rank, event, offset_ns, self.label)
             with self.failures.guard(SERIES):
                 if isinstance(event, CellBegin):
                     self._derived.cell_began(rank, event.time_ns + offset_ns)

@@ -38,7 +38,7 @@ def pool(surroundings: Path) -> Iterator[Pool]:
 
 
 def wait_for_rows(pool: Pool, name: str, count: int) -> None:
-    """Until the notebook has this many rows of a tensor: ranks send what they have recorded every 0.1 s."""
+    """Until the notebook has this many rows of a tensor: ranks send what they have recorded every so often."""
     recording, deadline = pool.client.recording, Deadline(10)
     while True:
         version = recording.version

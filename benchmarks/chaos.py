@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pages import write
 
 from chaos.campaign import Campaign
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, STALL
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
 from hosts import missing
 
-EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
+EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES)
 
 
 def chosen(words: list[str]) -> list[Any]:
@@ -48,7 +48,9 @@ def campaign(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Ou
     """Play one plane's share."""
     outcomes: list[Outcome] = []
     began = time.monotonic()
-    with Campaign(given.seed, plane, size=given.ranks, faults=chosen(given.fault)) as played:
+    with Campaign(
+        given.seed, plane, size=given.ranks, faults=chosen(given.fault), views=not given.without_views
+    ) as played:
         for outcome in played.trials(count, given.first):
             outcomes.append(outcome)
             tell(outcome, began, verbose=given.verbose)
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--fault", action="append", default=[], metavar="WORD", help="only faults with it in their name"
     )
+    parser.add_argument("--without-views", action="store_true", help="open no views on the pools")
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="for each plane; it stops when they are over"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LABELS_KEPT = 10_000
+ANSWERS_WITHIN = 1.0
+"""Seconds that ranks get to send what they have recorded; one that is stopped, or keeps the interpreter, can't."""
 
 __all__ = ["Client", "CoordinatorLostError", "Membership", "Stall"]
 
@@ -61,6 +64,8 @@ class Client:
         self._calls: deque[Callable[[], None]] = deque()
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
         self._on_membership: list[Callable[[Membership], Any]] = []
+        #: Ranks that have answered each of :meth:`collect_events` that waits.
+        self._collected: dict[bytes, set[int]] = {}
         self._on_events: list[Callable[[int, bytes], Any]] = []
         self._on_stall: list[Callable[[Stall], Any]] = []
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
@@ -168,6 +173,34 @@ class Client:
         with self._changed:
             self._pongs.discard(number)
 
+    def collect_events(self, timeout: float = 10) -> None:
+        """Have every rank send what it has recorded by now, and wait until that was handed to who listens to events.
+
+        Raises:
+            CoordinatorLostError: The coordinator is gone.
+            TimeoutError: A rank that lives, or the coordinator, did not answer; of the others everything is there.
+        """
+        token, deadline = os.urandom(8), Deadline(timeout)
+        asked = {member.rank for member in self._membership.members}
+        answered: set[int] = set()
+        with self._changed:
+            self._collected[token] = answered
+
+        def missing() -> set[int]:
+            return (asked & {member.rank for member in self._membership.members}) - answered
+
+        try:
+            if asked:
+                self.post(m.COLLECT, token, sorted(asked))
+            try:
+                self._wait(lambda: not missing(), deadline, "all ranks' events")
+            finally:
+                # Events and answers of a rank are in order up to the coordinator; from there on events may come later.
+                self.flush(timeout)
+        finally:
+            with self._changed:
+                del self._collected[token]
+
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt these ranks: their engines' ``on_interrupt`` callbacks are called."""
         self._send(m.InterruptRanks(tuple(ranks)))
@@ -210,17 +243,40 @@ class Client:
         with self._changed:
             made = self._recording is None
             if self._recording is None:
-                self._recording = Recording(label=lambda cell: self._labels.get(cell, cell))
+                self._recording = Recording()
             recording = self._recording
-        if made and self._closing:
+        if made:
+            self._fill(recording)
+        return recording
+
+    def adopt(self, recording: Recording) -> None:
+        """Let this empty recording be :attr:`recording`. Nothing happens if there is one already."""
+        with self._changed:
+            if self._recording is not None:
+                return
+            self._recording = recording
+        self._fill(recording)
+
+    def _fill(self, recording: Recording) -> None:
+        recording.label = lambda cell: self._labels.get(cell, cell)
+        if self._closing:
             recording.close()
-        elif made:
-            self.on_membership(recording.take_membership)
-            self.on_paused(recording.take_paused)
-            recording.take_paused(self._paused)
-            # If the coordinator is lost, its successor is told.
-            with contextlib.suppress(CoordinatorLostError):
-                self.on_events(recording.feed)
+            return
+        self.on_membership(recording.take_membership)
+        self.on_paused(recording.take_paused)
+        recording.take_paused(self._paused)
+        # If the coordinator is lost, its successor is told.
+        with contextlib.suppress(CoordinatorLostError):
+            self.on_events(recording.feed)
+
+    def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
+        """:attr:`recording` with what every rank has recorded by now, but for those that do not answer in time.
+
+        Without a coordinator it has what came before that was lost.
+        """
+        recording = self.recording
+        with contextlib.suppress(CoordinatorLostError, TimeoutError):
+            self.collect_events(timeout)
         return recording
 
     def on_stall(self, callback: Callable[[Stall], Any]) -> None:
@@ -396,7 +452,11 @@ class Client:
                 self._invoke(callback, reason)
 
     def _handle(self, message: m.ToPeer) -> None:
-        if isinstance(message, m.Mail):
+        if isinstance(message, m.Mail) and message.topic == m.COLLECTED:
+            with self._changed:
+                self._collected.get(message.body, set()).add(message.sender)
+                self._changed.notify_all()
+        elif isinstance(message, m.Mail):
             for callback in self._mail.get(message.topic, ()):
                 self._invoke(callback, message.sender, message.body)
         elif isinstance(message, m.RankEvents):

@@ -62,7 +62,7 @@ class Measuring:
     def trace(self, *, arrow: bool = False) -> Any:
         """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
-        ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
+        What the ranks have done before this was called is in it. ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
         what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
 
         Args:
@@ -71,7 +71,7 @@ class Measuring:
         Raises:
             ModuleNotFoundError: pandas, or pyarrow, is not installed.
         """
-        recording = self.client.recording
+        recording = self.client.gathered()
         return recording.arrow() if arrow else recording.table()
 
     def metrics(self) -> DataFrame:
@@ -81,7 +81,7 @@ class Measuring:
         (missing if none was said) and ``unit``. The newest points of each series are kept;
         ``table.attrs["dropped"]`` says how many are missing.
         """
-        return self.client.recording.metrics()
+        return self.client.gathered().metrics()
 
     def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
         """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
-from hvdlab.collectives.engine.timeline import LAST_EVENTS
 from hvdlab.collectives.timeline.file import TimelineFile
 
 DISK_WITHIN = 10.0
@@ -36,7 +34,7 @@ class Recording:
 
     def stop(self) -> None:
         """Complete the file, with what every rank has recorded by now. Raises ``OSError`` if the disk failed."""
-        _wait_for_ranks(self._client)
+        self._client.gathered()
         with contextlib.suppress(CoordinatorLostError):
             self._client.off_events(self._file.feed)
         self._file.close(DISK_WITHIN)
@@ -52,10 +50,7 @@ def save_trace(client: Client, path: str | os.PathLike[str], format: str | None 
     from hvdlab.collectives.recording.saving import format_of, save
 
     chosen = format_of(path, format)
-    with contextlib.suppress(CoordinatorLostError, TimeoutError):
-        _take_history(client)
-    _wait_for_ranks(client)
-    return save(client.recording, path, chosen)
+    return save(client.gathered(), path, chosen)
 
 
 def _take_history(client: Client) -> None:
@@ -65,8 +60,3 @@ def _take_history(client: Client) -> None:
     """
     assert client.recording is not None  # made by being asked for
     client.flush()
-
-
-def _wait_for_ranks(client: Client) -> None:
-    if not client.closed:
-        threading.Event().wait(LAST_EVENTS)  # ranks send what they have recorded every so often

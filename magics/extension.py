@@ -28,7 +28,7 @@ from hvdlab.magics.spmd import KernelRanks
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
 from hvdlab.magics.whos import WhosMagics
-from hvdlab.widgets.source import add_finder, remove_finder
+from hvdlab.widgets.source import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
@@ -90,6 +90,7 @@ class Extension:
             take_ranks(KernelRanks(self.session))
         self._completer.load()
         add_finder(self._pool)
+        add_awaiting(self.session.awaited)
         self._panel = load_panel(self.session)
         load_debugger(self.session, self._auto)
         setattr(self.shell, _ATTRIBUTE, self)
@@ -111,6 +112,7 @@ class Extension:
         if panel is not None:
             panel.close()
         remove_finder(self._pool)
+        remove_awaiting(self.session.awaited)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)

@@ -40,8 +40,10 @@ class StartProgress:
         if self._notebook or self._tty:
             self._clear()
             self._shown = True
-            sys.stderr.write(f"{text} ..." + ("\n" if self._notebook else ""))
-            sys.stderr.flush()
+            # Notebooks show stderr in red, as if something had gone wrong; in a terminal stdout is for results.
+            stream = sys.stdout if self._notebook else sys.stderr
+            stream.write(f"{text} ..." + ("\n" if self._notebook else ""))
+            stream.flush()
 
     def _clear(self) -> None:
         if not self._shown:

@@ -20,6 +20,7 @@ from hvdlab.magics.screens.publisher import ParentPublisher, in_notebook
 from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
+    from hvdlab.collectives.recording import Recording
     from hvdlab.kernel_ext.cells.sink import OutputSink
     from hvdlab.kernel_ext.debugger.hub import DebugHub
     from hvdlab.kernel_ext.leftovers import LeftCell
@@ -69,6 +70,8 @@ class Session:
         self.leaving = ExitStack()
         self._widgets = WidgetStates()
         self._pool: Pool | None = None
+        #: The recording of the next pool, if views wait for it already.
+        self._awaited: Recording | None = None
         self._coming: Coming | None = None
         self._wishes: Callable[[], Wishes] = Wishes
         self._broken = ""  # why the last pool can't be used any more
@@ -84,12 +87,24 @@ class Session:
         self._pool = pool
         self._widgets.clear()
         self.areas.clear()
+        awaited = self._awaited
+        if pool is not None and awaited is not None:
+            self._awaited = None
+            pool.client.adopt(awaited)
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.comms import CommRelay
 
             CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream, self._widgets)
         for watcher in tuple(self.watchers):
             watcher()
+
+    def awaited(self) -> Recording:
+        """The recording of the next pool; empty until there is one."""
+        from hvdlab.collectives.recording import Recording
+
+        if self._awaited is None:
+            self._awaited = Recording()
+        return self._awaited
 
     @property
     def pool(self) -> Pool | None:
@@ -184,6 +199,8 @@ class Session:
         """Stop the pool, if there is one, and what was started ahead."""
         self.strips.close()
         self.leaving.close()
+        if self._awaited is not None:
+            self._awaited.close()
         self.end_pool()
         ahead, self.ahead = self.ahead, None
         if ahead is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 
 FORMATS = {"chrome": "json.gz", "perfetto": "pftrace"}
@@ -22,10 +23,11 @@ class Downloads:
     Args:
         recording: What is written.
         send: Sends the file, or a problem in a sentence; called on that thread.
+        failures: Where other errors are kept.
     """
 
-    def __init__(self, recording: Recording, send: Send) -> None:
-        self._recording, self._send = recording, send
+    def __init__(self, recording: Recording, send: Send, failures: Failures) -> None:
+        self._recording, self._send, self._failures = recording, send, failures
         self._starting = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -53,9 +55,12 @@ class Downloads:
         from hvdlab.collectives.recording.saving import format_of, write
 
         file = io.BytesIO()
-        try:
-            write(trace_events(self._recording), file, format_of("", format))
-        except (HvdlabError, OSError) as error:
-            self._send({"type": "problem", "text": str(error)}, [])
+        with self._failures.guard("the file to be saved"):
+            try:
+                write(trace_events(self._recording), file, format_of("", format))
+            except (HvdlabError, OSError) as error:
+                self._send({"type": "problem", "text": str(error)}, [])
+                return
+            self._send({"type": "file", "name": f"{NAME}.{format}"}, [file.getvalue()])
             return
-        self._send({"type": "file", "name": f"{NAME}.{format}"}, [file.getvalue()])
+        self._send({"type": "problem", "text": str(self._failures.all()[-1])}, [])

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 from hvdlab.widgets.metrics_picture import as_html, as_text
-from hvdlab.widgets.output import Output
+from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.publisher import Publisher
 from hvdlab.widgets.unparented import unparented
 
@@ -25,34 +26,42 @@ class MetricsWidget(anywidget.AnyWidget):
 
     Attributes:
         recording: What is shown.
+        failures: What of it could not be shown.
     """
 
-    _esm = (STATIC / "metrics.js").read_text()
-    _css = (STATIC / "views.css").read_text()
+    _esm = (STATIC / "metrics.js").read_text(encoding="utf-8")
+    _css = (STATIC / "views.css").read_text(encoding="utf-8")
     still = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._output = Output("metrics", self._still)
+        self.failures = Failures(recording.failures)
+        self._output = Output("metrics", self._still, self.failures)
         unparented(super().__init__, still=self._output.name)
         self.on_msg(self._receive)
-        self._publisher = Publisher(recording, self._send_points, self._output.refresh, rows=False)
+        self._publisher = Publisher(
+            recording, self._send_points, self._output.refresh, rows=False, failures=self.failures
+        )
 
     def _send_points(self, message: dict[str, Any], buffers: list[bytes]) -> None:
         if self.comm is not None:
             unparented(self.send, message, buffers)
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        if isinstance(content, dict) and content.get("type") == "hello":
-            since, points = (max(0, int(content.get(name, 0))) for name in ("since", "points"))
-            self._publisher.hello(since, rows=False, points=points)
+        with self.failures.guard("what the page asked for"):
+            if isinstance(content, dict) and content.get("type") == "hello":
+                since, points = (max(0, int(content.get(name, 0))) for name in ("since", "points"))
+                self._publisher.hello(since, rows=False, points=points)
 
     def table(self) -> DataFrame:
         """All points as a pandas table. Raises ``ModuleNotFoundError`` without pandas."""
         return self.recording.metrics()
 
     def _still(self) -> dict[str, Any]:
-        return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}
+        return {
+            "text/html": as_html(self.recording, self._output.name),
+            "text/plain": as_text(self.recording),
+        }
 
     def _ipython_display_(self) -> None:
         self._output.show(self._repr_mimebundle_())
@@ -63,4 +72,6 @@ class MetricsWidget(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
-        return as_text(self.recording)
+        with self.failures.guard("the still picture"):
+            return as_text(self.recording)
+        return "Metrics" + text_of(self.failures.all())

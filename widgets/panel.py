@@ -6,7 +6,6 @@ is closed does not say goodbye. Everything goes out over one comm and comes in o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 from hvdlab.widgets.publisher import Publisher
 
@@ -29,8 +28,6 @@ LEASE = 75.0
 """Seconds for which a page's wish holds. It says it again every 20, browsers let hidden pages do so once a minute."""
 LONG_LEASE = 3600.0
 """The same where a page can't be heard while a cell runs."""
-
-logger = logging.getLogger(__name__)
 
 
 class Desk(Protocol):
@@ -83,6 +80,7 @@ class Panel:
         self._showings: dict[str, Showing] = {}
         self._wanted: dict[str, tuple[float, float]] = {}  # until when the pool, and until when its rows
         self._closed = False
+        self._failures = Failures()
 
     def receive(self, content: Content, *, lease: float | None = None) -> None:
         """Take in what a page says. Any thread."""
@@ -94,7 +92,8 @@ class Panel:
                 self._answer(request, {"pools": self._desk.pools()})
             elif isinstance(kind, str):
                 self._answer(request, self._desk.do(kind, content))
-        except (HvdlabError, OSError, ImportError) as error:
+        except Exception as error:  # noqa: BLE001  (the page says it; ipykernel would write it under a cell)
+            self._failures.add("what the page asked for", error)
             if kind == "hello":
                 self._send({"type": "nothing", "pool": content.get("pool", OWN), "text": str(error)}, [])
             else:
@@ -103,8 +102,12 @@ class Panel:
     def pool_changed(self) -> None:
         """The notebook has another pool now, or none. Any thread."""
         until, rows_until = self._wanted.get(OWN, (0.0, 0.0))
-        if until > time.monotonic():
+        if until <= time.monotonic():
+            return
+        with self._failures.guard("the ranks of the new pool"):
             self._show(OWN, None, None, until, rows_until)
+            return
+        self._send({"type": "nothing", "pool": OWN, "text": str(self._failures.all()[-1])}, [])
 
     def close(self) -> None:
         """End all threads. Idempotent."""

@@ -40,9 +40,14 @@ class SeriesNews:
         self._point = self._series = 0
         self.more = False
 
-    def again_from(self, point: int) -> None:
-        """Begin anew with the definitions, and with the points from a number on."""
-        self._point, self._series = point, 0
+    @property
+    def place(self) -> tuple[int, int]:
+        """The numbers of the next point and of the next definition."""
+        return self._point, self._series
+
+    def again_from(self, point: int, series: int = 0) -> None:
+        """Begin anew with the points from a number on, and with the definitions, all or from a number on."""
+        self._point, self._series = point, series
 
     def take(self, most: int = POINTS_PER_MESSAGE) -> tuple[dict[str, Any], bytes]:
         """Fields for the next message, and its buffer. ``more`` is set if that was not all."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hvdlab.collectives.failures import Failures, as_messages
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.rows import Rows
 from hvdlab.widgets.messages import pack_marks, pack_rows
@@ -24,14 +24,15 @@ AGAIN = (0.3, 0.7, 1.5, 3.0, 6.0)
 MOST_UNHEARD = 100_000
 QUIET = 1.5
 
-logger = logging.getLogger(__name__)
-
 
 class Publisher:
     """Sends rows in order; until the view has said hello, from the beginning again and again.
 
     The script of a widget begins to listen at some moment after the widget was made, and its hello waits as long as a
     cell runs. So what may have got lost is sent again; the view knows rows by their numbers and takes each once.
+
+    An error is kept in :attr:`failures` and sent to the view, which says it in itself; the next news are sent as if
+    nothing had happened.
 
     Args:
         recording: What is sent.
@@ -40,6 +41,10 @@ class Publisher:
             last time.
         rows: Whether rows are sent, or only what is told about the ranks; :meth:`hello` changes that.
         points: Whether points of series are sent, also without rows.
+        failures: Where errors are kept; by default in some of its own.
+
+    Attributes:
+        failures: As above.
     """
 
     def __init__(
@@ -50,7 +55,9 @@ class Publisher:
         *,
         rows: bool = True,
         points: bool = True,
+        failures: Failures | None = None,
     ) -> None:
+        self.failures = Failures(recording.failures) if failures is None else failures
         self._recording, self._send, self._quiet, self._with_rows = recording, send, quiet, rows
         self._with_points = points
         self._closing = threading.Event()
@@ -58,6 +65,11 @@ class Publisher:
         self._heard = False
         self._row = self._name = self._stamp = 0
         self._skipped = self._cleared = 0
+        #: The next row when a message has failed last: rows that fail twice are passed over.
+        self._stuck = -1
+        #: Whether the last message failed before it was sent.
+        self._unmade = False
+        self._told_failures: list[dict[str, str]] = []
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
         self._starting = threading.Lock()
@@ -94,13 +106,6 @@ class Publisher:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._publish()
-        except Exception:
-            # It draws; that it can't must not be silent, nor concern the ranks or the notebook's cells.
-            logger.exception("the timeline is not drawn any more")
-
-    def _publish(self) -> None:
         recording = self._recording
         again = [time.monotonic() + seconds for seconds in AGAIN]
         version, told = -1, recording.version
@@ -122,7 +127,7 @@ class Publisher:
                 told = version
                 if self._heard or again:
                     self._say_ranks()
-                self._quiet()
+                self._draw_still()
                 picture_due = False
                 continue
             version = recording.version
@@ -133,11 +138,15 @@ class Publisher:
                 drawn_at, picture_due = time.monotonic(), True
             elif picture_due and time.monotonic() - drawn_at >= QUIET:
                 picture_due = False
-                self._quiet()
+                self._draw_still()
             self._closing.wait(INTERVAL)
         if self._heard and not self._closing.is_set():
             self._say_ranks(last=True)
         if told != version:
+            self._draw_still()
+
+    def _draw_still(self) -> None:
+        with self.failures.guard("the still picture"):
             self._quiet()
 
     def _again_from(self, row: int, point: int) -> None:
@@ -145,6 +154,7 @@ class Publisher:
         self._name = self._stamp = 0
         self._series.again_from(point)
         self._ranks.forget()
+        self._told_failures = []
 
     def _wanted(self) -> bool:
         return self._closing.is_set() or self._since is not None
@@ -155,9 +165,19 @@ class Publisher:
         return QUIET if news else None
 
     def _say_ranks(self, last: bool = False) -> None:
-        """Say what became of the ranks since the last rows, if anything."""
-        if news := self._ranks.take(last):
+        """Say what became of the ranks since the last rows, and what failed, if anything."""
+        if news := self._news(last):
             self._send_rows(news, 0)
+
+    def _news(self, last: bool = False) -> dict[str, Any]:
+        """What is new about the ranks and about what failed; as much of it as can be found out."""
+        news: dict[str, Any] = {}
+        with self.failures.guard("the table of ranks"):
+            news |= self._ranks.take(last)
+        failures = as_messages(self.failures.all())
+        if failures != self._told_failures:
+            news["failures"] = failures
+        return news
 
     def _flush(self) -> None:
         """Send what the view has not got, in messages of bounded size."""
@@ -166,12 +186,26 @@ class Publisher:
             if not self._with_rows and not self._with_points:
                 self._say_ranks()
                 return
-            self._send_rows(self._ranks.take(), ROWS_PER_MESSAGE if self._with_rows else 0)
+            sent = self._send_rows(self._news(), ROWS_PER_MESSAGE if self._with_rows else 0)
+            if not sent and not self._pass_over():
+                return
             if self._since is not None or not (
                 self._series.more or (self._with_rows and self._row < recording.end)
             ):
                 return
             self._closing.wait(INTERVAL)
+
+    def _pass_over(self) -> bool:
+        """After a failure: whether to go on at once, with the same rows or, if they have failed before, with later ones."""
+        if self._stuck != self._row:
+            self._stuck = self._row
+            return True
+        if not self._unmade:
+            return False  # it could not be sent: that is tried again when there is news
+        first, rows, _ = self._rows(ROWS_PER_MESSAGE if self._with_rows else 0)
+        self._row, self._skipped = first + len(rows), self._skipped + len(rows)
+        self._say_ranks()
+        return len(rows) > 0
 
     def _rows(self, most: int) -> tuple[int, Rows, int]:
         """Rows that come next, the number of the first, and before which number all were cleared then."""
@@ -182,7 +216,19 @@ class Publisher:
             if recording.cleared_end == cleared:
                 return first, rows, cleared
 
-    def _send_rows(self, news: dict[str, Any], most: int) -> None:
+    def _send_rows(self, news: dict[str, Any], most: int) -> bool:
+        """Send a message; whether that worked. If not, the next one has what this one had."""
+        point, series = self._series.place
+        self._unmade = True
+        with self.failures.guard("what is drawn here"):
+            self._send_next(news, most)
+            self._told_failures = news.get("failures", self._told_failures)
+            return True
+        self._series.again_from(point, series)
+        self._ranks.forget()
+        return False
+
+    def _send_next(self, news: dict[str, Any], most: int) -> None:
         recording = self._recording
         first, rows, cleared = self._rows(most)
         names = recording.names[self._name :]
@@ -215,5 +261,7 @@ class Publisher:
             "lost": recording.lost + self._skipped,
             "clockErrors": list(recording.clock_errors().items()),
         }
-        self._send(message | series | news, [pack_rows(rows, origin), points])
+        buffers = [pack_rows(rows, origin), points]
+        self._unmade = False
+        self._send(message | series | news, buffers)
         self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp

@@ -53,6 +53,8 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 
 def heading(rows: list[dict[str, Any]]) -> str:
     """The ranks in a line: ``4/4 ranks · running [7]``."""
+    if not rows:
+        return "waiting for ranks"
     expected = [row for row in rows if row["state"] != "left"]
     here = [row for row in expected if row["state"] in ("idle", "running")]
     cells = sorted({row["cell"] for row in here if row["cell"]})

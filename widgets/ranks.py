@@ -3,56 +3,65 @@
 from __future__ import annotations
 
 import html
-import logging
 import threading
 from typing import Any
 
 import anywidget
 import traitlets
 
+from hvdlab.collectives.failures import Failures, as_messages
 from hvdlab.collectives.recording import Recording
-from hvdlab.widgets.output import Output
+from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.picture import seconds
 from hvdlab.widgets.rank_rows import heading, rank_rows
 from hvdlab.widgets.timeline import STATIC
 
 INTERVAL = 1.0
 
-logger = logging.getLogger(__name__)
-
 
 class RanksWidget(anywidget.AnyWidget):
-    """A table of the ranks, live. Made by :func:`hvdlab.widgets.views.ranks`."""
+    """A table of the ranks, live. Made by :func:`hvdlab.widgets.views.ranks`.
 
-    _esm = (STATIC / "ranks.js").read_text()
-    _css = (STATIC / "views.css").read_text()
+    Attributes:
+        recording: What is shown.
+        failures: What of it could not be shown.
+    """
+
+    _esm = (STATIC / "ranks.js").read_text(encoding="utf-8")
+    _css = (STATIC / "views.css").read_text(encoding="utf-8")
     rows: traitlets.List[dict[str, Any]] = traitlets.List().tag(sync=True)
     heading = traitlets.Unicode("").tag(sync=True)
+    failed: traitlets.List[dict[str, str]] = traitlets.List().tag(sync=True)
     still = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._output = Output("ranks", self._still)
+        self.failures = Failures(recording.failures)
+        self._output = Output("ranks", self._still, self.failures)
         self._closing = threading.Event()
-        rows = rank_rows(recording)
-        super().__init__(rows=rows, heading=heading(rows), still=self._output.name)
+        super().__init__(still=self._output.name)
+        self._update()
         self._thread = threading.Thread(target=self._run, name="hvdlab-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         version = -1
-        try:
-            while not self._closing.is_set() and not (self.recording.closed and version != -1):
-                self.recording.wait(version, self._closing.is_set)
-                version = self.recording.version
-                rows = rank_rows(self.recording)
-                with self.hold_sync():
-                    self.heading = heading(rows)
-                    self.rows = rows
+        while not self._closing.is_set() and not (self.recording.closed and version != -1):
+            self.recording.wait(version, self._closing.is_set)
+            version = self.recording.version
+            self._update()
+            with self.failures.guard("the still picture"):
                 self._output.refresh()
-                self._closing.wait(INTERVAL)
-        except Exception:
-            logger.exception("the table of ranks is not kept up to date any more")
+            self._closing.wait(INTERVAL)
+
+    def _update(self) -> None:
+        with self.failures.guard("the table of ranks"):
+            rows = rank_rows(self.recording)
+            with self.hold_sync():
+                self.heading = heading(rows)
+                self.rows = rows
+        with self.failures.guard("what is said about failures"):
+            self.failed = as_messages(self.failures.all())
 
     def _still(self) -> dict[str, Any]:
         cells = [[html.escape(cell) for cell in line] for line in self._lines()]
@@ -62,7 +71,7 @@ class RanksWidget(anywidget.AnyWidget):
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return {
             "text/html": f'<div class="{self._output.name}">{text}{table}</div>',
-            "text/plain": repr(self),
+            "text/plain": self._text(),
         }
 
     def _lines(self) -> list[list[str]]:
@@ -96,6 +105,11 @@ class RanksWidget(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
+        with self.failures.guard("the still picture"):
+            return self._text()
+        return "Ranks" + text_of(self.failures.all())
+
+    def _text(self) -> str:
         lines = self._lines()
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 
 Finder = Callable[[], Any]
 
+Waiting = Callable[[], "Recording | None"]
+
 _finders: list[Finder] = []
 """Ask these for the pool of the place where the user is; the newest first. Filled by the notebook's extension."""
+
+_waiting: list[Waiting] = []
+"""Ask these for the recording of the pool that comes next; the newest first. Filled as above."""
 
 
 def add_finder(finder: Finder) -> None:
@@ -27,8 +32,29 @@ def remove_finder(finder: Finder) -> None:
         _finders.remove(finder)
 
 
-def recording_of(source: Any = None) -> Recording:
+def add_awaiting(waiting: Waiting) -> None:
+    """Let ``waiting`` give out the recording of the pool that comes next."""
+    _waiting.append(waiting)
+
+
+def remove_awaiting(waiting: Waiting) -> None:
+    """Ask it no more. Nothing happens if it is not known."""
+    if waiting in _waiting:
+        _waiting.remove(waiting)
+
+
+def _awaited() -> Recording | None:
+    return next((found for waiting in reversed(_waiting) if (found := waiting()) is not None), None)
+
+
+def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
     """The recording of a pool, a client or of itself; by default that of the notebook's pool.
+
+    It has what the ranks have done before this was called.
+
+    Args:
+        source: What leads to it.
+        coming: Without a pool, give out the recording of the notebook's next pool, which is empty until then.
 
     Raises:
         InvalidRequestError: There is no pool.
@@ -40,6 +66,8 @@ def recording_of(source: Any = None) -> Recording:
 
     if source is None:
         source = next((pool for finder in reversed(_finders) if (pool := finder()) is not None), None)
+        if source is None and coming and (awaited := _awaited()) is not None:
+            return awaited
         if source is None:
             raise InvalidRequestError(
                 "no ranks are running: start some with `%hvd_pool start -np 8` or a %%hvd_run cell, or name a pool"
@@ -48,5 +76,5 @@ def recording_of(source: Any = None) -> Recording:
         return source
     client = getattr(source, "client", source)
     if isinstance(client, Client):
-        return client.recording
+        return client.gathered()
     raise TypeError(f"a pool is needed here, not {type(source).__name__}")

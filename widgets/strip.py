@@ -12,6 +12,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
 from hvdlab.widgets.picture import seconds
@@ -40,8 +41,8 @@ class StripWidget(anywidget.AnyWidget):
         show: Shows what is opened under the cell. Any thread.
     """
 
-    _esm = (STATIC / "strip.js").read_text()
-    _css = (STATIC / "strip.css").read_text()
+    _esm = (STATIC / "strip.js").read_text(encoding="utf-8")
+    _css = (STATIC / "strip.css").read_text(encoding="utf-8")
     pace: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     opened = traitlets.Int(0).tag(sync=True)
 
@@ -50,13 +51,17 @@ class StripWidget(anywidget.AnyWidget):
     ) -> None:
         self._recording, self._ranks, self._label, self._begun = recording, tuple(ranks), label, begun
         self._show = show
-        self._since_ns = cell_begin(recording, ranks, label)
+        self.failures = Failures(recording.failures)
+        self._since_ns: int | None = None
+        with self.failures.guard("the strip"):
+            self._since_ns = cell_begin(recording, ranks, label)
         self._end, self._moved = recording.end, 0.0
         self._timeline: Any = None
         self._pace = Pace()
         self._stalled = ""
         self._refreshing = threading.Lock()
-        unparented(super().__init__, pace=self._state(time.monotonic(), ""))
+        unparented(super().__init__, pace=self._bare_state(""))
+        self.refresh(time.monotonic(), "")
         self.on_msg(self._receive)
         # Where somebody is asked for something, the cell's thread waits for the answer.
         recording.when_paused.append(self._paused)
@@ -78,11 +83,29 @@ class StripWidget(anywidget.AnyWidget):
         """
         with self._refreshing:
             self._stalled = stalled
-            self._set(self._state(now, stalled))
+            with self.failures.guard("the strip"):
+                self._set(self._state(now, stalled))
+                return
+            with self.failures.guard("the strip"):
+                self._set(self._bare_state(stalled))
 
     def _paused(self) -> None:
         if self.comm is not None:
             self.refresh(time.monotonic(), self._stalled)
+
+    def _bare_state(self, stalled: str) -> dict[str, Any]:
+        """What is known of the cell without a look at the recording, and what was in the way of that."""
+        return {
+            "ranks": [],
+            "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
+            "rate": "",
+            "note": "",
+            "paused": "",
+            "stalled": stalled.partition("\n")[0],
+            "elapsed": round(time.monotonic() - self._begun, 1),
+            "silent": -1,
+            "failed": "; ".join(map(str, self.failures.all())),
+        }
 
     def close(self) -> None:
         """End it."""
@@ -120,13 +143,11 @@ class StripWidget(anywidget.AnyWidget):
                 }
             )
         note = f"others wait for rank {slowest.rank} ({slowest.held_up:.0%})" if slowest else ""
-        return {
+        return self._bare_state(stalled) | {
             "ranks": ranks,
-            "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
             "rate": self._rate(self._pace),
             "note": note,
             "paused": paused_text({r: why for r, why in self._recording.paused.items() if r in self._ranks}),
-            "stalled": stalled.partition("\n")[0],
             "elapsed": round(now - self._begun, 1),
             "silent": round(now - self._moved, 1) if self._moved else -1,
         }
@@ -140,13 +161,20 @@ class StripWidget(anywidget.AnyWidget):
     def text(self) -> str:
         """The strip in words."""
         return " · ".join(
-            part for part in (self.pace[name] for name in ("heading", "rate", "paused", "note")) if part
+            part
+            for part in (self.pace[name] for name in ("heading", "rate", "paused", "note", "failed"))
+            if part
         )
 
     # -- what stays ---------------------------------------------------------------------------------------------------
 
     def summary(self, now: float) -> str:
         """The cell in one line, from all that was recorded of it; empty if that is nothing."""
+        with self.failures.guard("the summary of the cell"):
+            return self._summary(now)
+        return str(self.failures.all()[-1])
+
+    def _summary(self, now: float) -> str:
         found = pace(self._recording, None, since_ns=self._since_ns, most=SUMMARY_ROWS)
         if not found.ranks:
             return ""
@@ -171,9 +199,10 @@ class StripWidget(anywidget.AnyWidget):
     # -- the browser --------------------------------------------------------------------------------------------------
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        if isinstance(content, dict) and content.get("type") == "open":
-            self._open()
-            unparented(setattr, self, "opened", self.opened + 1)
+        with self.failures.guard("the timeline"):
+            if isinstance(content, dict) and content.get("type") == "open":
+                self._open()
+                unparented(setattr, self, "opened", self.opened + 1)
 
     def _open(self) -> None:
         """Show the timeline under the cell."""

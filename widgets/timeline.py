@@ -8,9 +8,10 @@ from typing import Any
 import anywidget
 import traitlets
 
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 from hvdlab.widgets.download import Downloads
-from hvdlab.widgets.output import Output, Publish
+from hvdlab.widgets.output import Output, Publish, text_of
 from hvdlab.widgets.picture import as_html, as_text
 from hvdlab.widgets.publisher import Publisher
 from hvdlab.widgets.unparented import unparented
@@ -23,38 +24,43 @@ class TimelineWidget(anywidget.AnyWidget):
 
     Attributes:
         recording: What is shown.
+        failures: What of it could not be shown.
     """
 
-    _esm = (STATIC / "timeline.js").read_text()
-    _css = (STATIC / "views.css").read_text()
+    _esm = (STATIC / "timeline.js").read_text(encoding="utf-8")
+    _css = (STATIC / "views.css").read_text(encoding="utf-8")
     limit = traitlets.Int(1_000_000).tag(sync=True)
     height = traitlets.Int(420).tag(sync=True)
     still = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, recording: Recording, *, height: int = 420, limit: int = 1_000_000) -> None:
         self.recording = recording
-        self._output = Output("timeline", self._still)
+        self.failures = Failures(recording.failures)
+        self._output = Output("timeline", self._still, self.failures)
         unparented(super().__init__, height=height, limit=limit, still=self._output.name)
-        self._downloads = Downloads(recording, self._send_rows)
+        self._downloads = Downloads(recording, self._send_rows, self.failures)
         self.on_msg(self._receive)
-        self._publisher = Publisher(recording, self._send_rows, self._output.refresh)
+        self._publisher = Publisher(recording, self._send_rows, self._output.refresh, failures=self.failures)
 
     def _send_rows(self, message: dict[str, Any], buffers: list[bytes]) -> None:
         if self.comm is not None:
             unparented(self.send, message, buffers)
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        if not isinstance(content, dict):
-            return
-        if content.get("type") == "save":
-            self._downloads.start(content.get("kind"))
-        elif content.get("type") == "hello":
-            self._publisher.hello(
-                max(0, int(content.get("since", 0))), points=max(0, int(content.get("points", 0)))
-            )
+        with self.failures.guard("what the page asked for"):
+            if not isinstance(content, dict):
+                return
+            if content.get("type") == "save":
+                self._downloads.start(content.get("kind"))
+            elif content.get("type") == "hello":
+                since, points = (max(0, int(content.get(name, 0))) for name in ("since", "points"))
+                self._publisher.hello(since, points=points)
 
     def _still(self) -> dict[str, Any]:
-        return {"text/html": as_html(self.recording, self._output.name), "text/plain": repr(self)}
+        return {
+            "text/html": as_html(self.recording, self._output.name),
+            "text/plain": as_text(self.recording),
+        }
 
     def show_with(self, publish: Publish) -> None:
         """Show it in another place than under the cell that runs; ``publish`` as :attr:`Output.publish`."""
@@ -71,4 +77,6 @@ class TimelineWidget(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
-        return as_text(self.recording)
+        with self.failures.guard("the still picture"):
+            return as_text(self.recording)
+        return "Timeline" + text_of(self.failures.all())

@@ -21,14 +21,14 @@ def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
     """The collectives of all ranks as they happen: who waits, who transfers, who came last.
 
     Args:
-        pool: Whose ranks; by default the notebook's pool.
+        pool: Whose ranks; by default the notebook's pool, or the next one if there is none yet.
         height: Most pixels of the drawing.
 
     Raises:
         InvalidRequestError: No ranks are running.
         ModuleNotFoundError: anywidget is not installed.
     """
-    recording = recording_of(pool)
+    recording = recording_of(pool, coming=True)
     try:
         from hvdlab.widgets.timeline import TimelineWidget
     except ModuleNotFoundError as error:
@@ -46,7 +46,7 @@ def ranks(pool: Any = None) -> RanksWidget:
         InvalidRequestError: No ranks are running.
         ModuleNotFoundError: anywidget is not installed.
     """
-    recording = recording_of(pool)
+    recording = recording_of(pool, coming=True)
     try:
         from hvdlab.widgets.ranks import RanksWidget
     except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ def metrics(pool: Any = None) -> MetricsWidget:
         InvalidRequestError: No ranks are running.
         ModuleNotFoundError: anywidget is not installed.
     """
-    recording = recording_of(pool)
+    recording = recording_of(pool, coming=True)
     try:
         from hvdlab.widgets.metrics import MetricsWidget
     except ModuleNotFoundError as error:

@@ -323,8 +323,11 @@ class Server:
         message = effect.message
         try:
             if any(connection.tls for connection in told):
-                raise OSError("a rank of this host is connected over TLS, which carries no descriptors")
-            descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)
+                message = (
+                    effect.fallback
+                )  # TLS carries no descriptors: the ranks of each host make the memory themselves
+            else:
+                descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)
         except OSError as error:
             self._log(f"process set {message.process_set} goes without shared memory: {error}")
             message = effect.fallback

@@ -53,6 +53,7 @@ class Dispatcher:
         self._address = address
         self._tickets = Tickets()
         self.lacking = Lacking(self.send, self._call_later)
+        self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
@@ -214,6 +215,11 @@ class Dispatcher:
         except BaseException:  # an interrupt, perhaps when it was claimed and not called for yet
             self._spans.release()
             raise
+
+    def _collect_events(self, body: bytes) -> None:
+        """A client wants what was recorded by now; the answer follows it on the same connection. Control thread."""
+        self.send_events()
+        self._guarded.post(m.Post(m.COLLECTED, body, ()))
 
     def send_events(self) -> None:
         self.ask_clock()

@@ -27,8 +27,8 @@ class SpanLog:
         remote: Whether this rank's clock is not the coordinator's, and is to be compared with it.
     """
 
-    INTERVAL: ClassVar[float] = 0.1
-    """Seconds between two flushes, at least."""
+    INTERVAL: ClassVar[float] = 0.05
+    """Seconds between two flushes, at least; whoever tails a timeline file waits for one, and for its way."""
     CLOCK_INTERVAL: ClassVar[float] = 30.0
     """Seconds between two looks at the coordinator's clock, at least."""
 

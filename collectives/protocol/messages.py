@@ -309,6 +309,11 @@ class StoreGet(Message, frozen=True):
     ticket: int
 
 
+COLLECT, COLLECTED = "hvdlab.events.collect", "hvdlab.events.collected"
+"""Topics of mail. A client asks ranks to send :class:`Events` of what they have recorded; each then answers with the body that
+came, after the events and on the same connection."""
+
+
 class Events(Message, frozen=True):
     """A batch of the recorder, opaque to the coordinator."""
 

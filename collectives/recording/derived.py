@@ -124,6 +124,8 @@ class Lateness:
         parts = self._new if self._rest is None else [self._rest, *self._new]
         op, arrival, rank, size = (np.concatenate(column) for column in zip(*parts, strict=True))
         self._new = []
+        if not len(op):
+            return  # nothing was matched yet: a cell has failed before its first collective was
         order = np.lexsort((arrival, op))
         op, arrival, rank, size = op[order], arrival[order], rank[order], size[order]
         begins = np.flatnonzero(np.concatenate(([True], op[1:] != op[:-1])))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 ROWS_KEPT = 1_000_000
 UNALIGNED_KEPT = 256
 LATEST_NS = 1 << 61
+SERIES = "what follows from the spans (shares, lateness, bandwidth)"
 
 __all__ = ["Mark", "Recording"]
 
@@ -43,11 +45,13 @@ class Recording:
         label: What users call a cell, from its id.
 
     Attributes:
+        label: As above.
         origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
             host that was heard first.
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
         refused: Batches that could not be read.
+        failures: What of it could not be reckoned; the views say so.
         paused: Ranks whose user looks around there, and why, as it reads after ``rank 3 is``.
         when_paused: Called, on any thread, when that has changed.
         cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
@@ -60,11 +64,12 @@ class Recording:
         self.names = self._names.names
         self.sites = self._names.sites
         self.refused = 0
+        self.failures = Failures()
         self.paused: Mapping[int, str] = {}
         self.when_paused: list[Callable[[], None]] = []
         self.cleared = self.cleared_end = 0
         self.cleared_ns: int | None = None
-        self._label = label
+        self.label = label
         self._rows = RowStore(limit)
         self._marks = Marks()
         self._series = SeriesStore()
@@ -140,16 +145,18 @@ class Recording:
         if len(rows):
             self._numbering.assign(rows, head.rank, matched)
             self._rows.append(rows)
-            self._derived.add(head.rank, rows, self.origin_ns or 0)
+            with self.failures.guard(SERIES):
+                self._derived.add(head.rank, rows, self.origin_ns or 0)
 
     def _small(self, rank: int, event: object, offset_ns: int) -> None:
         if isinstance(event, CellBegin | CellEnd | Abort):
             self._see(event.time_ns + offset_ns)
-            self._marks.event(rank, event, offset_ns, self._label)
-            if isinstance(event, CellBegin):
-                self._derived.cell_began(rank, event.time_ns + offset_ns)
-            elif isinstance(event, CellEnd):
-                self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
+            self._marks.event(rank, event, offset_ns, self.label)
+            with self.failures.guard(SERIES):
+                if isinstance(event, CellBegin):
+                    self._derived.cell_began(rank, event.time_ns + offset_ns)
+                elif isinstance(event, CellEnd):
+                    self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
         elif isinstance(event, Metric):
             self._see(event.time_ns + offset_ns)
             self._series.append(rank, event.name, event.time_ns + offset_ns, event.value, event.step)
@@ -271,7 +278,7 @@ class Recording:
     def points_since(self, number: int, most: int | None = None) -> tuple[int, Points]:
         """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
         with self._changed:
-            self._derived.advance(self.origin_ns or 0, force=most is None)
+            self._advance(force=most is None)
             points = self._series.since(number, most)
             if most is None or len(points) < most:
                 return self._series.end, points
@@ -281,15 +288,20 @@ class Recording:
         """A copy of the points of one series, by time; none if there is no such series."""
         with self._changed:
             if name.startswith(DERIVED):
-                self._derived.advance(self.origin_ns or 0, force=True)
+                self._advance(force=True)
             return self._series.of(rank, name)
 
     def newest(self, name: str, most: int = 16) -> dict[int, Points]:
         """The last points under a name, by rank; those of ranks that have any."""
         with self._changed:
             if name.startswith(DERIVED):
-                self._derived.advance(self.origin_ns or 0)
+                self._advance()
             return self._series.newest(name, most)
+
+    def _advance(self, *, force: bool = False) -> None:
+        """Reckon what follows from the spans; what was measured is there also if that fails."""
+        with self.failures.guard(SERIES):
+            self._derived.advance(self.origin_ns or 0, force=force)
 
     @property
     def points_end(self) -> int:

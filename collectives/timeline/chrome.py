@@ -24,6 +24,7 @@ from hvdlab.collectives.timeline.events import (
     Span,
 )
 from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
+from hvdlab.collectives.timeline.records import BATCH_RECORDS
 from hvdlab.collectives.timeline.tracks import NOTES, TraceEvent, Tracks, micros
 
 HOLD_SECONDS = 1.0
@@ -129,6 +130,8 @@ class ChromeTrace:
                 out += self._span(rank, Placed(event, offset, error), now)
             else:
                 out += self.happening(rank, event, offset)
+        if len(batch.events) < BATCH_RECORDS:
+            self._operations.pause(rank)
         return out
 
     def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:

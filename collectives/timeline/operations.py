@@ -1,9 +1,10 @@
 """Finding the same operation in the records of all ranks, to say who came last.
 
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
-members have recorded it and gone on to their next one; how many members there are is known from
+members have recorded it and gone on, to their next one or to nothing: a rank records the tensors of an operation
+together, so that a batch which was not cut for its length does not end within one. How many members there are is known from
 :class:`~hvdlab.collectives.timeline.events.Members`. What does not get complete (a rank died, records were lost, the
-size is not known, it was the last one) is given out after a while as it is.
+size is not known) is given out after a while as it is.
 """
 
 from __future__ import annotations
@@ -125,6 +126,12 @@ class Operations:
         self._current[rank] = key
         return stale
 
+    def pause(self, rank: int) -> None:
+        """This rank has recorded nothing more for now: its last operation is whole."""
+        previous = self._current.pop(rank, None)
+        if previous is not None:
+            self._left.add(previous)
+
     def completed(self) -> list[Operation]:
         """Take out what is complete."""
         done = [key for key in self._left if self._is_complete(key)]
@@ -135,7 +142,7 @@ class Operations:
         operation = self._open.get(key)
         if operation is None or operation.size is None or len(operation.ranks) < operation.size:
             return False
-        return all(self._current[rank] != key for rank in operation.ranks)
+        return all(self._current.get(rank) != key for rank in operation.ranks)
 
     def expired(self, now: float) -> list[Operation]:
         """Take out what was held for too long."""

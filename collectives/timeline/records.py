@@ -88,6 +88,10 @@ def clean_text(text: str) -> bytes:
     return data
 
 
+BATCH_RECORDS = 4096
+"""Records that a batch has at most; what a recorder has beyond them goes into the next one."""
+
+
 def span_scale(longest_ns: int) -> int:
     """The smallest shift with which a duration fits 32 bits."""
     return max(0, longest_ns.bit_length() - 32)

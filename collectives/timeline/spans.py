@@ -18,6 +18,7 @@ from hvdlab.collectives.timeline import records
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import (
+    BATCH_RECORDS,
     FLAG_FAILED,
     FLAG_HAS_STEP,
     RECORD_BYTES,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CAPACITY = 65536
 MAX_NAMES = 8192
-BATCH_RECORDS = 4096
 
 _SPAN_TYPE = int(RecordType.SPAN)
 _METRIC_TYPE = int(RecordType.METRIC)

@@ -41,7 +41,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     const open = addCommands(app, host, tracker, settings, labShell);
     addOneRank(app, notebooks, feeds, trans);
 
-    const category = trans.__('Ranks');
+    const category = trans.__('hvdlab');
     for (const command of [...COMMANDS, ONE_RANK]) palette?.addItem({ command, category });
     launcher?.add({ command: 'hvdlab:open-timeline', category: trans.__('Other'), rank: 20 });
     if (restorer) void restorer.restore(tracker, { command: 'hvdlab:open-timeline', args: ({ content }) => ({ ...content.choice, restored: true }), name: () => 'timeline' });

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import html
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from hvdlab.collectives.failures import Failures
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, settle, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
@@ -21,12 +22,12 @@ INTERVAL = 0.5
 """Seconds between two states, at least."""
 LOADING = 0.1
 """Seconds between two looks at what is loaded."""
+AGAIN = 5.0
+"""Seconds until a strip is tried again that could not be shown."""
 COST = 50
 """A state that takes long to find out is found out so much more seldom: at most 2 % of the time."""
 
 _EMPTY = {"text/plain": "", "text/html": ""}
-
-logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
@@ -72,18 +73,32 @@ class Strip:
         self._area = ""
         self._number = self._cleared = 0
         self.stalled = ""
+        self._failures = Failures()
+        #: What was said last about failures, and whether it is shown in an area of its own.
+        self._said, self._told = "", False
 
     def tick(self, now: float) -> float | None:
         """Do what is due; returns when to call again, or None if never."""
         if self._at is None or now < self._at:
             return self._at
-        try:
+        self._at = now + AGAIN
+        with self._failures.guard("the strip under the cell"):
             self._at = self._step(now)
-        except Exception:
-            # It only shows; that it can't must not be silent, nor concern the cell.
-            logger.exception("the strip under the cell is not shown any more")
-            self._at = None
+        self._say_failures()
         return self._at
+
+    def _say_failures(self) -> None:
+        """In the strip's place, for it only shows: that it can't must not be silent, nor concern the cell."""
+        if not (found := self._failures.all()):
+            return
+        text = "\n".join(map(str, found))
+        if text == self._said or self._publisher.in_line:
+            return
+        self._said = text
+        data = {"text/plain": text, "text/html": f'<div style="opacity:.7">{html.escape(text)}</div>'}
+        with self._failures.guard("the strip under the cell"):
+            self._publisher.display(data, {}, f"{self._name}-failures", update=self._told)
+            self._told = True
 
     def hasten(self) -> None:
         """Nothing is done for a while after the next tick: the state is to be shown in that."""
@@ -106,10 +121,8 @@ class Strip:
         return now + max(INTERVAL, COST * (time.monotonic() - begin))
 
     def _import(self) -> None:
-        try:
+        with self._failures.guard("the strip under the cell"):
             self._make = self._load()
-        except Exception:
-            logger.exception("the strip under the cell can't be shown")
 
     def _place(self, view: View) -> None:
         """Show it, if it is not there: it does not come between the parts of a line."""
@@ -125,16 +138,14 @@ class Strip:
         view, self._view, self._at = self._view, None, None
         if view is None:
             return
-        try:
+        with self._failures.guard("the summary of the cell"):
             if self._area:
                 if self._cleared == self._publisher.clears:
                     self._publisher.display(_EMPTY, {}, self._area, update=True)
                 if ok and (data := view.summary(now)):
                     self._publisher.display(data, {}, f"{self._name}-summary")
-        except Exception:
-            logger.exception("the summary of the cell is not shown")
-        finally:
-            view.release()
+        self._say_failures()
+        view.release()
 
 
 class StripSink:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
@@ -25,6 +25,9 @@ from chaos.figures import Outcome
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
+
+if TYPE_CHECKING:
+    from chaos.views import OpenViews
 
 HANG = 60.0
 """Seconds after which what has not ended counts as hanging."""
@@ -133,6 +136,7 @@ class Campaign:
         size: Its ranks.
         faults: What is drawn.
         hang_after: Seconds after which what has not ended counts as hanging.
+        views: Whether views are open on the pool, which must show what the recording has.
     """
 
     def __init__(
@@ -143,9 +147,12 @@ class Campaign:
         size: int = 4,
         faults: Sequence[Fault] = FAULTS,
         hang_after: float = HANG,
+        views: bool = False,
     ) -> None:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
         self.hang_after = hang_after
+        self.with_views = views
+        self._views: OpenViews | None = None
         self.pools = 0
         self._pool: Pool | None = None
         self._expected: dict[int, dict[str, Any]] = {}
@@ -219,6 +226,10 @@ class Campaign:
             self.set_up(range(self.size))
             self.cell("training.check()")
             self._join()
+            if self.with_views:
+                from chaos.views import OpenViews
+
+                self._views = OpenViews(self._pool)
             self._family = Counter(census.marked(self.mark).values())
             self._holdings.clear()
             self._young.clear()
@@ -229,8 +240,18 @@ class Campaign:
         pool, self._pool = self._pool, None
         if pool is None:
             return []
+        self._close_views()
         pool.stop()
         return self.leftovers()
+
+    def wrong_views(self) -> list[str]:
+        """What the open views do not show as it is."""
+        return self._views.wrong() if self._views is not None else []
+
+    def _close_views(self) -> None:
+        views, self._views = self._views, None
+        if views is not None:
+            views.close()
 
     def leftovers(self) -> list[str]:
         """What is there although there is no pool; ended or removed so that it does not hit the next one."""
@@ -250,6 +271,7 @@ class Campaign:
         pool, self._pool = self._pool, None
         if pool is None:
             return
+        self._close_views()
         done = threading.Thread(target=pool.stop, daemon=True)
         done.start()
         done.join(10)

@@ -111,6 +111,11 @@ FAULTS = (
     Fault("the disk is full", "filling_disk", "flood", 5.0, weight=1),
 )
 
+RESIZES = (
+    Fault("new ranks lack what a cell needs", "resizing", "", 5.0, spots=("between",), says="NameError"),
+)
+"""Faults of which the views have little to show: nothing was matched."""
+
 DEATHS_OF_PARTS = (
     Fault(
         "the coordinator is killed",

@@ -58,6 +58,7 @@ class Pieces:
             self.began = time.monotonic()
             getattr(self, self.fault.play)()
             self.go_on()
+            outcome.wrong += self.campaign.wrong_views()
             leaks, outcome.left_to_gloo = self.campaign.leaks()
             outcome.leaks += leaks
             whole = True

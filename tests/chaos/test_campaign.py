@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chaos.campaign import Campaign
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, Fault
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, Fault
 from chaos.figures import Outcome, rows, table
 
 SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped", "flooding")
@@ -15,10 +15,10 @@ BRIEF = [fault for fault in (*FAULTS, *DEATHS_OF_PARTS) if fault.play not in SLO
 ALL = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS)
 
 
-def play(seed: int, plane: str, faults: list[Fault], count: int) -> list[Outcome]:
+def play(seed: int, plane: str, faults: list[Fault], count: int, *, views: bool = False) -> list[Outcome]:
     """Play a campaign; fails with the whole story of whatever is not as it should be."""
     outcomes: list[Outcome] = []
-    with Campaign(seed, plane, faults=faults) as campaign:
+    with Campaign(seed, plane, faults=faults, views=views) as campaign:
         outcomes += campaign.trials(count)
         left = campaign.stop()
     print(table(rows(outcomes)))
@@ -37,6 +37,18 @@ def test_nothing_hangs_and_nothing_is_lost(plane: str, seed: int) -> None:
     assert all(outcome.report is not None for outcome in outcomes)
 
 
+VIEWED = ("failing", "dying", "restarting", "interrupting_any", "resizing")
+"""Plays with open views in the normal run: each changes in another way what there is to be shown."""
+
+
+@pytest.mark.timeout(300)
+def test_views_that_are_open_show_what_the_recording_has() -> None:
+    pytest.importorskip("anywidget")
+    by_play = {fault.play: fault for fault in (*FAULTS, *RESIZES) if fault.play in VIEWED}
+    outcomes = play(21, "shm", list(by_play.values()), len(by_play), views=True)
+    assert {outcome.fault for outcome in outcomes} == {fault.name for fault in by_play.values()}
+
+
 def test_a_trial_is_the_same_again() -> None:
     draws = [Campaign(5, "shm").draw(7) for _ in range(2)]
     assert draws[0][0] is draws[1][0]
@@ -47,4 +59,4 @@ def test_a_trial_is_the_same_again() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("plane", "seed"), [("shm", 101), ("gloo", 102)])
 def test_a_thousand_faults(plane: str, seed: int) -> None:
-    play(seed, plane, list(ALL), 500)
+    play(seed, plane, [*ALL, *RESIZES], 500, views=True)

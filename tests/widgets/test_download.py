@@ -41,7 +41,7 @@ def recording() -> Recording:
 
 def test_the_browser_gets_what_was_recorded_in_both_formats(recording: Recording) -> None:
     browser = Browser()
-    downloads = Downloads(recording, browser.take)
+    downloads = Downloads(recording, browser.take, recording.failures)
     downloads.start("chrome")
     message, (file,) = browser.wait()
     assert message == {"type": "file", "name": "hvdlab-timeline.json.gz"}
@@ -49,7 +49,7 @@ def test_the_browser_gets_what_was_recorded_in_both_formats(recording: Recording
     assert len(expected) > 1000
     assert json.loads(gzip.decompress(file)) == json.loads(msgspec.json.encode(expected))
     downloads.close()
-    downloads = Downloads(recording, browser.take)
+    downloads = Downloads(recording, browser.take, recording.failures)
     downloads.start("something else")
     downloads.start("perfetto")
     message, (small,) = browser.wait()
@@ -66,7 +66,7 @@ def test_a_problem_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(saving, "write", fail)
     browser = Browser()
-    downloads = Downloads(recording, browser.take)
+    downloads = Downloads(recording, browser.take, recording.failures)
     downloads.start("perfetto")
     assert browser.wait() == ({"type": "problem", "text": "no room"}, [])
     downloads.close()

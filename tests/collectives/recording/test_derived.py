@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording import Recording, derived
 from hvdlab.collectives.recording import shares as shares_module
 from hvdlab.collectives.recording.intervals import Union
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Span
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from timeline_traces import steps
 
@@ -227,6 +227,39 @@ def test_lateness_is_the_greatest_of_each_second() -> None:
         recording.feed(rank, encode(rank, events))
     for rank in range(3):
         assert said(recording, "hvdlab/lateness", rank) == {0: max(late[rank]) / SECOND}
+
+
+def test_a_cell_that_fails_before_anything_was_matched() -> None:
+    recording = recorded(
+        CellBegin("7", START),
+        Span(
+            *("loss", OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4096, START, None, None, START + 2 * SECOND),
+            ok=False,
+        ),
+        CellEnd("7", START + 3 * SECOND, False),
+        size=2,
+    )
+    assert said(recording, "hvdlab/lateness") == {}
+    assert recording.failures.all() == ()
+
+
+def test_spans_and_points_are_there_although_nothing_can_be_reckoned_from_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("no such row")
+
+    monkeypatch.setattr(derived.Lateness, "digest", fail)
+    monkeypatch.setattr(derived, "ROWS_AT_ONCE", 1)
+    recording = recorded(*cell(0, SECOND), span("loss", 1, 0, MS, 2 * MS), Metric("loss", 2.5, 0, START))
+    assert recording.count == 1
+    assert [one.name for one in recording.series()] == ["loss"]
+    assert len(recording.points_since(0)[1]) == 1
+    (failure,) = recording.failures.all()
+    assert failure.text == "IndexError: no such row"
+    assert "in fail" in failure.trace
+    assert failure.count >= 2
+    assert capsys.readouterr() == ("", "")
 
 
 def test_lateness_agrees_with_the_table() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.timeline import chrome
 from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.events import (
@@ -144,12 +145,12 @@ def test_the_last_rank_is_named_on_every_rank_and_marked_once() -> None:
     assert mark["args"]["arrival_offset_us"] == {"rank 0": 0.03, "rank 1": 0.88, "rank 2": 0.0}
 
 
-def test_an_operation_is_written_once_all_members_have_gone_on() -> None:
+def test_an_operation_is_written_once_all_members_have_recorded_it() -> None:
     converter = Converter()
     converter.feed(0, Members(0, 0, 2, BASE), span(1, 0, 10, 20, 30), span(2, 40, 50, 60, 70))
     assert named(converter.events, "ALLREDUCE") == []
     out = converter.feed(1, span(1, 1, 10, 20, 30), span(2, 41, 50, 60, 70))
-    assert [event["args"]["sequence"] for event in named(out, "ALLREDUCE")] == [1, 1]
+    assert [event["args"]["sequence"] for event in named(out, "ALLREDUCE")] == [1, 1, 2, 2]
     converter.close()
 
 
@@ -405,3 +406,28 @@ def test_whatever_is_fed_the_trace_obeys_the_format(
     assert len(named(events_out, "NEGOTIATE_ALLREDUCE", "b")) == spans, (
         "each span is in the trace exactly once"
     )
+
+
+def test_an_operation_is_given_out_with_the_last_member_s_record_and_not_after_a_while() -> None:
+    converter = Converter()
+    for rank in (0, 1):
+        converter.feed(rank, Members(0, 0, 2, BASE))
+    assert converter.feed(0, span(1, 0, 10, 20, 30)) == []
+    assert converter.trace.deadline() is not None
+    written = converter.feed(1, span(1, 5, 10, 20, 31))
+    assert [event["pid"] for event in written if event["name"] == "ALLREDUCE"] == [0, 1]
+    assert converter.trace.deadline() is None
+
+
+def test_a_batch_that_was_cut_may_end_within_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome, "BATCH_RECORDS", 3)
+    converter = Converter()
+    for rank in (0, 1):
+        converter.feed(rank, Members(0, 0, 2, BASE))
+    tensors = [span(1, 0, 10, 20, 30, name=f"t{i}") for i in range(4)]
+    for rank in (0, 1):
+        assert converter.feed(rank, *tensors[:3]) == []
+    assert converter.feed(0, tensors[3]) == []
+    written = converter.feed(1, tensors[3])
+    operations = [event for event in written if event["name"] == "ALLREDUCE"]
+    assert [event["args"]["tensors"] for event in operations] == [4, 4]

@@ -11,6 +11,7 @@ import pytest
 import perfetto_reading
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
@@ -37,13 +38,39 @@ def pool(surroundings: Path) -> Iterator[Pool]:
 
 
 def wait_for_rows(pool: Pool, name: str, count: int) -> None:
-    """Until the notebook has this many rows of a tensor: ranks send what they have recorded every 0.1 s."""
+    """Until the notebook has this many rows of a tensor: ranks send what they have recorded every so often."""
     recording, deadline = pool.client.recording, Deadline(10)
     while True:
         version = recording.version
         if sum(pool.trace()["name"] == name) >= count:
             return
         assert recording.wait(version, timeout=deadline.remaining()), f"no {count} rows of {name}"
+
+
+def test_what_ranks_have_done_is_there_when_it_is_asked_for(pool: Pool, tmp_path: Path) -> None:
+    seldom = "from hvdlab.collectives.engine.spans import SpanLog\nSpanLog.INTERVAL = 3600.0"
+    assert not pool.run(seldom).errors
+    assert len(pool.trace()) == 0  # the history, and what was to be sent before
+    for count in range(1, 4):
+        assert not pool.run("api.allreduce(np.ones(3), 'here')").errors
+        assert sum(pool.trace()["name"] == "here") == 3 * count
+    assert not pool.run("api.allreduce(np.ones(3), 'there'); context.engine().metric('loss', 2.5)").errors
+    assert sum(pool.metrics()["name"] == "loss") == 3
+    assert not pool.run("api.allreduce(np.ones(3), 'last')").errors
+    saved = gzip.decompress(pool.save_trace(tmp_path / "t.json.gz").read_bytes()).decode()
+    assert saved.count("allreduce.last") >= 3
+
+
+def test_a_recording_may_wait_for_its_pool(pool: Pool) -> None:
+    recording = Recording()
+    pool.client.adopt(recording)
+    assert pool.client.recording is recording
+    assert not pool.run("api.allreduce(np.ones(3), 'here')", label="[7]").errors
+    assert sum(pool.trace()["name"] == "here") == 3
+    assert recording.count >= 3
+    assert {mark.text for mark in recording.marks() if mark.kind == "cell"} >= {"[7]"}
+    pool.client.adopt(Recording())
+    assert pool.client.recording is recording
 
 
 def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:

@@ -1,3 +1,4 @@
+import type { Failure } from './failures.ts';
 import { Lane } from './lane.ts';
 import { Operations } from './operations.ts';
 import type { RankRow } from './ranks.ts';
@@ -80,6 +81,8 @@ export class Store {
   /** The ranks and a line about all of them, as the kernel last told; empty until it has. */
   ranks: RankRow[] = [];
   heading = '';
+  /** What the kernel could not bring up to date. */
+  failures: Failure[] = [];
   readonly marks = new Map<number, Mark>();
   readonly series = new SeriesStore();
   readonly limit: number;

@@ -3,6 +3,7 @@ import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { Charts } from './charts.ts';
 import { button, h } from './dom.ts';
+import { FailuresBox } from './failures.ts';
 import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
@@ -16,6 +17,7 @@ export class MetricsView {
   private readonly view: Viewport;
   private readonly state = h('span', { class: 'hvd-state' });
   private readonly status = h('span', { class: 'hvd-status', role: 'status' });
+  private readonly failures = new FailuresBox();
   private readonly nothing = h('div', { class: 'hvd-legend' });
   private readonly follow: HTMLButtonElement;
   private readonly ends: (() => void)[] = [];
@@ -40,7 +42,7 @@ export class MetricsView {
     );
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Metrics')), this.state, this.status, h('span', { class: 'hvd-space' }), buttons);
     const place = h('div', {});
-    this.root = h('div', { class: 'hvd-view hvd-metrics' }, bar, this.nothing, place);
+    this.root = h('div', { class: 'hvd-view hvd-metrics' }, bar, this.failures.root, this.nothing, place);
     parent.append(this.root);
     this.charts = new Charts(place, store, view, { axis: true, height: 92, moved: () => this.act(() => undefined) });
     // JupyterLab's keys for cells must not act on the notebook while the charts have the focus; Ctrl-S and the like must.
@@ -64,6 +66,7 @@ export class MetricsView {
 
   /** The store has changed. */
   data(): void {
+    this.failures.update(this.store.failures);
     const { begin, end } = this.store.series;
     const first = !Number.isFinite(this.shownEnd) && Number.isFinite(end);
     if (Number.isFinite(end)) this.view.data(begin, this.view.following && !first ? Math.max(this.shownEnd, this.view.to) : end);

@@ -1,6 +1,8 @@
 import { count, duration, rate } from '../draw/format.ts';
+import type { Failure } from '../model/failures.ts';
 import type { RankRow } from '../model/ranks.ts';
 import { h } from './dom.ts';
+import { FailuresBox } from './failures.ts';
 import { watchTheme } from './theme.ts';
 import { t } from './texts.ts';
 
@@ -11,18 +13,20 @@ export class RanksView {
   readonly root: HTMLElement;
   private readonly heading = h('span', { class: 'hvd-status', role: 'status' });
   private readonly body = h('tbody');
+  private readonly failures = new FailuresBox();
   private readonly end: () => void;
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
     for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Ranks')), this.heading);
-    this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
+    this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, this.failures.root, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
     parent.append(this.root);
     this.end = watchTheme(this.root, () => undefined);
   }
 
-  update(rows: RankRow[], heading: string): void {
+  update(rows: RankRow[], heading: string, failures: readonly Failure[] = []): void {
+    this.failures.update(failures);
     this.heading.textContent = heading;
     const most = Math.max(0, ...rows.map(row => row.heldUp));
     this.body.replaceChildren(...rows.map(row => this.row(row, most > 0 && row.heldUp === most)));

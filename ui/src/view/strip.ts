@@ -25,6 +25,8 @@ export interface StripState {
   note: string;
   /** `rank 3 is at a prompt`; empty or missing if no rank waits for its user. */
   paused?: string;
+  /** What the kernel could not bring up to date; empty or missing while all is well. */
+  failed?: string;
   /** What the cell waits for; empty while all is well. */
   stalled: string;
   /** Seconds that the cell had been running when this was told. */
@@ -82,7 +84,7 @@ export class StripView {
     this.at = performance.now();
     this.heading.textContent = state.heading;
     this.rate.textContent = state.rate;
-    const note = state.paused || state.stalled || state.note;
+    const note = state.paused || state.stalled || state.failed || state.note;
     this.note.textContent = note;
     this.root.dataset.state = state.paused ? 'paused' : state.stalled ? 'stalled' : 'running';
     this.draw(state.ranks);

@@ -5,6 +5,7 @@ import { Viewport } from '../model/viewport.ts';
 import { viewApi } from './api.ts';
 import { Choice } from './choice.ts';
 import { h } from './dom.ts';
+import { FailuresBox } from './failures.ts';
 import { helpBox } from './help.ts';
 import { listen } from './input.ts';
 import { actionOf } from './keys.ts';
@@ -57,6 +58,7 @@ export class Timeline {
   private readonly legend = new Legend();
   private readonly panel: Panel;
   private readonly tip = new Tip();
+  private readonly failures = new FailuresBox();
   private readonly help = helpBox();
   private readonly plot: HTMLElement;
   private readonly spoken = h('div', { class: 'hvd-unseen', 'aria-live': 'polite' });
@@ -94,7 +96,7 @@ export class Timeline {
     canvas.setAttribute('aria-describedby', this.toolbar.status.id);
     this.plot = h('div', { class: 'hvd-plot' }, canvas);
     this.root = h('div', { class: `hvd-view hvd-timeline${options.fill ? ' hvd-fill-parent' : ''}`, role: 'region', 'aria-label': options.title ?? t('Timeline') });
-    this.root.append(this.toolbar.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.tip.root, this.help, this.spoken);
+    this.root.append(this.toolbar.root, this.failures.root, this.minimap.root, this.plot, this.legend.root, this.chartsPlace, this.panel.root, this.tip.root, this.help, this.spoken);
     parent.append(this.root);
     this.api = viewApi(this, store, this.view, this.scene);
     this.listen();
@@ -104,6 +106,7 @@ export class Timeline {
   /** The store has changed. */
   data(): void {
     const { store, view } = this;
+    this.failures.update(store.failures);
     if (this.cleared !== store.cleared) {
       this.cleared = store.cleared;
       this.choice.forget();
@@ -307,7 +310,7 @@ export class Timeline {
 
   /** What is left for the lanes in a place of fixed height. */
   private measure(): number {
-    const others = [this.toolbar.root, this.minimap.root, this.legend.root, this.chartsPlace].reduce((sum, one) => sum + one.offsetHeight, 0);
+    const others = [this.toolbar.root, this.failures.root, this.minimap.root, this.legend.root, this.chartsPlace].reduce((sum, one) => sum + one.offsetHeight, 0);
     const all = this.root.clientHeight;
     const below = all * (this.chartsPlace.hidden ? BELOW : BELOW_CHARTS);
     const readable = Math.min(all * MOST_FOR_READABLE, this.scene.top + READABLE * this.store.lanes.length);

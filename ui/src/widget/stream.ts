@@ -1,3 +1,4 @@
+import type { Failure } from '../model/failures.ts';
 import type { RankRow } from '../model/ranks.ts';
 import { readPoints, type Definition } from '../model/series.ts';
 import { readRows, type Mark, type Store } from '../model/store.ts';
@@ -38,6 +39,7 @@ interface Message {
   /** Only if they have changed. */
   ranks?: RankRow[];
   heading?: string;
+  failures?: Failure[];
 }
 
 /** Rows that come twice are taken once; the kernel sends them again as long as it has not heard from here. */
@@ -67,6 +69,7 @@ export class Stream {
     store.lostBefore = message.lost;
     if (message.ranks) store.ranks = message.ranks;
     if (message.heading !== undefined) store.heading = message.heading;
+    if (message.failures) store.failures = message.failures;
     message.names.forEach((name, i) => (store.names[message.namesFrom + i] = name));
     message.sites.forEach((site, i) => (store.sites[message.namesFrom + i] = site));
     for (const [rank, error] of message.clockErrors) store.clockError.set(rank, error);

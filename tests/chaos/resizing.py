@@ -1,0 +1,25 @@
+"""Trials of pools that change their size, and of cells that fail before they have done anything."""
+
+from __future__ import annotations
+
+import time
+
+from chaos.pieces import Pieces
+
+
+class Resizing(Pieces):
+    """Trials of what befalls cells on ranks that are new."""
+
+    def resizing(self) -> None:
+        """New ranks come, which lack what a cell needs: it fails before any collective was matched; then they go again."""
+        campaign = self.campaign
+        pool, size = campaign.pool, campaign.size
+        pool.resize(size + 1)
+        self.victim = self.outcome.victim = size
+        at = time.monotonic()
+        run = pool.start_run("training.check()", out=self.sink, label="[7]")
+        results = self.await_end(run)
+        self.told(at, time.monotonic(), self.outcome.said)
+        if results.ok:
+            self.outcome.wrong.append("a rank that lacks the training has run it")
+        pool.resize(size)

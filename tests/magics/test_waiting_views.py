@@ -1,0 +1,55 @@
+"""Views that are opened before there are ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("anywidget")
+
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.recording import Recording
+from hvdlab.magics.session import Session
+from hvdlab.widgets.source import add_awaiting, recording_of, remove_awaiting
+from hvdlab.widgets.views import metrics, ranks, timeline, trace
+from timeline_traces import steps
+
+
+class Client:
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+
+    def adopt(self, recording: Recording) -> None:
+        self.recording = recording
+
+
+def test_they_show_the_ranks_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    pool: Any = SimpleNamespace(client=client, broken="", state="idle", size=2, news=list, lost={}, name="")
+    pool.stop = lambda: setattr(pool, "state", "stopped")
+    shell: Any = SimpleNamespace()
+    session = Session(shell, start=lambda **_: pool)
+    add_awaiting(session.awaited)
+    try:
+        views = [timeline(), metrics(), ranks()]
+        assert "no collectives were recorded yet" in repr(views[0])
+        assert "waiting for ranks" in repr(views[2])
+        with pytest.raises(InvalidRequestError, match="no ranks are running"):
+            trace()
+        session.pool_for(2)
+        recording = client.recording
+        assert recording is not None
+        assert all(view.recording is recording for view in views)
+        for rank, batch in steps(2, 20):
+            recording.feed(rank, batch)
+        assert "2 ranks" in repr(views[0])
+        for view in views:
+            view.close()
+        # The next pool gets a recording of its own.
+        assert recording_of(coming=True) is not recording
+    finally:
+        remove_awaiting(session.awaited)
+        session.close()

@@ -102,6 +102,12 @@ def adopt(engine: Engine | None) -> None:
         _context.engine = None
 
 
+def in_rank_of_pool() -> bool:
+    """Whether this process is a rank of a pool."""
+    engine = _context.adopted
+    return engine is not None and not engine.closed
+
+
 def shutdown() -> None:
     """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
     with _context.lock:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.settings import PLANES
 from hvdlab.kernel_ext.registry import Registry
@@ -34,6 +35,15 @@ def check_size(np: Any) -> int:
     if np < 1:
         raise InvalidRequestError(f"np={np}: a pool has at least one rank; pool.stop() ends all of them.")
     return np
+
+
+def check_not_in_rank() -> None:
+    """Whether this process may start a pool. Raises ``InvalidRequestError`` in a rank: each rank would start one."""
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            "this is a rank, and each rank would start a pool of its own; run the cell (or Pool.start) in the notebook, "
+            "without %%hvd_run around it"
+        )
 
 
 def check_room(np: int, already: int = 0, available: int | None = None) -> None:

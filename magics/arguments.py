@@ -65,11 +65,18 @@ def _split(line: str) -> list[str]:
         raise UsageError(f"the options can not be read: {error}") from None
 
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not re.fullmatch(r"\+?\d+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number of ranks from 1 was expected, not {text!r}")
-    return int(text)
+def count_of(what: str) -> Callable[[str], int]:
+    """Reads a whole number from 1 of something, such as ``lines``."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\+?\d+", text) or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"a number of {what} from 1 was expected, not {text!r}")
+        return int(text)
+
+    return read
+
+
+positive = count_of("ranks")
 
 
 def seconds(text: str) -> float:

@@ -14,7 +14,8 @@ from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 def pull_parser() -> MagicParser:
     parser = MagicParser(
-        "%hvd_pull", "Bring variables from the ranks; each becomes a dict from rank to value."
+        "%hvd_pull",
+        "Bring variables from the ranks; each becomes a dict from rank to value. `x = %%hvd_pull NAME` gives it as well.",
     )
     parser.add_argument("names", nargs="+", type=identifier, metavar="NAME", help="variables of the ranks")
     parser.add_argument(
@@ -39,12 +40,12 @@ class ExchangeMagics(Magics):
 
     @line_magic
     @documented(pull_parser())
-    def hvd_pull(self, line: str) -> None:
-        """Bring variables from the ranks to the notebook."""
+    def hvd_pull(self, line: str) -> Any:
+        """Bring variables from the ranks to the notebook; returns what they were bound to, a tuple if several."""
         parser = pull_parser()
         if {"-h", "--help"} & set(line.split()):
             print(parser.format_help())
-            return
+            return None
         options = parser.parse(line)
         pool = self.session.need_pool("%hvd_pull")
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
@@ -57,6 +58,13 @@ class ExchangeMagics(Magics):
                 raise UsageError(str(error)) from None
             pulled[name] = values[ranks[0]] if options.ranks and len(ranks) == 1 else values
         self.session.shell.user_ns.update(pulled)
+        found = tuple(pulled[name] for name in options.names)
+        return None if self._alone(line) else found[0] if len(found) == 1 else found
+
+    def _alone(self, line: str) -> bool:
+        """Whether the magic is a line of its own: then the value would only be printed, however large it is."""
+        lines = (text.strip().removeprefix("%") for text in self.session.raw_cell.splitlines())
+        return f"hvd_pull {line}".strip() in lines
 
     @line_magic
     @documented(push_parser())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.extensions import ExtensionManager
 from IPython.core.interactiveshell import InteractiveShell
 
+from hvdlab.collectives import context
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.cells import CellMagics
@@ -97,7 +98,7 @@ class Extension:
 
     def prewarm(self) -> None:
         """Begin to start what the first pool needs, in the background."""
-        self.session.ahead = Ahead()
+        self.session.ahead = None if context.in_rank_of_pool() else Ahead()  # a rank starts no pool
         if self.session.ranks_by_default:
             kernel: Any = getattr(self.shell, "kernel", None)
             kernel.start_ranks()

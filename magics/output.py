@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from hvdlab.magics.arguments import OUTPUTS, MagicParser, documented, parse_ranks, positive
+from hvdlab.magics.arguments import OUTPUTS, MagicParser, count_of, documented, parse_ranks
 from hvdlab.magics.session import Session, as_usage_error, shell_colours
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def output_parser() -> MagicParser:
         "cell", nargs="?", default="", metavar="CELL", help="its number, such as 7 (default: the last one)"
     )
     parser.add_argument("--ranks", metavar="0,2-3,::2", help="of these ranks only")
-    parser.add_argument("--tail", type=positive, metavar="N", help="the last N lines of each rank")
+    parser.add_argument("--tail", type=count_of("lines"), metavar="N", help="the last N lines of each rank")
     parser.add_argument(
         "--to", metavar="FILE", help="write all of it to a file, also what is too much to show"
     )
@@ -59,8 +59,11 @@ class OutputMagics(Magics):
         pool = self.session.need_pool("%hvd_output")
         recorder = pool.transcripts.find(options.cell)
         if recorder is None:
-            what = f"cell {options.cell} has" if options.cell else "no cell has"
-            raise UsageError(f"%hvd_output: {what} not run on these ranks, or is too long ago to be kept")
+            raise UsageError(
+                f"%hvd_output: cell {options.cell} has not run on these ranks, or is too long ago to be kept"
+                if options.cell
+                else "%hvd_output: there is no output yet: no cell has run on these ranks"
+            )
         ranks = list(recorder.transcript.ranks)
         if options.ranks:
             ranks = parse_ranks(options.ranks, ranks)

@@ -151,6 +151,10 @@ class Session:
         self._wait_for_coming()
         pool = self.pool
         if pool is None:
+            from hvdlab.kernel_ext.checks import check_not_in_rank
+
+            with as_usage_error():
+                check_not_in_rank()  # before the question what else is missing, and before anything is started
             if self._broken and np is None and not new:
                 raise UsageError(self._gone())
             return self._start(np, launcher, plane, hosts, keep, say)

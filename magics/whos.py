@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from hvdlab.magics.arguments import MagicParser, documented, parse_ranks, positive
+from hvdlab.magics.arguments import MagicParser, count_of, documented, parse_ranks
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ def whos_parser() -> MagicParser:
     )
     parser.add_argument("ranks", nargs="?", metavar="0,2-3,::2", help="these ranks only")
     parser.add_argument("--tensors", action="store_true", help="arrays and tensors, by memory")
-    parser.add_argument("-n", type=positive, default=20, metavar="N", help="with --tensors: how many (20)")
+    parser.add_argument(
+        "-n", type=count_of("tensors"), default=20, metavar="N", help="with --tensors: how many (20)"
+    )
     return parser
 
 

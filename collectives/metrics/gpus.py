@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,20 @@ from hvdlab.collectives.metrics.process import Values
 logger = logging.getLogger(__name__)
 
 
+DevicesInUse = Callable[[], list[tuple[int, str]] | None]
+"""Number and UUID of each GPU on which a framework of this process has memory; None as long as it uses none."""
+
+_in_use: DevicesInUse = lambda: None  # what a name holds, not a function that is defined
+
+
+def ask_frameworks(in_use: DevicesInUse) -> None:
+    """From now on, ask this which GPUs the process uses: frameworks are known above the collective core only."""
+    global _in_use
+    _in_use = in_use
+
+
 class GpuUsage:
-    """Samples the GPUs that this process uses: those on which torch has memory, or the only one that it can see.
+    """Samples the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
 
     Args:
         nvml: The module ``pynvml``, initialized.
@@ -65,7 +76,7 @@ class GpuUsage:
             return None
 
     def _used(self) -> Iterator[tuple[int, Any]]:
-        used = _used_by_torch()
+        used = _in_use()
         if used is not None:
             for index, uuid in used:
                 handle = self._by_uuid(f"GPU-{uuid}") or self._by_uuid(f"MIG-{uuid}")
@@ -103,18 +114,6 @@ class GpuUsage:
     def close(self) -> None:
         """Let go of the library."""
         self._ask(lambda _: self._nvml.nvmlShutdown(), None)
-
-
-def _used_by_torch() -> list[tuple[int, str]] | None:
-    """Number and UUID of each device on which torch has memory; ``None`` as long as it uses none."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        if cuda is None or not cuda.is_initialized():
-            return None
-        devices = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
-        return [(index, str(cuda.get_device_properties(index).uuid)) for index in devices]
-    except (AttributeError, RuntimeError):  # half imported or without UUIDs; a device that has failed
-        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.collectives.fingerprint import differing
+from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.kernel_ext.inspect.arrays import family
 from hvdlab.kernel_ext.inspect.examination import same_key
 from hvdlab.kernel_ext.inspect.messages import (
@@ -151,7 +151,7 @@ class _Comparison:
             here, there = self._leaves[rank].get(path), self._leaves[reference].get(path)
             what = _what(here and here[1], there and there[1])
             row = DiffRow(path, _ranks(groups), _ranks(most), what, here and here[1], there and there[1])
-            if here is not None and there is not None and row.comparable and "values" in what:
+            if here is not None and there is not None and row.comparable:
                 self._pairs.append(_Pair(len(self._rows), (rank, here[0]), (reference, there[0])))
             self._rows.append(row)
 
@@ -189,6 +189,10 @@ class _Comparison:
         for pair in pairs:
             leaf = self._rows[pair.row].leaf
             assert leaf is not None
+            if leaf.kind == "value":
+                place, element = self._where_texts_part(pair, digests)
+                blocks.setdefault(place, []).append((pair, element))
+                continue
             for number in differing(digests[pair.there], digests[pair.here]):
                 offset = number * leaf.block
                 place = (pair.there[1], offset, min(leaf.block, leaf.nbytes - offset))
@@ -197,6 +201,21 @@ class _Comparison:
             if not self._compare(reference, batch, blocks):
                 self._share = False
                 self._compare(reference, batch, blocks)
+
+    def _where_texts_part(self, pair: _Pair, digests: Mapping[tuple[int, int], bytes]) -> tuple[Range, int]:
+        """The block of the reference's text that has the first difference, and the number of its first character.
+
+        One text may be the beginning of the other. Where the reference's ends with a block it is this last one: the
+        other rank compares some characters more than it gets.
+        """
+        leaf = self._rows[pair.row].expected
+        assert leaf is not None
+        ours, theirs = digests[pair.here], digests[pair.there]
+        number, last = 0, (len(theirs) - 1) // SIZE
+        while number < last and ours[number * SIZE :][:SIZE] == theirs[number * SIZE :][:SIZE]:
+            number += 1
+        offset = number * leaf.block
+        return (pair.there[1], offset, min(leaf.block, leaf.nbytes - offset)), offset // leaf.itemsize
 
     def _compare(
         self, reference: int, batch: Sequence[Range], blocks: Mapping[Range, list[tuple[_Pair, int]]]

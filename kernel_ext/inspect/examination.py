@@ -8,14 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from hvdlab.bindings.array_source import ArraySource
 from hvdlab.collectives.fingerprint import fingerprint, of_blocks
-from hvdlab.kernel_ext.inspect.arrays import ArraySource, Bytes, family
+from hvdlab.kernel_ext.inspect.arrays import Bytes, family
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
 from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
 from hvdlab.kernel_ext.inspect.messages import Blocks, Difference, Examined, Leaf, Leaves, Range
 from hvdlab.kernel_ext.inspect.scalars import type_name
 from hvdlab.kernel_ext.rank.failures import one_line
+
+NAMED = 3
+"""Parts that can't be compared and are named."""
+
+EXCERPT = 24
+"""Characters of a text from the first on that differs."""
+
+BEFORE = 8
+"""Characters of a text that are shown in front of the first that differs."""
+
+_ITEMSIZE = {"text": 4, "bytes": 1, "hex": 1}
 
 MOST_IN_ONE = 4000
 """Leaves that are told in one message."""
@@ -48,13 +60,20 @@ class Examination:
             except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
                 found = Found(found.path, "error", found.type, text=one_line(error))
                 array = None
+        elif found.long is not None:
+            array = _of_long_text(*found.long)
         self._arrays.append(array)
         self._blocks.append(blocks)
-        self.leaves.append(_plain_leaf(found) if array is None else _array_leaf(found, array, blocks))
+        self.leaves.append(
+            _array_leaf(found, array, blocks)
+            if found.kind == "array" and array is not None
+            else _plain_leaf(found, array)
+        )
 
     def examined(self, ticket: int) -> Examined:
         """What the whole value is like."""
         arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
+        unknown = [leaf for leaf in self.leaves if leaf.kind in ("opaque", "error")]
         return Examined(
             ticket,
             digest=fingerprint(*sorted(fingerprint(*map(_encoded, same_key(leaf))) for leaf in self.leaves)),
@@ -63,7 +82,10 @@ class Examination:
             arrays=len(arrays),
             nbytes=sum(leaf.nbytes for leaf in arrays),
             left_out=self._left_out,
-            unknown=sum(leaf.kind in ("opaque", "error") for leaf in self.leaves),
+            unknown=len(unknown),
+            unknown_parts=tuple(
+                f"{leaf.path} ({leaf.text or leaf.type})".strip() for leaf in unknown[:NAMED]
+            ),
         )
 
     def some_leaves(self, ticket: int, first: int) -> Leaves:
@@ -74,13 +96,23 @@ class Examination:
         """Fingerprints of the blocks of these arrays, and what of them is not finite."""
         odd = [self._not_finite(number) for number in leaves]
         return Blocks(
-            ticket, tuple(self._blocks[n] for n in leaves), tuple(n for n, _ in odd), tuple(n for _, n in odd)
+            ticket,
+            tuple(self._blocks_of(n) for n in leaves),
+            tuple(n for n, _ in odd),
+            tuple(n for _, n in odd),
         )
+
+    def _blocks_of(self, number: int) -> bytes:
+        """Fingerprints of blocks; of texts these are made when they are asked for, which is seldom."""
+        array = self._arrays[number]
+        if array is None or self.leaves[number].kind == "array":
+            return self._blocks[number]
+        return of_blocks(array.nbytes, array.read, block=array.block)
 
     def _not_finite(self, number: int) -> tuple[int, int]:
         array = self._arrays[number]
         nans = infs = 0
-        if array is not None:
+        if array is not None and self.leaves[number].kind == "array":
             for offset in range(0, array.nbytes, array.block):
                 part = array.read(offset, min(array.block, array.nbytes - offset))
                 more = not_finite(part, array.dtype, array.itemsize)
@@ -106,10 +138,20 @@ class Examination:
     def _difference(self, one: Range, theirs: Bytes) -> Difference:
         number, offset, length = one
         leaf = self.leaves[number]
+        if leaf.kind == "value":
+            return _first_difference(leaf, self._read_from(number, offset, length), theirs)
         found = compare(self._read(number, offset, length), theirs, leaf.dtype, leaf.itemsize)
         if leaf.dtype != FINGERPRINTS:
             return found
         return Difference(found.count, found.first)
+
+    def _read_from(self, number: int, offset: int, length: int) -> Bytes:
+        """These bytes of a text and an excerpt behind them, as far as there are so many."""
+        array = self._arrays[number]
+        size = 0 if array is None else array.nbytes
+        return self._read(
+            number, offset, max(0, min(length + EXCERPT * self.leaves[number].itemsize, size - offset))
+        )
 
     def _read(self, number: int, offset: int, length: int) -> Bytes:
         array = self._arrays[number]
@@ -138,9 +180,65 @@ def _encoded(part: Any) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _plain_leaf(found: Found) -> Leaf:
+def _plain_leaf(found: Found, long: ArraySource | None) -> Leaf:
     digest = fingerprint(found.content) if found.kind == "value" else b""
-    return Leaf(found.path, found.kind, found.type, digest, text=found.text)
+    if long is None:
+        return Leaf(found.path, found.kind, found.type, digest, text=found.text)
+    return Leaf(
+        found.path,
+        found.kind,
+        found.type,
+        digest,
+        long.dtype,
+        nbytes=long.nbytes,
+        itemsize=long.itemsize,
+        block=long.block,
+        text=found.text,
+    )
+
+
+def _of_long_text(dtype: str, text: str | bytes) -> ArraySource:
+    """A text as an array of its characters, so that these can be compared between ranks as elements are."""
+    if isinstance(text, str):
+        text = text.encode("utf-32-le", "surrogatepass") if dtype == "text" else text.encode()
+    raw, itemsize = np.frombuffer(text, np.uint8), _ITEMSIZE[dtype]
+    return ArraySource(
+        dtype,
+        (raw.size // itemsize,),
+        "cpu",
+        None,
+        raw.size,
+        itemsize,
+        lambda offset, length: raw[offset : offset + length],
+    )
+
+
+def _first_difference(leaf: Leaf, ours: Bytes, theirs: Bytes) -> Difference:
+    """Where two parts of texts begin to differ, and what both have there; one may end where the other goes on."""
+    width = leaf.itemsize
+    common = min(ours.nbytes, theirs.nbytes)
+    odd = np.flatnonzero(ours[:common] != theirs[:common])
+    if not odd.size and ours.nbytes == theirs.nbytes:
+        return Difference(0)
+    first = int(odd[0]) // width if odd.size else common // width
+    return Difference(
+        1, first, _excerpt(leaf.dtype, ours, first, width), _excerpt(leaf.dtype, theirs, first, width)
+    )
+
+
+def _excerpt(dtype: str, raw: Bytes, first: int, width: int) -> str:
+    begin = max(0, first - BEFORE)
+    part = raw[begin * width : (first + EXCERPT) * width].tobytes()
+    before = "…" if begin else ""
+    if first * width >= raw.nbytes:
+        return f"{before}{_shown(dtype, part)} (ends)"
+    return f"{before}{_shown(dtype, part)}"
+
+
+def _shown(dtype: str, part: bytes) -> str:
+    if dtype == "text":
+        return ascii(part.decode("utf-32-le", "surrogatepass"))
+    return repr(part) if dtype == "bytes" else part.decode()
 
 
 def _array_leaf(found: Found, array: ArraySource, blocks: bytes) -> Leaf:

@@ -6,41 +6,32 @@ by their ``__dict__``, and nothing is printed by its own ``__repr__``.
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hvdlab.bindings.array_source import ArraySource, numpy_source
+from hvdlab.bindings.framework_hooks import Part, loaded
 from hvdlab.collectives.fingerprint import SIZE, fingerprint
-from hvdlab.kernel_ext.inspect.arrays import ArraySource, array_source
-from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, is_scalar_type, type_name
+from hvdlab.kernel_ext.inspect.arrays import array_source
+from hvdlab.kernel_ext.inspect.parts import (
+    Long,
+    Parts,
+    Unknown,
+    attributes,
+    beside,
+    is_users_module,
+    parts_of,
+)
+from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, long_text, type_name
 from hvdlab.kernel_ext.rank.failures import one_line
 
 MOST_LEAVES = 20_000
 DEEPEST = 60
-LONG = 64
-"""Items from which a list is compared as one array."""
-
 FINGERPRINTS = "items"
 """What stands for the dtype of a long list of anything: its elements are fingerprints."""
-
-_OPAQUE = frozenset(
-    {
-        "hvdlab",
-        "ipyparallel",
-        "IPython",
-        "threading",
-        "_thread",
-        "logging",
-        "asyncio",
-        "concurrent",
-        "socket",
-        "zmq",
-    }
-)
 
 
 @dataclass(slots=True)
@@ -53,6 +44,7 @@ class Found:
         text: The value, shortened.
         array: The elements, if it is an array.
         value: What has them.
+        long: What can be compared one by one of a text that is too long to be shown, as :func:`long_text` gives it.
     """
 
     path: str
@@ -62,6 +54,7 @@ class Found:
     text: str = ""
     array: ArraySource | None = None
     value: Any = None
+    long: tuple[str, str | bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -103,119 +96,55 @@ class _Walk:
         kind = type(value)
         if is_scalar(value):
             data, text = content(value)
-            self._add(Found(path, "value", type_name(kind), data, text))
+            self._add(Found(path, "value", type_name(kind), data, text, long=long_text(value)))
+            self._beside(path, value, beside(value), depth)
+            return
+        if kind is Unknown:
+            self._add(Found(path, "opaque", type_name(value.kind)))
             return
         if (before := self._seen.get(id(value))) is not None:
             same = f"the same object as {before or 'the whole'}"
             self._add(Found(path, "value", type_name(kind), same.encode(), same))
             return
-        self._seen[id(value)] = path
-        self._kept.append(value)
+        self._remember(path, value)
         if (source := array_source(value)) is not None:
             self._add(Found(path, "array", type_name(kind), array=source, value=value))
+            for hooks in loaded():
+                self._each(path, hooks.beside(value), depth)
+            self._each(path, attributes(value) or (), depth)
         elif (parts := parts_of(value)) is not None:
             self._inside(path, value, parts, depth)
         else:
             self._add(Found(path, "opaque", type_name(kind)))
+        if is_users_module(kind.__module__) and id(kind) not in self._seen:
+            self.visit(f"{path}.__class__", kind, depth + 1)  # a class's attributes are its objects' as well
 
-    def _inside(self, path: str, value: Any, parts: Iterable[tuple[str, Any]] | Long, depth: int) -> None:
+    def _beside(self, path: str, value: Any, parts: Iterable[Part], depth: int) -> None:
+        """What belongs to a value that is a leaf itself; once, as there are functions that call themselves."""
+        found = list(parts)
+        if id(value) in self._seen or not (found or isinstance(value, type)):
+            return
+        self._remember(path, value)
+        self._each(path, found, depth)
+
+    def _remember(self, path: str, value: Any) -> None:
+        self._seen[id(value)] = path
+        self._kept.append(value)
+
+    def _inside(self, path: str, value: Any, parts: Parts, depth: int) -> None:
         if isinstance(parts, Long):
             self._add(Found(path, "array", type_name(type(value)), array=_long(parts.items)))
             return
         # Also of something empty there is a leaf, and a list is not a tuple. How many parts there are is told by them.
-        self._add(Found(path, "value", type_name(type(value)), b"", _count(parts := list(parts))))
+        self._add(Found(path, "value", type_name(type(value)), b"", _count(parts := list(parts or ()))))
+        self._each(path, parts, depth)
+
+    def _each(self, path: str, parts: Iterable[Part], depth: int) -> None:
         for step, part in parts:
             self.visit(path + step, part, depth + 1)
 
     def _add(self, found: Found) -> None:
         self.leaves.found.append(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Long:
-    """A list that is too long for a leaf for each item."""
-
-    items: list[Any]
-
-
-Parts = Iterable[tuple[str, Any]] | Long | None
-
-
-def parts_of(value: Any) -> Parts:
-    """The parts of a value with their steps; None if it has none that can be had."""
-    kind = type(value)
-    for applies, take in _KINDS:
-        if applies(kind):
-            return take(value)
-    if kind.__module__.partition(".")[0] in _OPAQUE or issubclass(kind, type):
-        return None
-    return _attributes(value)
-
-
-def _attributes(value: Any) -> Iterable[tuple[str, Any]] | None:
-    found: dict[str, Any] = {}
-    names = list(_slots(type(value)))
-    try:
-        # Not getattr, nor vars: a class of the user's may answer for them.
-        found.update(object.__getattribute__(value, "__dict__"))
-    except AttributeError:
-        if not names:
-            return None
-    for name in names:
-        try:
-            found[name] = object.__getattribute__(value, name)
-        except AttributeError:  # it has no value yet
-            continue
-    return [(f".{name}", item) for name, item in found.items()]
-
-
-def _slots(kind: type) -> Iterable[str]:
-    for cls in kind.__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in [names] if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                # Two underscores in front stand for the class's name, too.
-                private = name.startswith("__") and not name.endswith("__")
-                yield f"_{cls.__name__.lstrip('_')}{name}" if private else name
-
-
-def _mapping(value: Any) -> Iterable[tuple[str, Any]]:
-    return [(f"[{_key(key)}]", item) for key, item in dict.items(value)]
-
-
-def _key(key: Any) -> str:
-    if is_scalar(key):
-        return content(key)[1]
-    if type(key) is tuple:
-        return f"({', '.join(map(_key, key))})"
-    return f"<{type_name(type(key))}>"
-
-
-def _sequence(value: Any) -> Parts:
-    items = list(_iterate(value))
-    if len(items) > LONG and all(map(is_scalar_type, set(map(type, items)))):
-        return Long(items)
-    return [(f"[{number}]", item) for number, item in enumerate(items)]
-
-
-def _iterate(value: Any) -> Iterable[Any]:
-    """The items, whatever a subclass of the user's says they are."""
-    kind = type(value)  # isinstance may ask the value
-    if issubclass(kind, list):
-        return list.__iter__(value)
-    return tuple.__iter__(value) if issubclass(kind, tuple) else deque.__iter__(value)
-
-
-def _set(value: Any) -> Parts:
-    items = list(set.__iter__(value) if issubclass(type(value), set) else frozenset.__iter__(value))
-    return Long(sorted(fingerprint(_whole(item)) for item in items))
-
-
-def _whole(value: Any) -> bytes:
-    """All of a small value, in bytes."""
-    return b"".join(
-        fingerprint(leaf.path.encode(), leaf.type.encode(), leaf.content) for leaf in leaves_of(value).found
-    )
 
 
 def _long(items: list[Any]) -> ArraySource:
@@ -224,9 +153,7 @@ def _long(items: list[Any]) -> ArraySource:
     if kinds <= {float} or kinds <= {bool} or kinds <= {int}:
         array = np.array(items) if items else np.empty(0)
         if not array.dtype.hasobject:
-            source = array_source(array)
-            assert source is not None
-            return source
+            return numpy_source(array)
     rows = b"".join(fingerprint(type(item).__name__.encode(), content(item)[0]) for item in items)
     raw = np.frombuffer(rows, np.uint8)
     return ArraySource(
@@ -238,81 +165,3 @@ def _long(items: list[Any]) -> ArraySource:
         SIZE,
         lambda offset, length: raw[offset : offset + length],
     )
-
-
-def _object_array(value: Any) -> Parts:
-    return _sequence(value.reshape(-1).tolist())
-
-
-def _module(value: Any) -> Iterable[tuple[str, Any]]:
-    """Parameters and buffers under the names that ``state_dict`` has, then the other modules, then settings."""
-    inside = object.__getattribute__(value, "__dict__")
-    held: list[tuple[str, Any]] = []
-    for group in ("_parameters", "_buffers", "_modules"):
-        held += [
-            (f".{name}", item) for name, item in dict(inside.get(group) or {}).items() if item is not None
-        ]
-    settings = [(f".{name}", item) for name, item in inside.items() if not name.startswith("_")]
-    return held + settings
-
-
-def _optimizer(value: Any) -> Iterable[tuple[str, Any]]:
-    """Settings of the groups, then the state of each parameter, by its number."""
-    groups = value.param_groups
-    settings = [
-        (f".param_groups[{number}][{key!r}]", item)
-        for number, group in enumerate(groups)
-        for key, item in group.items()
-        if key != "params"
-    ]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    states = [
-        (f".state[{number}]", value.state[p]) for number, p in enumerate(parameters) if p in value.state
-    ]
-    return [*settings, *states]
-
-
-def _sparse(value: Any) -> Iterable[tuple[str, Any]] | None:
-    torch = sys.modules["torch"]
-    if value.layout is torch.sparse_coo:
-        plain = value.detach().coalesce()
-        return [(".shape", tuple(value.shape)), (".indices", plain.indices()), (".values", plain.values())]
-    return None
-
-
-def _table(value: Any) -> Iterable[tuple[str, Any]]:
-    """A pandas table or column: its labels and its data."""
-    if type(value).__name__ == "DataFrame":
-        columns = [(f"[{name!r}]", value.iloc[:, n].to_numpy()) for n, name in enumerate(value.columns)]
-        return [(".index", value.index.to_numpy()), *columns]
-    if type(value).__name__ == "Series":
-        return [(".index", value.index.to_numpy()), (".values", value.to_numpy())]
-    return [(".values", value.to_numpy())]
-
-
-def _is(module: str, name: str) -> Callable[[type], bool]:
-    """Whether a class comes from ``module.name``, if that has been imported."""
-
-    def applies(kind: type) -> bool:
-        base = getattr(sys.modules.get(module), name, None)
-        return isinstance(base, type) and issubclass(kind, base)
-
-    return applies
-
-
-_KINDS: list[tuple[Callable[[type], bool], Callable[[Any], Parts]]] = [
-    (lambda kind: issubclass(kind, dict), _mapping),
-    (lambda kind: issubclass(kind, (list, tuple, deque)), _sequence),
-    (lambda kind: issubclass(kind, (set, frozenset)), _set),
-    (lambda kind: issubclass(kind, np.ndarray), _object_array),
-    (_is("torch.nn", "Module"), _module),
-    (_is("torch.optim", "Optimizer"), _optimizer),
-    (_is("torch", "Tensor"), _sparse),
-    (_is("torch", "Generator"), lambda value: [(".state", value.get_state())]),
-    (_is("numpy.random", "Generator"), lambda value: [(".state", value.bit_generator.state)]),
-    (_is("numpy.random", "RandomState"), lambda value: [(".state", value.get_state(legacy=False))]),
-    (_is("random", "Random"), lambda value: [(".state", value.getstate())]),
-    (_is("pandas", "DataFrame"), _table),
-    (_is("pandas", "Series"), _table),
-    (_is("pandas", "Index"), _table),
-]

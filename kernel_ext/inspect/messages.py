@@ -29,8 +29,8 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
         kind: ``array``, ``value``, ``opaque`` (of which only the type is known) or ``error``.
         type: Name of the Python type.
         digest: Fingerprint of the contents; empty if there are none to be compared.
-        dtype, shape, device: Of arrays.
-        nbytes: Size of the contents of arrays.
+        dtype, shape, device: Of arrays. Long texts have a dtype, too: ``text``, ``bytes`` or ``hex`` (of an int).
+        nbytes: Size of the contents of arrays, and of texts that are too long to be shown.
         itemsize: Bytes of an element.
         block: Bytes of the blocks of an array that have fingerprints of their own.
         requires_grad: Of torch's tensors.
@@ -70,6 +70,7 @@ class Examined(Payload, frozen=True):
         error: Why there is none; then there is no examination either.
         left_out: How many parts were not looked at, since there are too many.
         unknown: How many parts can't be compared, such as locks and open files.
+        unknown_parts: The first of them: path and type, or path and error.
     """
 
     ticket: int
@@ -81,6 +82,7 @@ class Examined(Payload, frozen=True):
     error: str = ""
     left_out: int = 0
     unknown: int = 0
+    unknown_parts: tuple[str, ...] = ()
 
 
 class AskLeaves(Payload, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,8 +35,8 @@ class DiffRow:
         what: In what they differ: ``values`` (of an array), ``value``, ``type``, ``dtype``, ``shape``, ``device``,
             ``requires_grad``, ``missing`` (these ranks do not have it), ``only there`` (the others do not have it).
         leaf, expected: What these ranks and the others have; None if nothing.
-        count: Elements that differ, bit by bit.
-        first: Index of the first of them.
+        count: Elements that differ, bit by bit; 1 of a long text.
+        first: Index of the first of them, or number of the first character that differs.
         here, there: Its value on these ranks, and on the others.
         largest: Largest absolute difference.
         relative: Largest difference relative to the larger of the two magnitudes.
@@ -60,9 +61,18 @@ class DiffRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether there are elements to be compared one by one."""
+        """Whether there are elements, or characters of long texts, to be compared one by one."""
         a, b = self.leaf, self.expected
-        return a is not None and b is not None and (a.kind, a.dtype, a.shape) == ("array", b.dtype, b.shape)
+        if a is None or b is None or (a.kind, a.dtype) != (b.kind, b.dtype):
+            return False
+        if a.kind == "value":
+            return "value" in self.what and a.type == b.type and bool(a.nbytes and b.nbytes)
+        return a.kind == "array" and "values" in self.what and a.shape == b.shape
+
+    @property
+    def is_text(self) -> bool:
+        """Whether ``first``, ``here`` and ``there`` are of long texts: a character's number, and what is from it on."""
+        return self.leaf is not None and self.leaf.kind == "value"
 
     def with_elements(
         self, found: Difference, odd: tuple[int, int], expected_odd: tuple[int, int]
@@ -70,6 +80,8 @@ class DiffRow:
         """This row with what the comparison of the elements gave."""
         shape = self.leaf.shape if self.leaf is not None else ()
         index = tuple(int(n) for n in np.unravel_index(found.first, shape)) if found.count and shape else None
+        if self.is_text and found.count:
+            index = (found.first,)
         return replace(
             self,
             count=found.count,
@@ -116,8 +128,13 @@ class Diff:
 
     @property
     def agree(self) -> bool:
-        """Whether all ranks have the same value."""
-        return len(self.groups) == 1 and not self.groups[0].found.error
+        """Whether all ranks have the same value. False, too, where a part of it could not be compared: see ``whole``."""
+        return len(self.groups) == 1 and not self.groups[0].found.error and self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parts of the value could be compared; if not, there may be differences that were not found."""
+        return not any(group.found.unknown or group.found.left_out for group in self.groups)
 
     @property
     def odd(self) -> tuple[int, ...]:
@@ -131,28 +148,38 @@ class Diff:
             return f"{self.name}: no rank has it"
         head = f"{self.name}: {format_ranks(first.ranks)}"
         others = [group.ranks for group in rest if not group.found.error]
+        missed = _missed(group.found for group in self.groups)
+        if not others and len(first.ranks) == 1:
+            return f"{head} has it ({_size(first.found)})"
         if not others:
-            return f"{head} {'agree' if len(first.ranks) > 1 else 'has it'} ({_size(first.found)})"
+            return (
+                f"{self.name}: no difference found on {format_ranks(first.ranks)}, {missed} ({_size(first.found)})"
+                if missed
+                else f"{head} agree ({_size(first.found)})"
+            )
         if len(first.ranks) == 1:
             return f"{self.name}: all ranks differ: {' · '.join(map(compact_ranks, (first.ranks, *others)))}"
         differ = "; ".join(
             f"{format_ranks(ranks)} {'differ' if len(ranks) > 1 else 'differs'}" for ranks in others
         )
+        if missed:
+            return f"{self.name}: no difference found among {format_ranks(first.ranks)}, {missed} ({_size(first.found)}); {differ}"
         return f"{head} agree ({_size(first.found)}); {differ}"
 
     def notes(self) -> list[str]:
         """What else is to be said, a line each."""
         found = [f"{format_ranks(g.ranks)}: {g.found.error}" for g in self.groups if g.found.error]
-        if unknown := max(group.found.unknown for group in self.groups):
-            found.append(
-                f"{unknown} {'part is' if unknown == 1 else 'parts are'} of a kind that can't be compared"
-            )
+        most = max((group.found for group in self.groups), key=lambda found: found.unknown)
+        if most.unknown:
+            named = ", ".join(most.unknown_parts)
+            more = most.unknown - len(most.unknown_parts)
+            found.append(f"not compared: {named}{f' and {more} more' if more else ''}")
         if left_out := max(group.found.left_out for group in self.groups):
             found.append(
                 f"{left_out} parts were not looked at, since there are too many; compare a part of it"
             )
-        if more := len(self.rows) - MOST_ROWS:
-            found += [f"{more} more differ; `.rows` has all"] if more > 0 else []
+        if (rest := len(self.rows) - MOST_ROWS) > 0:
+            found.append(f"{rest} more differ; `.rows` has all")
         return found
 
     def table(self) -> Table:
@@ -183,6 +210,12 @@ class Diff:
         return self.table().html(self.headline(), self.notes())
 
 
+def _missed(found: Iterable[Examined]) -> str:
+    """``1 part not compared``: how much was not looked at; empty if all was."""
+    count = max(one.unknown + one.left_out for one in found)
+    return f"{count:,} {'part' if count == 1 else 'parts'} not compared" if count else ""
+
+
 def _size(found: Examined) -> str:
     if not found.arrays:
         return found.type_name
@@ -201,7 +234,11 @@ def _who(row: DiffRow, ranks: int) -> str:
 
 
 def _cells(name: str, row: DiffRow, ranks: int) -> list[Cell]:
-    elements = f"{row.count:,} of {row.leaf.nbytes // row.leaf.itemsize:,}" if row.leaf and row.count else ""
+    elements = (
+        f"{row.count:,} of {row.leaf.nbytes // row.leaf.itemsize:,}"
+        if row.leaf and row.count and not row.is_text
+        else ""
+    )
     here, there = _values(row)
     return [
         Cell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import types
@@ -9,15 +10,27 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-import numpy as np
+from hvdlab.bindings.framework_hooks import FrameworkHooks, loaded
+from hvdlab.collectives.fingerprint import fingerprint
 
 LONGEST = 80
 """Characters of a value that are shown."""
 
 _PICKLED = frozenset({"datetime", "decimal", "fractions", "uuid", "pathlib", "zoneinfo", "ipaddress", "re"})
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    type,
+    types.ModuleType,
+)
 _CONSTANTS = (type(None), type(Ellipsis), type(NotImplemented), range, slice)
-_TORCH = frozenset({"device", "dtype", "layout", "memory_format", "Size"})
 
 
 def is_scalar(value: Any) -> bool:
@@ -30,10 +43,15 @@ def is_scalar_type(kind: type) -> bool:
     return (
         issubclass(kind, tuple(_PLAIN))
         or kind in _CONSTANTS
-        or issubclass(kind, (*_FUNCTIONS, Enum, np.generic))
-        or (kind.__module__ == "torch" and kind.__name__ in _TORCH)
+        or issubclass(kind, (*_FUNCTIONS, types.CodeType, Enum))
         or kind.__module__.partition(".")[0] in _PICKLED
+        or framework_of(kind) is not None
     )
+
+
+def framework_of(kind: type) -> FrameworkHooks | None:
+    """The hooks that know values of this type."""
+    return next((hooks for hooks in loaded() if hooks.is_plain(kind)), None)
 
 
 def content(value: Any) -> tuple[bytes, str]:
@@ -48,12 +66,17 @@ def content(value: Any) -> tuple[bytes, str]:
     if issubclass(kind, Enum):
         text = f"{kind.__name__}.{value._name_}"
         return text.encode(), text
-    if issubclass(kind, np.generic):
-        return value.dtype.str.encode() + value.tobytes(), shortened(str(value))
+    if kind is types.CodeType:
+        return _of_code(value)
+    if kind is re.Pattern:  # its repr ends after 200 characters
+        return repr((value.pattern, value.flags)).encode("utf-8", "surrogatepass"), shortened(repr(value))
+    if (hooks := framework_of(kind)) is not None:
+        data, text = hooks.plain(value)
+        return data, shortened(text)
     for base, describe in _PLAIN.items():
         if issubclass(kind, base):
             return describe(_as_plain(base, value))
-    text = repr(value)  # of the standard library's own classes, or torch's
+    text = repr(value)  # of the standard library's own classes
     return text.encode("utf-8", "surrogatepass"), shortened(text)
 
 
@@ -77,11 +100,29 @@ def _of_function(value: Any) -> tuple[bytes, str]:
         return text.encode(), shortened(text)
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     code = getattr(value, "__code__", None)
-    if isinstance(code, types.CodeType):
-        # Constants that are code have addresses in their text.
-        plain = [c for c in code.co_consts if not isinstance(c, types.CodeType)]
-        return name.encode() + code.co_code + repr(plain).encode("utf-8", "surrogatepass"), shortened(name)
-    return name.encode(), shortened(name)
+    data = _of_code(code)[0] if isinstance(code, types.CodeType) else b""
+    return name.encode() + data, shortened(name)
+
+
+def _of_code(code: types.CodeType) -> tuple[bytes, str]:
+    """What code does; not where it is written, so that a line above it makes no difference."""
+    shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    parts = [code.co_code, code.co_exceptiontable, repr((shape, names)).encode("utf-8", "surrogatepass")]
+    data = fingerprint(*(fingerprint(part) for part in parts), _of_constant(code.co_consts))
+    return data, f"{shortened(code.co_qualname)} #{data.hex()[:6]}"
+
+
+def _of_constant(value: Any) -> bytes:
+    """A constant of code: these have no order of their own where they are sets, and addresses where they are code."""
+    if isinstance(value, types.CodeType):
+        return _of_code(value)[0]
+    if isinstance(value, (tuple, frozenset)):
+        inner = [_of_constant(item) for item in value]
+        return fingerprint(
+            type(value).__name__.encode(), *(sorted(inner) if isinstance(value, frozenset) else inner)
+        )
+    return fingerprint(f"{type(value).__name__} {value!r}".encode("utf-8", "surrogatepass"))
 
 
 def _of_int(value: int) -> tuple[bytes, str]:
@@ -108,6 +149,31 @@ _PLAIN: dict[type, Callable[[Any], tuple[bytes, str]]] = {
     bytes: _of_bytes,
     bytearray: _of_bytes,
 }
+
+
+SHOWN_WHOLE = 40
+"""Characters (or bytes) of a text up to which it is shown whole, wherever it is shown."""
+
+
+def long_text(value: Any) -> tuple[str, str | bytes] | None:
+    """``text``, ``bytes`` or ``hex`` and what can be compared one by one, of what is too long to be shown whole."""
+    kind = type(value)
+    if kind is Hidden:
+        return None
+    if issubclass(kind, str):
+        text = str.__str__(value)
+        return ("text", text) if len(text) > SHOWN_WHOLE else None
+    if issubclass(kind, (bytes, bytearray)):
+        base = bytes if issubclass(kind, bytes) else bytearray
+        raw = bytes(base.__getitem__(value, slice(None)))
+        return ("bytes", raw) if len(raw) > SHOWN_WHOLE else None
+    if issubclass(kind, int) and int.bit_length(value) > 4 * SHOWN_WHOLE:
+        return "hex", hex(int.__pos__(value))
+    return None
+
+
+SCALAR_TYPES: tuple[type, ...] = (*_PLAIN, Hidden, *_CONSTANTS)
+"""Types of which a leaf compares all there is to their values."""
 
 
 def shortened(text: str, more: bool = False) -> str:

@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
 from hvdlab.kernel_ext.inspect.scalars import Hidden
 
 SPECIAL = ("rng", "environment")
@@ -29,19 +30,13 @@ def special_value(name: str) -> Any:
 def random_states() -> dict[str, Any]:
     """The states of the generators that all code of a process shares."""
     found: dict[str, Any] = {"random": random.getstate()[1:]}
-    if "numpy.random" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found["torch"] = torch.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["torch.cuda"] = torch.cuda.get_rng_state()
+    for hooks in loaded():
+        found |= hooks.random_states()
     return found
 
 
 def environment() -> dict[str, Any]:
     """Versions, environment variables (secret ones by their fingerprint only) and what makes results differ."""
-    torch = sys.modules.get("torch")
     return {
         "python": {
             "version": platform.python_version(),
@@ -56,25 +51,9 @@ def environment() -> dict[str, Any]:
             dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"]
         },
         "variables": {name: _shown(name, text) for name, text in os.environ.items() if not _OWN.match(name)},
-        "torch": {} if torch is None else _torch_settings(torch),
+        **{name: hooks_of(name).settings() if sys.modules.get(name) else {} for name in names()},
     }
 
 
 def _shown(name: str, text: str) -> str:
     return Hidden(text) if _SECRET.search(name) else text
-
-
-def _torch_settings(torch: Any) -> dict[str, Any]:
-    backends = torch.backends
-    return {
-        "version": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "cudnn.benchmark": backends.cudnn.benchmark,
-        "cudnn.deterministic": backends.cudnn.deterministic,
-        "cuda": torch.version.cuda,
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "gradients enabled": torch.is_grad_enabled(),
-    }

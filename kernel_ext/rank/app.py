@@ -21,7 +21,9 @@ import msgspec
 from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets.config import Config
 
+from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.collectives.settings import Settings
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
@@ -137,4 +139,5 @@ def _area(descriptor: int) -> Unsent | None:
 def run(argv: Sequence[str], pipes: StdPipes | None = None, unsent: int = -1) -> int:
     """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
     offer()
+    ask_frameworks(devices_in_use)
     return RankProgram(argv, pipes, unsent).run()

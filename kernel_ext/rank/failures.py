@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from IPython.core.error import StdinNotImplementedError, UsageError
 
+from hvdlab.bindings.framework_hooks import loaded, names
 from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
@@ -28,8 +29,6 @@ LONGEST_TRACEBACK = 1 << 20
 MOST_FRAMES = 60
 # Where our own waiting ends up; between frames of ours they are ours, too.
 _PLUMBING = frozenset({"threading", "queue", "selectors", "contextlib", "concurrent.futures._base"})
-# What our collectives compute with: below frames of ours they are ours, too.
-_TOOLS = frozenset({"numpy", "torch"})
 
 
 def one_line(error: BaseException) -> str:
@@ -100,14 +99,14 @@ def sendable(error: CellError) -> CellError:
 
 def _recorded() -> tuple[tuple[str, ...], str]:
     """What ``hvd.record()`` has kept, if it was called."""
-    module = sys.modules.get("hvdlab.torch.recording")
-    if module is None:
-        return (), ""
-    try:
-        lines, wrong = module.recent()
-    except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
-        return (f"what was recorded can't be shown: {one_line(broken)}",), ""
-    return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
+    for hooks in loaded():
+        try:
+            lines, wrong = hooks.recorded()
+        except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
+            return (f"what was recorded can't be shown: {one_line(broken)}",), ""
+        if lines or wrong:
+            return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
+    return (), ""
 
 
 def _site(trace: TracebackType | None) -> str:
@@ -256,9 +255,9 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def is_internal(frame: FrameType) -> bool:
-    """A frame of hvdlab or of what its waiting and computing ends up in."""
+    """A frame of hvdlab or of what its waiting and computing ends up in: frameworks below our frames are ours, too."""
     module = _module(frame)
-    return is_ours(frame) or module in _PLUMBING or module.split(".", 1)[0] in _TOOLS
+    return is_ours(frame) or module in _PLUMBING or module.split(".", 1)[0] in names()
 
 
 def _module(frame: FrameType) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.kernel_ext.inspect.arrays import array_source
 from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.describing import describe, in_short, size_of
@@ -100,7 +99,10 @@ class Looker:
     def _tensors(self, question: AskTensors, cell: str) -> Tensors:
         found: dict[tuple[str, int, int], Tensor] = {}
         unnamed: dict[tuple[Any, ...], Tensor] = {}
-        for name, value in [*_named(self._shell), *(("", tensor) for tensor in _all_tensors())]:
+        for name, value in [
+            *_named(self._shell),
+            *(("", tensor) for hooks in loaded() for tensor in hooks.live_arrays()),
+        ]:
             place = _memory(value)
             if place is None or place in found:
                 continue
@@ -147,30 +149,15 @@ def _named(shell: Any) -> Iterator[tuple[str, Any]]:
         for leaf in leaves_of(value).found:
             if leaf.array is not None and leaf.value is not None:
                 yield f"{name}{leaf.path}", leaf.value
-                gradient = leaf.value.grad if getattr(leaf.value, "is_leaf", False) else None
-                if gradient is not None:
-                    yield f"{name}{leaf.path}.grad", gradient
-
-
-def _all_tensors() -> Iterator[Any]:
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is not None:
-        for value in gc.get_objects():
-            if issubclass(type(value), tensor):
-                yield value
+                for hooks in loaded():
+                    if (gradient := hooks.gradient(leaf.value)) is not None:
+                        yield f"{name}{leaf.path}.grad", gradient
 
 
 def _memory(value: Any) -> tuple[str, int, int] | None:
     """Where the memory of an array is, and how large: several may look into one."""
-    storage = getattr(value, "untyped_storage", None)
-    if storage is None:
-        base = value
-        while getattr(base, "base", None) is not None and hasattr(base.base, "nbytes"):
-            base = base.base
-        address = getattr(base, "__array_interface__", {}).get("data", (id(base),))[0]
-        return ("cpu", int(address), int(base.nbytes)) if hasattr(base, "nbytes") else None
-    try:
-        found = storage()
-        return str(value.device), int(found.data_ptr()), int(found.nbytes())
-    except (RuntimeError, NotImplementedError):  # sparse and fake tensors have none
-        return None
+    for hooks in loaded():
+        if (place := hooks.memory(value)) is not None:
+            return place
+    size = getattr(value, "nbytes", None)
+    return (str(getattr(value, "device", "cpu")), id(value), size) if isinstance(size, int) else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
+from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.collectives.engine.request import PendingCollective
 from hvdlab.kernel_ext.payloads import PendingNow, Status
 
@@ -46,12 +46,8 @@ def memory() -> tuple[int, int]:
 
 
 def current_device() -> str:
-    """The device that new CUDA tensors of the calling thread go to, ``cpu`` if CUDA is not in use."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is None or not cuda.is_initialized():
-        return "cpu"
-    return f"cuda:{cuda.current_device()}"
+    """The device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
+    return next((device for hooks in loaded() if (device := hooks.current_device())), "cpu")
 
 
 def pending_now(pending: list[PendingCollective]) -> tuple[PendingNow, ...]:

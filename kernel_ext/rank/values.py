@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
+from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Value
 from hvdlab.kernel_ext.rank.failures import one_line, safe_str
 from hvdlab.kernel_ext.rank.wire_text import wire_text
@@ -41,7 +41,7 @@ class _Bounded(io.BytesIO):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """cloudpickle that moves torch's tensors to the CPU and drops the unused rest of what a view looks into.
+    """cloudpickle that moves frameworks' arrays to the CPU and drops the unused rest of what a view looks into.
 
     Args:
         file: Where the pickle goes.
@@ -72,42 +72,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
         )
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        tensor_type = getattr(torch, "Tensor", None)
         self._check_size(obj)
-        if tensor_type is not None and type(obj) is tensor_type and obj.layout is torch.strided:  # type: ignore[union-attr]  # has a Tensor, so it is the module
-            if not self._move and obj.device.type != "cpu":
-                return super().reducer_override(obj)
-            packed = obj.detach().cpu()
-            if self._apart and _plain(packed):
-                raw = packed.contiguous().view(-1).view(torch.uint8).numpy()  # type: ignore[union-attr]  # as above
-                return make_tensor, (raw, packed.dtype, tuple(packed.shape), obj.requires_grad)
-            if packed.untyped_storage().nbytes() > packed.numel() * packed.element_size():
-                packed = packed.clone()
-            if packed is not obj and (packed.data_ptr() != obj.data_ptr() or obj.grad_fn is not None):
-                return packed.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        for hooks in loaded():
+            reduced = hooks.reduce(obj, move=self._move, apart=OUT_OF_BAND if self._apart else None)
+            if reduced is not NotImplemented:
+                return reduced
         return super().reducer_override(obj)
 
     def _check_size(self, obj: Any) -> None:
-        if self._limit is None or type(obj).__module__ not in ("numpy", "torch"):
-            return
-        size = getattr(obj, "nbytes", 0)
-        if isinstance(size, int) and size > self._limit:
+        if self._limit is not None and any(hooks.nbytes(obj) > self._limit for hooks in loaded()):
             raise TooLarge
-
-
-def _plain(tensor: Any) -> bool:
-    """Whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
-    large: bool = tensor.numel() * tensor.element_size() >= OUT_OF_BAND
-    return large and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-
-
-def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """The tensor whose bytes an array has; it goes on to use them. Called by pickles."""
-    import torch
-
-    tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
-    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def dump_parts(value: Any, *, move: bool = True) -> list[memoryview]:

@@ -40,7 +40,7 @@ def main() -> None:
     shell = WarmShell(PoolLink(socket.socket(fileno=control), pool, PULSE), lifeline, LATER)
     role = shell.run(lambda: load(modules_to_load(environment)))
     if role is None:
-        os._exit(0)  # taking down torch's modules one by one would take as long as a cell
+        os._exit(0)  # taking down a framework's modules one by one would take as long as a cell
     from hvdlab.kernel_ext.warm.child import become
 
     become(role, open_files=soft)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.collectives.linux import die_with_parent, name_process
 from hvdlab.kernel_ext.warm.forking import Role
 from hvdlab.kernel_ext.warm.lifeline import depend_on
@@ -131,13 +132,10 @@ def _program(role: Role) -> Callable[[], int]:
 def refresh_libraries() -> None:
     """Undo what a fork must not share: random states, and thread pools sized for one process."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
-        _size_openblas(threads)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
+    _size_openblas(threads)
+    for hooks in loaded():
+        hooks.reseed()
+        hooks.set_threads(threads)
 
 
 def _size_openblas(threads: int) -> None:

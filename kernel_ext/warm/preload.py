@@ -7,16 +7,12 @@ import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 
+from hvdlab.bindings import framework_hooks
+from hvdlab.bindings.framework_hooks import hooks_of
 from hvdlab.kernel_ext.warm.messages import Loaded
 
 OWN = ("hvdlab.kernel_ext.rank.app",)
 """What every rank runs; an import error here is a broken installation."""
-
-USUAL = ("numpy", "torch")
-"""Imported if installed, unless the user says otherwise by ``HVDLAB_PRELOAD``."""
-
-BINDINGS = {"torch": "hvdlab.torch"}
-"""Our binding comes along with its framework."""
 
 LATER = (
     "pygments.lexers.python",
@@ -28,10 +24,10 @@ LATER = (
 
 
 def modules_to_load(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The user's list: ``HVDLAB_PRELOAD`` (names separated by commas), else what is usual and installed."""
+    """The user's list: ``HVDLAB_PRELOAD`` (names separated by commas), else the frameworks that are usual and installed."""
     wanted = environ.get("HVDLAB_PRELOAD")
     if wanted is None:
-        return tuple(name for name in USUAL if _installed(name))
+        return tuple(name for name in framework_hooks.names() if hooks_of(name).preload and _installed(name))
     return tuple(name.strip() for name in wanted.split(",") if name.strip())
 
 
@@ -44,7 +40,9 @@ def load(names: Sequence[str]) -> Loaded:
         _load_one(name, loaded, failed)
         if name == OWN[-1] and name in loaded:
             _prepare_progress_bars()
-        binding = BINDINGS.get(name)
+        binding = (
+            hooks_of(name).binding if name in framework_hooks.names() else ""
+        )  # ours comes along with its framework
         if binding and name in loaded and _installed(binding):
             _load_one(binding, loaded, failed)
     return Loaded(tuple(loaded), failed, time.monotonic() - began)

@@ -59,6 +59,12 @@ def test_variables_are_pulled_and_pushed(notebook: Notebook) -> None:
     assert notebook.shell.user_ns["x"] == {0: 0, 1: 2}
     notebook.run("%hvd_pull x --ranks 1")
     assert notebook.shell.user_ns["x"] == 2
+    assert notebook.run("%hvd_pull x").result is None  # it is bound, and may be too large to be printed
+    notebook.run("got = %hvd_pull x --ranks 1")
+    assert (notebook.shell.user_ns["got"], notebook.shell.user_ns["x"]) == (2, 2)
+    notebook.run("%%hvd_run\nz = rank")
+    notebook.run("both = %hvd_pull x z")
+    assert notebook.shell.user_ns["both"] == ({0: 0, 1: 2}, {0: 0, 1: 1})
     notebook.run("y = 'hello'\n%hvd_push y")
     assert notebook.run("%%hvd_run\nprint(y)").lines == ["[0,1] hello"]
 

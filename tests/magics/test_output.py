@@ -93,7 +93,8 @@ def test_a_cell_in_the_background_goes_on_where_it_was_asked_for(
         ("%hvd_output 99", "cell 99 has not run on these ranks"),
         ("%hvd_output --ranks 7", "rank 7 is out of range"),
         ("%hvd_output --to /proc/nowhere/x", "/proc/nowhere/x"),
-        ("%hvd_output --tail 0", "--tail"),
+        ("%hvd_output --tail 0", "--tail: a number of lines from 1 was expected, not '0'"),
+        ("%hvd_output --tail -3", "a number of lines from 1 was expected, not '-3'"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(started: Notebook, line: str, said: str) -> None:
@@ -104,4 +105,6 @@ def test_mistakes_are_told_in_a_sentence(started: Notebook, line: str, said: str
 def test_without_ranks_there_is_nothing_to_show(notebook: Notebook) -> None:
     assert "no ranks are running" in notebook.run("%hvd_output").usage_error
     notebook.run("%hvd_pool start 2")
-    assert "no cell has" in notebook.run("%hvd_output").usage_error
+    assert notebook.run("%hvd_output").usage_error == (
+        "%hvd_output: there is no output yet: no cell has run on these ranks"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.collectives import basics
 from hvdlab.collectives.basics import (
     barrier,
@@ -30,6 +31,7 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.torch.half_precision import register_conversions
 from hvdlab.torch.process_sets import ProcessSet
 
@@ -64,6 +66,7 @@ def init(
     comm: Sequence[int] | Any | None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
 ) -> None:
+    ask_frameworks(devices_in_use)
     basics.init(comm, process_sets)
     register_conversions()
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hvdlab.collectives.metrics.gpus import GpuUsage
+from hvdlab.bindings.framework_hooks import devices_in_use
+from hvdlab.collectives.metrics.gpus import GpuUsage, ask_frameworks
 
 GB = 1 << 30
 
@@ -17,6 +18,7 @@ def gpus() -> Iterator[GpuUsage]:
     pytest.importorskip("pynvml")
     if not torch.cuda.is_available():
         pytest.skip("no GPU that torch can use")
+    ask_frameworks(devices_in_use)
     found = GpuUsage.find()
     assert found is not None
     yield found

@@ -5,11 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
+import io
 import random
+import re
 import threading
+import types
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -180,3 +187,168 @@ def test_too_many_parts_are_counted_not_looked_at() -> None:
 
 def test_a_huge_number_is_not_printed() -> None:
     assert leaves(10**100_000)[""] == ("value", "<an int of 332193 bits>")
+
+
+def unlike(make: Callable[[int], Any]) -> None:
+    """What is made for two ranks differs, or is said to be not compared; for one rank it is the same twice."""
+    ours, theirs = Examination(make(0)).examined(1), Examination(make(1)).examined(1)
+    assert ours.digest != theirs.digest or ours.unknown
+    assert Examination([make(0)]).examined(1).digest == Examination([make(0)]).examined(1).digest
+
+
+def function_with(default: int) -> Any:
+    def function(x: int = default) -> int:
+        return x
+
+    return function
+
+
+def closure_over(value: int) -> Any:
+    return lambda: value
+
+
+def class_with(value: int) -> type:
+    return type("Settings", (), {"__module__": __name__, "rate": value})
+
+
+def enumeration(value: int) -> Any:
+    return enum.Enum("Mode", {"FAST": value}, module=__name__)
+
+
+class Rate(float):
+    unit = "Hz"
+
+    def __init__(self, value: float) -> None:
+        self.origin = ""
+
+
+class Settings(dict[str, int]):
+    def __init__(self, **items: int) -> None:
+        super().__init__(**items)
+        self.mode = 0
+
+
+def with_attribute(value: Any, name: str, attribute: Any) -> Any:
+    setattr(value, name, attribute)
+    return value
+
+
+def registered(names: str) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for name in names:
+        model.register_parameter(name, torch.nn.Parameter(torch.full((1,), float(ord(name)))))
+    return model
+
+
+def hooked(forward: bool) -> torch.nn.Module:
+    layer = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    if forward:
+        layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def storage(value: int) -> torch.UntypedStorage:
+    return torch.tensor([value], dtype=torch.uint8).untyped_storage()
+
+
+def masked(mask: bool) -> Any:
+    return np.ma.masked_array([1, 2], mask=[mask, False])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda r: pd.Timestamp(2020, 1, 1 + r),
+        lambda r: pd.Timestamp(2020, 1, 1, tz=["UTC", "CET"][r]),
+        lambda r: pd.Timestamp(2020, 1, 1).as_unit(("s", "ns")[r]),
+        lambda r: pd.Timedelta(r, "s"),
+        lambda r: pd.Period(f"202{r}-01"),
+        lambda r: pd.Interval(0, 1 + r),
+        lambda r: pd.Categorical(["a", "b"], categories=[["a", "b"], ["b", "a"]][r]),
+        lambda r: pd.Series([1, 2], name=f"s{r}"),
+        lambda r: pd.date_range("2020", periods=3, tz=["UTC", "CET"][r]),
+        lambda r: pd.array([1, None, r]),
+        lambda r: (
+            pd.DataFrame({"a": [1], "b": [1]})[["ab", "ba"][r][0:1] + ""] if r else pd.DataFrame({"a": [1]})
+        ),
+        lambda r: torch.quantize_per_tensor(torch.ones(2), 0.1 * (1 + r), 0, torch.qint8),
+        lambda r: masked(bool(r)),
+        lambda r: functools.partial(max, r),
+        lambda r: functools.partial(max, default=r),
+        function_with,
+        closure_over,
+        class_with,
+        lambda r: class_with(r)(),
+        enumeration,
+        lambda r: enumeration(r).FAST,
+        lambda r: io.BytesIO(bytes([r])),
+        lambda r: io.StringIO(str(r)),
+        storage,
+        lambda r: hooked(bool(r)),
+        lambda r: registered(("ab", "ba")[r]),
+        lambda r: torch.optim.SGD(registered(("ab", "ba")[r]).parameters(), lr=0.1),
+        lambda r: collections.OrderedDict.fromkeys(("ab", "ba")[r]),
+        lambda r: collections.deque([1], maxlen=r + 1),
+        lambda r: collections.defaultdict((int, float)[r]),
+        lambda r: array("i", [r]),
+        lambda r: memoryview(bytes([r])),
+        lambda r: types.MappingProxyType({"a": r}),
+        lambda r: compile(f"x.{'ab'[r]}", "cell", "eval"),
+        lambda r: (lambda x: x.a) if r else (lambda x: x.b),
+        lambda r: [lambda: [i + 1 for i in ()], lambda: [i + 2 for i in ()]][r],
+        lambda r: [1].append if r else [2].append,
+        lambda r: ValueError(r),
+        lambda r: re.compile("a" * 300 + str(r)),
+        lambda r: with_attribute(Rate(1.0), "origin", r),
+        lambda r: with_attribute(Settings(a=1), "mode", r),
+        lambda r: with_attribute(torch.ones(1), "note", r),
+        lambda r: with_attribute(torch.nn.Linear(1, 1, device="meta"), "_private", r),
+        lambda r: {"x" * 200 + str(r): 1},
+        lambda r: {frozenset({r}): 1},
+        lambda r: {Rate(r)},
+        lambda r: np.array([[None] * 2] * 3).reshape((2, 3) if r else (3, 2)),
+        lambda r: np.zeros(1, [("ab"[r], "i4")])[0],
+        lambda r: np.random.PCG64(r),
+        lambda r: iter([r]),
+        lambda r: (n for n in [r]),
+        lambda r: property(function_with(r)),
+        lambda r: functools.lru_cache(function_with(r)),
+    ],
+)
+def test_what_differs_never_looks_as_if_it_agreed(make: Callable[[int], Any]) -> None:
+    unlike(make)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_compiled_modules_are_compared() -> None:
+    unlike(lambda r: torch.jit.script(torch.nn.Linear(1, 1 + r, device="meta")))
+    unlike(lambda r: torch.jit.script(torch.nn.ReLU() if r else torch.nn.Tanh()))
+
+
+def test_what_trains_is_compared_as_a_whole() -> None:
+    """No part of what is in every notebook may be of a kind that can't be compared: it would always be said."""
+    model = Net()
+    model.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    model.fc(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)), batch_size=2)
+    table = pd.DataFrame({"a": [1], "b": ["x"]}, index=pd.date_range("2026", periods=1))
+    everything = {
+        "model": model,
+        "training": (optimizer, scheduler, loader),
+        "table": table,
+        "settings": [Slotted(), Colour.RED, Rate(1.0), np.float32(1), torch.float32, torch.device("cpu")],
+        "dates": [pd.Timestamp(0), np.dtype("f4")],
+        "functions": [len, function_with(1), Net.forward, model.forward],
+        "layers": [torch.nn.LSTM(2, 2), torch.nn.MultiheadAttention(2, 1), torch.nn.CrossEntropyLoss()],
+    }
+    walked = leaves_of(everything)
+    assert [
+        (found.path, found.type, found.text) for found in walked.found if found.kind in ("opaque", "error")
+    ] == []
+    assert not walked.left_out

@@ -62,7 +62,7 @@ def test_what_agrees_and_what_does_not(pool: Pool) -> None:
     assert [group.ranks for group in missing.groups] == [(0, 2), (1,)]
     assert "rank 1: NameError: name 'only' is not defined" in repr(missing)
     assert repr(pool.diff("nowhere")).startswith("nowhere: no rank has it")
-    assert pool.diff("bad", [1, 2]).agree
+    assert pool.diff("bad", [1, 2]).agree  # what __repr__ does is no matter
     assert [row.path for row in pool.diff("bad").rows] == ["[2]"]
 
 
@@ -74,6 +74,44 @@ def test_an_expression_that_never_returns_is_left_behind(pool: Pool) -> None:
     found = pool.diff("sum(1 for _ in itertools.count())")
     assert "takes longer than 0 s" in repr(found)
     assert pool.run("rank").ok
+
+
+TEXTS = """
+import threading
+long = 'x' * 3000 + 'abc'[rank] + 'tail'
+longer = 'y' * (100 + rank)
+block = 'z' * (1 << 20) + '!' * rank
+raw = b'x' * 5000 + bytes([rank])
+number = (1 << 16609) + rank
+locked = [threading.Lock(), 1]
+"""
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_where_texts_differ_is_shown(pool: Pool, monkeypatch: pytest.MonkeyPatch, near: bool) -> None:
+    if not near:  # as if on different hosts
+        monkeypatch.setattr(type(pool), "_near", lambda self: set())
+    assert pool.run(TEXTS).ok
+
+    def rows(name: str) -> list[tuple[object, ...]]:
+        return [(row.ranks, row.first, row.here, row.there) for row in pool.diff(name, [0, 1]).rows]
+
+    assert rows("long") == [((1,), (3000,), "…'xxxxxxxxbtail'", "…'xxxxxxxxatail'")]
+    assert rows("longer") == [((1,), (100,), "…'yyyyyyyyy'", "…'yyyyyyyy' (ends)")]
+    assert rows("block") == [((1,), (1 << 20,), "…'zzzzzzzz!'", "…'zzzzzzzz' (ends)")]
+    assert rows("raw") == [((1,), (5000,), r"…b'xxxxxxxx\x01'", r"…b'xxxxxxxx\x00'")]
+    assert rows("number") == [((1,), (4154,), "…000000001", "…000000000")]
+    assert rows("[long, b'x' * 100 + bytes([rank])]")[1][1] == (100,)
+    assert "[3000]" in repr(pool.diff("long"))
+
+
+def test_what_can_not_be_compared_is_in_the_headline(pool: Pool) -> None:
+    assert pool.run(TEXTS).ok
+    found = pool.diff("locked")
+    assert not found.agree
+    assert repr(found) == (
+        "locked: no difference found on ranks 0-2, 1 part not compared (list)\n  not compared: [0] (lock)"
+    )
 
 
 def large_rows(found: Diff) -> list[tuple[tuple[int, ...], tuple[int, ...] | None, int, float | None]]:

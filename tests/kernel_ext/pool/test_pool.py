@@ -380,3 +380,14 @@ def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:
 
 def test_python_is_this_one(start_pool: StartPool) -> None:
     assert values(start_pool(1), "import sys; sys.executable") == [sys.executable]
+
+
+def test_a_rank_starts_no_pool(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    tried = pool.run(
+        "import hvdlab\ntry: hvdlab.Pool.start(2)\nexcept Exception as error: said = str(error)\nsaid"
+    )
+    assert tried[0].startswith("this is a rank, and each rank would start a pool of its own; run the cell")
+    nested = pool.run("%load_ext hvdlab\n%hvd_pool start -np 2")
+    assert nested.errors[0].ename == "UsageError"
+    assert nested.errors[0].evalue.startswith("this is a rank, and each rank would start a pool of its own")

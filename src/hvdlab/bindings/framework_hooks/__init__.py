@@ -1,0 +1,161 @@
+"""What the notebook side must know of each framework, behind one class: how its arrays are read, its random states, ...
+
+A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
+subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. Nothing else lists it: :func:`loaded` finds the
+file as soon as ``sys.modules`` has the framework. These files import no framework when they are imported, and not our
+binding of it either: they are asked on a rank's control thread while its main thread may be in the middle of
+``import torch``, and whoever waited for that lock could not answer. For the same reason each hook must cope with a
+framework that is half imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdlab.bindings.array_source import ArraySource
+
+Part = tuple[str, Any]
+"""A part of a value, and the step that leads to it: ``.weight``, ``['lr']``, ``[3]``."""
+
+
+class FrameworkHooks:
+    """What one framework answers; by default it has nothing to say. Hooks may raise what the framework raises.
+
+    Attributes:
+        preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
+        binding: The module of ours that is imported along with it, if any.
+    """
+
+    preload: bool = False
+    binding: str = ""
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def array(self, value: Any) -> ArraySource | None:
+        """The elements of an array of this framework; None if ``value`` is none, or has no plain elements."""
+        return None
+
+    def beside(self, value: Any) -> Iterable[Part]:
+        """What makes up an array (for which :meth:`array` gave a source) besides its elements, such as a scale."""
+        return ()
+
+    def is_plain(self, kind: type) -> bool:
+        """Whether a value of this type is small, has no parts, and is known to :meth:`plain`."""
+        return False
+
+    def plain(self, value: Any) -> tuple[bytes, str]:
+        """What makes two values of a type equal, and the value in words. For what :meth:`is_plain` takes."""
+        raise NotImplementedError
+
+    def parts(self, value: Any) -> Iterable[Part] | None:
+        """The parts of a value that has an own shape in this framework: a module, a table.
+
+        Returns:
+            All parts in which two such values could differ; None if they can't be had.
+
+        Raises:
+            NotOurs: It is no such value.
+        """
+        raise NotOurs
+
+    def live_arrays(self) -> Iterator[Any]:
+        """Arrays of this framework that are alive, also those without a name. Empty if there is no cheap way."""
+        return iter(())
+
+    def memory(self, value: Any) -> tuple[str, int, int] | None:
+        """Device, address and size in bytes of the memory an array looks into; None if it is none of ours or has none."""
+        return None
+
+    def gradient(self, value: Any) -> Any:
+        """The gradient that is kept with an array; None if there is none."""
+        return None
+
+    def nbytes(self, value: Any) -> int:
+        """Bytes of an array, without looking at them; 0 for what is none."""
+        return 0
+
+    def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
+        """How an array is pickled for another process; ``NotImplemented`` if as it pickles itself.
+
+        Args:
+            move: Whether arrays of other devices become CPU arrays.
+            apart: Bytes from which an array's elements are given as a numpy array, to stay out of the pickle; None if
+                nothing may.
+        """
+        return NotImplemented
+
+    # -- the process --------------------------------------------------------------------------------------------------
+
+    def random_states(self) -> dict[str, Any]:
+        """States of the generators that all code of a process shares, by name."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Version and settings that make results differ."""
+        return {}
+
+    def current_device(self) -> str:
+        """The device that new arrays of the calling thread go to, such as ``cuda:1``; empty if that is the CPU."""
+        return ""
+
+    def devices_in_use(self) -> list[tuple[int, str]] | None:
+        """Number and UUID of each GPU on which this framework has memory; None as long as it uses none."""
+        return None
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with this many threads; called in a forked rank, once."""
+
+    def reseed(self) -> None:
+        """Give this process random numbers of its own; called in a forked rank, once."""
+
+    def recorded(self) -> tuple[tuple[str, ...], str]:
+        """Lines about the last steps of a training to be shown with an error, and one about what was wrong first."""
+        return (), ""
+
+
+class NotOurs(Exception):
+    """A value is not of the kind that was asked about."""
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """The frameworks there are hooks for, by the module that users import."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+@functools.cache
+def hooks_of(name: str) -> FrameworkHooks:
+    """The hooks of one of :func:`names`, also of a framework that was not imported."""
+    hooks = importlib.import_module(f"{__name__}.{name}").HOOKS
+    assert isinstance(hooks, FrameworkHooks)
+    return hooks
+
+
+def loaded() -> Iterator[FrameworkHooks]:
+    """The hooks of the frameworks that this process has imported. Cheap; any thread."""
+    for name in names():
+        if sys.modules.get(name) is not None:
+            yield hooks_of(name)
+
+
+def devices_in_use() -> list[tuple[int, str]] | None:
+    """Number and UUID of each GPU that any framework has memory on; None as long as none of them uses one."""
+    found = [used for hooks in loaded() if (used := hooks.devices_in_use()) is not None]
+    return sorted({device for used in found for device in used}) if found else None
+
+
+def module_of(kind: type) -> str:
+    """The top-level module that a type says it is from."""
+    return str(kind.__module__).partition(".")[0]
+
+
+def is_instance_type(kind: type, module: str, name: str) -> bool:
+    """Whether a type is ``module.name`` or derived from it, if that has been imported."""
+    base = getattr(sys.modules.get(module), name, None)
+    return isinstance(base, type) and issubclass(kind, base)

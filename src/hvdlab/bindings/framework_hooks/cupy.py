@@ -1,0 +1,29 @@
+"""What hvdlab knows of CuPy by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.bindings.array_source import ArraySource, numpy_source
+from hvdlab.bindings.framework_hooks import FrameworkHooks, module_of
+
+_PACKAGES = ("cupy",)
+
+
+class CupyHooks(FrameworkHooks):
+    """CuPy's arrays, which are copied to the host to be read."""
+
+    def array(self, value: Any) -> ArraySource | None:
+        if module_of(type(value)) not in _PACKAGES or not (
+            hasattr(value, "dtype") and hasattr(value, "shape")
+        ):
+            return None
+        return numpy_source(
+            value.get(),
+            dtype=str(value.dtype),
+            shape=tuple(value.shape),
+            device=str(getattr(value, "device", "cpu")),
+        )
+
+
+HOOKS = CupyHooks()

@@ -1,0 +1,257 @@
+"""What hvdlab knows of PyTorch by name, where it does not bind it: the binding itself is :mod:`hvdlab.torch`."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.bindings.array_source import ArraySource
+from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type
+
+if TYPE_CHECKING:
+    from hvdlab.bindings.array_source import Bytes
+
+_PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
+
+# Attributes of a module whose contents are taken otherwise, or that only tell how it is called.
+_MODULE_OWN = frozenset(
+    {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl", "_version"}
+)
+
+
+class TorchHooks(FrameworkHooks):
+    """PyTorch's tensors on any device, modules and optimizers."""
+
+    preload = True
+    binding = "hvdlab.torch"
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def array(self, value: Any) -> ArraySource | None:
+        kind = type(value)  # isinstance may ask the value
+        if is_instance_type(kind, "torch", "Tensor"):
+            return _of_tensor(value)
+        if is_instance_type(kind, "torch", "UntypedStorage"):
+            return _of_storage(value)
+        return None
+
+    def beside(self, value: Any) -> Iterable[Part]:
+        if not is_instance_type(type(value), "torch", "Tensor") or not value.is_quantized:
+            return ()
+        if "channel" in str(value.qscheme()):
+            scales, zeros = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+            return [(".scales", scales), (".zero_points", zeros), (".axis", value.q_per_channel_axis())]
+        return [(".scale", value.q_scale()), (".zero_point", value.q_zero_point())]
+
+    def is_plain(self, kind: type) -> bool:
+        return kind.__module__ == "torch" and kind.__name__ in _PLAIN
+
+    def plain(self, value: Any) -> tuple[bytes, str]:
+        text = repr(value)
+        return text.encode(), text
+
+    def parts(self, value: Any) -> Iterable[Part] | None:
+        kind = type(value)
+        if is_instance_type(kind, "torch.jit", "ScriptModule"):
+            held = [(f".{name}", item) for name, item in value.state_dict(keep_vars=True).items()]
+            return [*held, (".training", value.training), (".code", value.code)]
+        if is_instance_type(kind, "torch.nn", "Module"):
+            return _module(value)
+        if is_instance_type(kind, "torch.optim", "Optimizer"):
+            return _optimizer(value)
+        if is_instance_type(kind, "torch", "Tensor"):
+            return _sparse(value)
+        if is_instance_type(kind, "torch", "Generator"):
+            return [(".device", str(value.device)), (".state", value.get_state())]
+        raise NotOurs
+
+    def live_arrays(self) -> Iterator[Any]:
+        for value in gc.get_objects():
+            if is_instance_type(type(value), "torch", "Tensor"):
+                yield value
+
+    def memory(self, value: Any) -> tuple[str, int, int] | None:
+        if not is_instance_type(type(value), "torch", "Tensor"):
+            return None
+        try:
+            found = value.untyped_storage()
+            return str(value.device), int(found.data_ptr()), int(found.nbytes())
+        except (RuntimeError, NotImplementedError):  # sparse and fake tensors have none
+            return None
+
+    def gradient(self, value: Any) -> Any:
+        return value.grad if getattr(value, "is_leaf", False) else None
+
+    def nbytes(self, value: Any) -> int:
+        size = getattr(value, "nbytes", 0) if type(value).__module__ == "torch" else 0
+        return size if isinstance(size, int) else 0
+
+    def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
+        torch: Any = sys.modules["torch"]
+        if type(value) is not getattr(torch, "Tensor", None) or value.layout is not torch.strided:
+            return NotImplemented
+        if not move and value.device.type != "cpu":
+            return NotImplemented
+        packed = value.detach().cpu()
+        nbytes = packed.numel() * packed.element_size()
+        if apart is not None and nbytes >= apart and _is_its_bytes(packed):
+            raw = packed.contiguous().view(-1).view(torch.uint8).numpy()
+            return make_tensor, (raw, packed.dtype, tuple(packed.shape), value.requires_grad)
+        if packed.untyped_storage().nbytes() > nbytes:
+            packed = packed.clone()  # without the unused rest of what a view looks into
+        if packed is not value and (packed.data_ptr() != value.data_ptr() or value.grad_fn is not None):
+            return packed.requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+    # -- the process --------------------------------------------------------------------------------------------------
+
+    def random_states(self) -> dict[str, Any]:
+        torch: Any = sys.modules["torch"]
+        found = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["torch.cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        torch: Any = sys.modules["torch"]
+        backends = torch.backends
+        return {
+            "version": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "default dtype": torch.get_default_dtype(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "float32 matmul precision": torch.get_float32_matmul_precision(),
+            "cudnn.benchmark": backends.cudnn.benchmark,
+            "cudnn.deterministic": backends.cudnn.deterministic,
+            "cuda": torch.version.cuda,
+            "anomaly detection": torch.is_anomaly_enabled(),
+            "gradients enabled": torch.is_grad_enabled(),
+        }
+
+    def current_device(self) -> str:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is None or not cuda.is_initialized():
+            return ""
+        return f"cuda:{cuda.current_device()}"
+
+    def devices_in_use(self) -> list[tuple[int, str]] | None:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        try:
+            if cuda is None or not cuda.is_initialized():
+                return None
+            devices = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+            return [(index, str(cuda.get_device_properties(index).uuid)) for index in devices]
+        except (AttributeError, RuntimeError):  # half imported or without UUIDs; a device that has failed
+            return None
+
+    def set_threads(self, threads: int) -> None:
+        sys.modules["torch"].set_num_threads(threads)
+
+    def recorded(self) -> tuple[tuple[str, ...], str]:
+        module: Any = sys.modules.get("hvdlab.torch.recording")
+        if module is None:
+            return (), ""
+        lines, wrong = module.recent()
+        return tuple(lines), wrong
+
+
+def _of_tensor(tensor: Any) -> ArraySource | None:
+    torch: Any = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    plain = tensor.detach()
+    if tensor.is_quantized:
+        plain = plain.int_repr()
+    plain = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = plain.view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+    def read(offset: int, length: int) -> Bytes:
+        part: Bytes = raw[offset : offset + length].cpu().numpy()
+        return part
+
+    return ArraySource(
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        str(tensor.device),
+        bool(tensor.requires_grad),
+        int(raw.numel()),
+        max(1, int(plain.element_size())),
+        read,
+    )
+
+
+def _of_storage(storage: Any) -> ArraySource | None:
+    torch: Any = sys.modules["torch"]
+    if storage.device.type == "meta":
+        return None
+    return _of_tensor(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+
+
+def _module(value: Any) -> Iterable[Part]:
+    """Parameters and buffers under the names that ``state_dict`` has, then the other modules, then all else."""
+    inside = object.__getattribute__(value, "__dict__")
+    found: list[Part] = []
+    for group in ("_parameters", "_buffers", "_modules"):
+        held = {name: item for name, item in dict(inside.get(group) or {}).items() if item is not None}
+        found += [(f".{name}", item) for name, item in held.items()]
+        if len(held) > 1:
+            # An optimizer's state and unnamed gradients go by it.
+            found.append((f" (order of {group.strip('_')})", ", ".join(held)))
+    for name, item in inside.items():
+        if "_hooks" in name and issubclass(type(item), dict):
+            found += _by_number(name, item)
+        elif name not in _MODULE_OWN and not (name == "_non_persistent_buffers_set" and not item):
+            found.append((f".{name}", item))
+    return found
+
+
+def _by_number(name: str, hooks: Any) -> list[Part]:
+    """Hooks by their order: their keys are counted for the process, so those of ranks have different ones."""
+    return [(f".{name}[{number}]", hook) for number, hook in enumerate(dict.values(hooks))]
+
+
+def _optimizer(value: Any) -> Iterable[Part]:
+    """Parameters and settings of the groups, then the state of each parameter, by its number, then all else."""
+    groups = value.param_groups
+    found: list[Part] = [
+        (f".param_groups[{number}][{key!r}]", item)
+        for number, group in enumerate(groups)
+        for key, item in group.items()
+    ]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    found += [
+        (f".state[{number}]", value.state[p]) for number, p in enumerate(parameters) if p in value.state
+    ]
+    for name, item in object.__getattribute__(value, "__dict__").items():
+        if "_hooks" in name and issubclass(type(item), dict):
+            found += _by_number(name, item)
+        elif not name.startswith("_") and name not in ("param_groups", "state"):
+            found.append((f".{name}", item))
+    return found
+
+
+def _sparse(value: Any) -> Iterable[Part] | None:
+    torch: Any = sys.modules["torch"]
+    if value.layout is torch.sparse_coo:
+        plain = value.detach().coalesce()
+        return [(".shape", tuple(value.shape)), (".indices", plain.indices()), (".values", plain.values())]
+    return None
+
+
+def _is_its_bytes(tensor: Any) -> bool:
+    """Whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    """The tensor whose bytes an array has; it goes on to use them. Called by pickles."""
+    import torch
+
+    tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+HOOKS = TorchHooks()

@@ -19,6 +19,7 @@ from hvdlab.collectives.engine.effects import (
 )
 from hvdlab.collectives.engine.executor import Executor, Lane
 from hvdlab.collectives.engine.guarded import GuardedState, complete
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.request import Result
@@ -40,7 +41,13 @@ class Dispatcher:
     """Carries out what messages ask for. Everything here runs on the control thread, unless said otherwise."""
 
     def __init__(
-        self, guarded: GuardedState, endpoint: Endpoint, executor: Executor, spans: SpanLog, address: str
+        self,
+        guarded: GuardedState,
+        endpoint: Endpoint,
+        executor: Executor,
+        spans: SpanLog,
+        hooks: Hooks,
+        address: str,
     ) -> None:
         self.world = WorldView()
         self.mailbox = Mailbox()
@@ -50,6 +57,7 @@ class Dispatcher:
         self._endpoint = endpoint
         self._executor = executor
         self._spans = spans
+        self._hooks = hooks
         self._address = address
         self._tickets = Tickets()
         self.lacking = Lacking(self.send, self._call_later)
@@ -78,6 +86,9 @@ class Dispatcher:
 
     def flush(self) -> None:
         self._guarded.flush()
+
+    def run_hooks(self) -> None:
+        self._hooks.run()
 
     def leader_torn(self) -> None:
         """What it has put for the executor may not have been rung for."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.operations import run_batch
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
@@ -63,8 +64,9 @@ class Executor:
     threads.
     """
 
-    def __init__(self, outcomes: Outcomes, label: str) -> None:
+    def __init__(self, outcomes: Outcomes, hooks: Hooks, label: str) -> None:
         self._outcomes = outcomes
+        self._hooks = hooks
         self._label = label
         self._slots: dict[Scope, PlaneSlot] = {}
         self._abandoned: list[Lane] = []
@@ -110,6 +112,11 @@ class Executor:
                     else:
                         job()  # type: ignore[operator]  # the other kind of job
                     lane.current = None
+                    if self._hooks.due:
+                        break
+            # Without the baton: while hooks run, others may go on with the jobs.
+            if self._hooks.due:
+                self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
     def take_interrupted(self) -> list[int]:
         """Process sets whose batch was left by an interrupt of the calling thread, which worked on it."""

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.planes.base import Buffer
 
 Allocate = Callable[[tuple[int, ...]], Buffer]
+
+
+class CompletionHook(Protocol):
+    """Is called by the engine when a request is finished.
+
+    Exactly once for each request that :meth:`Engine.submit` (``submit_group``, ``run``) accepted, whether it succeeded, failed,
+    was aborted or withdrawn, or the engine was closed. Not if the submission itself raised; only if that was a
+    ``KeyboardInterrupt`` is it unknown whether the request was accepted, and the hook is called at most once.
+
+    It runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
+    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C may strike there at any moment.
+    :meth:`Engine.close` calls what is left on the thread that closes. No lock of the engine is held. Hooks
+    of several requests may run in any order and at the same time; a wait for the handle may return before or after.
+
+    Inside, collectives may be submitted, flushed and withdrawn, and :meth:`Handle.done` and what is known of groups may be
+    asked. It must be quick, since other operations, or the coordinator's messages, wait for the thread. It must not
+    wait for a collective (that raises :class:`InvalidRequestError`) nor close the engine. What it raises is logged
+    with the request's name, and has no effect on anything else.
+    """
+
+    def __call__(self, result: Result | None, error: Exception | None, /) -> None:
+        """The request has finished.
+
+        Args:
+            result: The outcome, or ``None`` if it failed.
+            error: Why it failed, as :meth:`Handle.wait` raises it, or ``None``. Output buffers are undefined then.
+        """
 
 
 @dataclass(slots=True)
@@ -35,6 +63,7 @@ class Request:
         device: Where the tensor lives, ``cpu`` here.
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
         ranks: Ranks of a process set to be added.
+        on_done: Called once when the request is finished; see :class:`CompletionHook`.
     """
 
     kind: OpKind
@@ -54,6 +83,7 @@ class Request:
     device: str = "cpu"
     anonymous: bool = False
     ranks: tuple[int, ...] = ()
+    on_done: CompletionHook | None = None
 
 
 @dataclass(slots=True)

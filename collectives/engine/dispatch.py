@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control import Control
@@ -29,6 +30,8 @@ from hvdlab.collectives.engine.store import EngineStore, Tickets
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
@@ -174,7 +177,10 @@ class Dispatcher:
             self._address,
             effect.options,
         )
-        self._executor.prepare(PlaneSlot(effect.plane, context, store.abort))
+        self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
+        for device, plane in effect.device_planes.items():
+            apart = replace(context, store=ScopedStore(store, f"{device}/"), memory_fd=-1)
+            self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""

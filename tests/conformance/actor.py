@@ -13,7 +13,8 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.engine.adasum import allreduce_adasum
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.host import HostPlane
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +84,7 @@ class CollectiveActor(ABC):
 def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """An actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
     module, _, cls = target.partition(":")
-    plane_class: type[Plane] = getattr(importlib.import_module(module), cls)
+    plane_class: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return PlaneActor(plane_class(context))
 
 
@@ -92,7 +93,7 @@ class PlaneActor(CollectiveActor):
 
     planned = True
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: HostPlane) -> None:
         self.plane = plane
         self.index, self.size = plane.context.index, plane.context.size
 

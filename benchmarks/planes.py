@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import KeyValue, Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneContext
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import layout_from
@@ -79,7 +80,7 @@ class FileStore(KeyValue):
         return bytes(self._store.get(self._scope + key)).decode().encode("latin-1")
 
 
-def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) -> Plane:
+def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) -> HostPlane:
     """One of the planes for several hosts, connected."""
     plane, _, outer = name.partition("-")
     cls = plane_class("gloo" if plane == "flat" else plane)
@@ -91,7 +92,7 @@ def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) 
     return made
 
 
-def shm(group: Group, options: dict[str, str]) -> Plane:
+def shm(group: Group, options: dict[str, str]) -> HostPlane:
     """The plane of one host, connected."""
     plane = ShmPlane(PlaneContext(
         0, 1, group.rank, group.size, tuple(range(group.size)), ("here",) * group.size,
@@ -101,7 +102,7 @@ def shm(group: Group, options: dict[str, str]) -> Plane:
     return plane
 
 
-def ours(group: Group, plane: Plane) -> Callable[[str, Buffers], None]:
+def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
     """How to run one operation on a plane."""
 
     def run(op: str, b: Buffers) -> None:
@@ -185,7 +186,9 @@ def memcpy(op: str, b: Buffers) -> None:
     np.copyto(b.target, b.source)
 
 
-def measure(plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, size: int) -> dict[str, float]:
+def measure(
+    plane: HostPlane, runners: dict[str, Callable[[], None]], rounds: int, size: int
+) -> dict[str, float]:
     """Medians in microseconds over the rounds of the slowest rank, by contender."""
     times: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
@@ -204,8 +207,8 @@ def measure(plane: Plane, runners: dict[str, Callable[[], None]], rounds: int, s
 
 
 def contenders(
-    group: Group, plane: Plane, arguments: argparse.Namespace, options: dict[str, str]
-) -> tuple[dict[str, Callable[[str, Buffers], None]], list[Plane]]:
+    group: Group, plane: HostPlane, arguments: argparse.Namespace, options: dict[str, str]
+) -> tuple[dict[str, Callable[[str, Buffers], None]], list[HostPlane]]:
     """What is measured, by name, and the planes to be closed in the end."""
     runners: dict[str, Callable[[str, Buffers], None]] = {"shm": ours(group, plane), "memcpy": memcpy}
     opened = [plane]

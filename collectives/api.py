@@ -23,6 +23,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.metrics import export_from_rank, record
+from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.reduce.support import check_supported
 
 Array = npt.NDArray[Any]
@@ -369,8 +370,8 @@ class _Tensor:
         return Request(kind, name, self.array, None, self.dtype, process_set=_set_id(process_set))
 
     def result(self, result: Result) -> Array:
-        output = result.output
-        assert output is not None
+        assert result.output is not None
+        output = host_view(result.output)
         return output if self.view_type is None else output.view(self.view_type)
 
     def one(self, results: list[Result]) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_size
 from hvdlab.collectives.protocol.messages import Member
@@ -21,12 +21,14 @@ class PlaneChoice:
         options: Settings that all members use.
         memory: Bytes of shared memory that come along, or 0.
         notes: Lines for the operator about wishes that could not be met.
+        device_planes: Planes for tensors that are not on the host, by device class.
     """
 
     plane: str
     options: dict[str, str]
     memory: int = 0
     notes: tuple[str, ...] = ()
+    device_planes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,23 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
     """Choose for these members (in order of rank).
 
     The users' wish comes first; then nothing for one member, shared memory on one host (MPI if all were started by
-    it), and between hosts MPI or Gloo, with shared memory within those hosts that have several members.
+    it), and between hosts MPI or Gloo, with shared memory within those hosts that have several members. Beside it there is a
+    plane for each device class that all members offer one for.
     """
+    return replace(_choose_host_plane(members, hierarchy), device_planes=_device_planes(members))
+
+
+def _device_planes(members: Sequence[Member]) -> dict[str, str]:
+    """For each device class the first plane that the first member offers and all others have too."""
+    found: dict[str, str] = {}
+    for plane in members[0].planes if members else ():
+        device, separator, _ = plane.partition("/")
+        if separator and device not in found and _all_offer(plane, members):
+            found[device] = plane
+    return found
+
+
+def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> PlaneChoice:
     notes: list[str] = []
     wish = _wish(members, notes)
     if wish:
@@ -78,7 +95,7 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
 def without_memory(choice: PlaneChoice) -> PlaneChoice:
     """What takes the place of a choice whose shared memory can't be handed out: the members make it themselves."""
     note = "; ".join((*choice.notes, "shared memory can't be given to all members; they make it themselves"))
-    return PlaneChoice("hierarchical", _layout() | {"note": note})
+    return PlaneChoice("hierarchical", _layout() | {"note": note}, device_planes=choice.device_planes)
 
 
 def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: list[str]) -> bool:
@@ -128,6 +145,9 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
     if len(wishes) > 1:
         said = ", ".join(f"rank {r} {p}" for p, r in sorted(wishes.items(), key=lambda item: item[1]))
         notes.append(f"the ranks ask for different planes ({said}); taking {plane} of rank {rank}")
+    if "/" in plane:
+        notes.append(f"plane {plane} is not for tensors of the host; choosing another for those")
+        return ""
     if plane == "local" and len(members) > 1:
         notes.append(f"plane local has room for one rank, not {len(members)}; choosing another")
         return ""

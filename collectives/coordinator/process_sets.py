@@ -219,7 +219,7 @@ class ProcessSets:
         for note in choice.notes:
             self._outbox.log(f"process set {ps.id}: {note}")
         message = Configure(
-            ps.id, ps.epoch, described, choice.plane, choice.options, has_memory=choice.memory > 0
+            ps.id, ps.epoch, described, choice.plane, choice.options, choice.memory > 0, choice.device_planes
         )
         if not choice.memory:
             self._outbox.send(ps.peers, message)

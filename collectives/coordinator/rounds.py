@@ -60,6 +60,8 @@ def parties_of(heads: dict[int, Defined]) -> tuple[Party, ...]:
     groups: dict[Interned, list[int]] = {}
     for rank in sorted(heads):
         groups.setdefault(heads[rank].info, []).append(rank)
+    devices = len({info.signature.device for info in groups}) > 1
     return tuple(
-        Party(tuple(ranks), describe(info.signature), heads[ranks[0]].site) for info, ranks in groups.items()
+        Party(tuple(ranks), describe(info.signature, device=devices), heads[ranks[0]].site)
+        for info, ranks in groups.items()
     )

@@ -119,8 +119,8 @@ def kind_label(kind: int) -> str:
         return f"collective {kind}"
 
 
-def describe(signature: Signature) -> str:
-    """A request in words, such as ``allreduce float32[10, 4] sum``."""
+def describe(signature: Signature, *, device: bool = False) -> str:
+    """A request in words, such as ``allreduce float32[10, 4] sum``; with the device if that is the host, too, if wanted."""
     kind = signature.kind
     words = [kind_label(kind)]
     if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):
@@ -138,7 +138,7 @@ def describe(signature: Signature) -> str:
         words.append(f"from rank {signature.root}")
     if signature.splits:
         words.append("with splits")
-    if signature.device != "cpu":
+    if device or signature.device != "cpu":
         words.append(f"on {signature.device}")
     if signature.group:
         words.append(f"in group `{signature.group}` of {signature.group_size}")

@@ -12,14 +12,16 @@ from time import monotonic_ns
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.adasum import Segment, combine, levels, narrowed, products, widened
 
 
 def allreduce_adasum(
-    plane: Plane,
-    ins: Sequence[Buffer],
-    outs: Sequence[Buffer],
+    plane: HostPlane,
+    ins: Sequence[HostArray],
+    outs: Sequence[HostArray],
     dtype: DType,
     prescale: float,
     postscale: float,
@@ -54,15 +56,15 @@ def allreduce_adasum(
 
 
 def _reduce_slices(
-    plane: Plane,
-    slices: Buffer,
+    plane: HostPlane,
+    slices: HostArray,
     segments: Sequence[Segment],
     tensors: int,
     dtype: DType,
     prescale: float,
     postscale: float,
     phases: Phases,
-) -> Buffer:
+) -> HostArray:
     """This member's slice of the result, from everybody's slices (one in each row)."""
     with np.errstate(all="ignore"):
         start = monotonic_ns()
@@ -79,7 +81,7 @@ def _reduce_slices(
     return reduced
 
 
-def _segments(tensors: Sequence[Buffer], begin: int, length: int) -> list[Segment]:
+def _segments(tensors: Sequence[HostArray], begin: int, length: int) -> list[Segment]:
     """Where the tensors lie in the slice of ``length`` elements that begins at ``begin`` of them packed."""
     segments = []
     offset = -begin
@@ -91,7 +93,7 @@ def _segments(tensors: Sequence[Buffer], begin: int, length: int) -> list[Segmen
     return segments
 
 
-def _timed_concatenation(buffers: Sequence[Buffer], phases: Phases) -> Buffer:
+def _timed_concatenation(buffers: Sequence[HostArray], phases: Phases) -> HostArray:
     start = monotonic_ns()
     packed = np.concatenate(buffers)
     phases.pack += monotonic_ns() - start

@@ -26,6 +26,8 @@ class Shell(Protocol):
 
     def flush(self) -> None: ...
 
+    def run_hooks(self) -> None: ...
+
     def receive(self) -> None: ...
 
     def leader_torn(self) -> None: ...
@@ -159,6 +161,7 @@ class Control:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
+        self._shell.run_hooks()
         self._guard(self._flush)
 
     def _take_back(self) -> None:

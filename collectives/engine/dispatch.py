@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control import Control
@@ -19,6 +20,7 @@ from hvdlab.collectives.engine.effects import (
 )
 from hvdlab.collectives.engine.executor import Executor, Lane
 from hvdlab.collectives.engine.guarded import GuardedState, complete
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.request import Result
@@ -28,6 +30,8 @@ from hvdlab.collectives.engine.store import EngineStore, Tickets
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
@@ -40,7 +44,13 @@ class Dispatcher:
     """Carries out what messages ask for. Everything here runs on the control thread, unless said otherwise."""
 
     def __init__(
-        self, guarded: GuardedState, endpoint: Endpoint, executor: Executor, spans: SpanLog, address: str
+        self,
+        guarded: GuardedState,
+        endpoint: Endpoint,
+        executor: Executor,
+        spans: SpanLog,
+        hooks: Hooks,
+        address: str,
     ) -> None:
         self.world = WorldView()
         self.mailbox = Mailbox()
@@ -50,6 +60,7 @@ class Dispatcher:
         self._endpoint = endpoint
         self._executor = executor
         self._spans = spans
+        self._hooks = hooks
         self._address = address
         self._tickets = Tickets()
         self.lacking = Lacking(self.send, self._call_later)
@@ -79,6 +90,9 @@ class Dispatcher:
 
     def flush(self) -> None:
         self._guarded.flush()
+
+    def run_hooks(self) -> None:
+        self._hooks.run()
 
     def leader_torn(self) -> None:
         """What it has put for the executor may not have been rung for."""
@@ -164,7 +178,10 @@ class Dispatcher:
             self._address,
             effect.options,
         )
-        self._executor.prepare(PlaneSlot(effect.plane, context, store.abort))
+        self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
+        for device, plane in effect.device_planes.items():
+            apart = replace(context, store=ScopedStore(store, f"{device}/"), memory_fd=-1)
+            self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Member
 
 
 @dataclass(slots=True)
 class RunBatch:
-    """Execute these entries as one operation of the plane of this process set and epoch.
+    """Execute these entries as one operation of the plane of this process set, epoch and device class.
 
     With ``payloads``, every member's small tensor by position, no plane is needed.
     ``(process_set, sequence, batch)`` names the operation and is equal on all members.
@@ -23,6 +24,7 @@ class RunBatch:
     entries: tuple[Entry, ...]
     tables: tuple[tuple[tuple[int, ...], ...], ...]
     payloads: tuple[bytes, ...] = ()
+    device: str = HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class ClosePlanes:
 
 @dataclass(frozen=True, slots=True)
 class NewEpoch:
-    """A process set has a new epoch; ``index`` is -1 where this rank is no member."""
+    """A process set has a new epoch; ``index`` is -1 where this rank is no member.
+
+    ``plane`` is for tensors of the host, ``device_planes`` are for those of other device classes.
+    """
 
     process_set: int
     epoch: int
@@ -68,6 +73,7 @@ class NewEpoch:
     plane: str
     options: dict[str, str]
     has_memory: bool
+    device_planes: dict[str, str]
 
 
 Effect = RunBatch | Fail | Succeed | AbortPlane | ClosePlanes | NewEpoch

@@ -19,6 +19,7 @@ from hvdlab.collectives.engine.exports import Exports
 from hvdlab.collectives.engine.groups import Groups
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
@@ -56,10 +57,12 @@ class Engine(Groups):
         elastic: This rank's part in elastic training.
         exports: Who gets this rank's metrics, or those of all.
         farewell: Why this rank leaves, as others are told when it does.
+        hooks: Completion hooks that are due.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        guarded = GuardedState(rank, endpoint, self._wake, settings.cache_capacity)
+        self.hooks = Hooks(rank, self._wake)
+        guarded = GuardedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         super().__init__(rank, settings, guarded)
         self.failed_cells = self.cells_begun = 0
         self.farewell = "shutdown"
@@ -69,13 +72,15 @@ class Engine(Groups):
         self._submit = guarded.submit
         self._closed = threading.Event()
         told = Told(guarded, self._spans, lambda: self._dispatcher.schedule_events())
-        self._executor = Executor(told, str(rank))
-        self._dispatcher = Dispatcher(guarded, endpoint, self._executor, self._spans, settings.address)
+        self._executor = Executor(told, self.hooks, str(rank))
+        self._dispatcher = Dispatcher(
+            guarded, endpoint, self._executor, self._spans, self.hooks, settings.address
+        )
         self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(settings, hello, generation, self._dispatcher, self._control)
         self._leader = Leader(guarded, endpoint, self._control, self._executor)
-        self._waiter = Waiter(rank, guarded, self._leader, self._executor)
+        self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
@@ -165,6 +170,7 @@ class Engine(Groups):
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
         """Submit, announce at once and wait: the quick way for one blocking collective. Raises what ``wait`` does."""
+        self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
             self._submit(handle)
@@ -328,9 +334,13 @@ class Engine(Groups):
         """Leave the world in order and end all threads. Idempotent.
 
         What is executing is finished first. Handles in flight then fail, on the other ranks as well.
+
+        Raises:
+            InvalidRequestError: A completion hook calls it.
         """
         if self._closed.is_set():
             return
+        self.hooks.refuse_to_wait()
         self._guarded.unusable = NotInitializedError("the engine of this rank")
         if self._sampler is not None:
             self._sampler.close(timeout)
@@ -344,6 +354,7 @@ class Engine(Groups):
         self._control.stop(timeout)
         self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
         self._executor.close(timeout)
+        self.hooks.run()
         self._leader.close()
         self._control.close()
         _engines.discard(self)
@@ -354,6 +365,7 @@ class Engine(Groups):
 
     def _after_fork(self) -> None:
         self._closed.set()
+        self.hooks.after_fork()
         self._guarded.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()
 

@@ -78,7 +78,7 @@ class SetState:
     """What a rank knows of one process set.
 
     Attributes:
-        id, epoch, members, plane, options: As configured last.
+        id, epoch, members, plane, options, device_planes: As configured last.
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
         configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
@@ -89,7 +89,7 @@ class SetState:
     """
 
     __slots__ = (
-        "configured", "epoch", "given_up", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
+        "configured", "device_planes", "epoch", "given_up", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -99,6 +99,7 @@ class SetState:
         self.ranks: tuple[int, ...] = ()
         self.index = -1
         self.plane = ""
+        self.device_planes: dict[str, str] = {}
         self.options: dict[str, str] = {}
         self.configured = False
         self.withdrawn = -1

@@ -1,4 +1,8 @@
-"""The executor: runs batches on the planes, in the coordinator's order, one at a time.
+"""The executor: begins batches on the planes, in the coordinator's order, one at a time.
+
+A plane of the host has executed a batch when its call returns. One of a device may only have begun it: it tells of the end
+later, from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the same
+order on all ranks, whatever their devices, and those of one device class end in that order.
 
 Work lies in a :class:`Lane`. Its baton is held by whoever works: the lane's own thread, or a user's thread that
 waits for a result anyway and so saves a change of threads. After an abort that a plane does not obey the whole lane is
@@ -11,16 +15,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.operations import run_batch
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
 from hvdlab.collectives.engine.small import Folds, run_small
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.completion import Completion
 
 Close = Callable[[], None]
 Job = RunBatch | Close
@@ -63,13 +71,14 @@ class Executor:
     threads.
     """
 
-    def __init__(self, outcomes: Outcomes, label: str) -> None:
+    def __init__(self, outcomes: Outcomes, hooks: Hooks, label: str) -> None:
         self._outcomes = outcomes
+        self._hooks = hooks
         self._label = label
         self._slots: dict[Scope, PlaneSlot] = {}
         self._abandoned: list[Lane] = []
         self._lanes = 0
-        # Jobs are taken, put and handed over to another lane under this lock.
+        # Jobs are taken, put and handed over to another lane, and what is under way is counted, under this lock.
         self._handing = threading.Lock()
         self.lane = self._new_lane()
 
@@ -110,6 +119,11 @@ class Executor:
                     else:
                         job()  # type: ignore[operator]  # the other kind of job
                     lane.current = None
+                    if self._hooks.due:
+                        break
+            # Without the baton: while hooks run, others may go on with the jobs.
+            if self._hooks.due:
+                self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
     def take_interrupted(self) -> list[int]:
         """Process sets whose batch was left by an interrupt of the calling thread, which worked on it."""
@@ -121,7 +135,7 @@ class Executor:
         return [job.process_set]
 
     def _run(self, lane: Lane, batch: RunBatch) -> None:
-        slot = self._slots.get((batch.process_set, batch.epoch))
+        slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
         phases = Phases()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
@@ -129,31 +143,64 @@ class Executor:
         lane.running = slot
         started = time.monotonic_ns()
         finished = False
+        completion: Completion | None = None
         try:
             if batch.payloads:
                 results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
             elif batch.entries[0].request.kind is OpKind.JOIN:
                 results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the others did
             else:
-                results = run_batch(slot.open(), batch, phases)
+                results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass
         except Exception as error:  # noqa: BLE001  (whatever it is, the group can't go on; it is told why)
-            slot.error = error
-            slot.aborted = True
-            self._outcomes.batch_failed(batch, error)
+            self._failed(slot, batch, error)
         except BaseException:
             slot.abort()  # an interrupt in the middle of an operation: the plane's peers can't be served any more
             raise
         else:
             finished = True
-            self._outcomes.batch_done(batch, results, started, phases)
+            if completion is None:
+                self._outcomes.batch_done(batch, results, started, phases)
+            else:
+                with self._handing:
+                    slot.under_way += 1
+                completion.on_end(partial(self._ended, slot, batch, results, started, phases))
         finally:
             lane.running = None
             if lane.abandoned:
                 slot.close()
             if not finished:
                 self._outcomes.batch_unfinished(batch, started, phases)
+
+    def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
+        # The group can't go on, whatever it is; it is told why.
+        slot.error = error
+        slot.aborted = True
+        self._outcomes.batch_failed(batch, error)
+
+    def _ended(
+        self,
+        slot: PlaneSlot,
+        batch: RunBatch,
+        results: list[Result],
+        started: int,
+        phases: Phases,
+        error: Exception | None,
+    ) -> None:
+        """A batch that went on without a thread has ended. Any thread, perhaps that of the plane."""
+        if error is None:
+            self._outcomes.batch_done(batch, results, started, phases)
+        else:
+            if not isinstance(error, PlaneAborted):
+                self._failed(slot, batch, error)
+            self._outcomes.batch_unfinished(batch, started, phases)
+        self._hooks.leave()
+        with self._handing:
+            slot.under_way -= 1
+            last = slot.outdated and not slot.under_way
+        if last:
+            self.close_older(slot.scope[0], slot.scope[1] + 1)
 
     def _loop(self, lane: Lane) -> None:
         while lane.bell.get():
@@ -187,7 +234,12 @@ class Executor:
 
     def _close_older(self, process_set: int, epoch: int) -> None:
         for scope in [s for s in self._slots if s[0] == process_set and s[1] < epoch]:
-            slot = self._slots.pop(scope)
+            slot = self._slots[scope]
+            with self._handing:
+                slot.outdated = True
+                if slot.under_way and not slot.aborted:
+                    continue  # whoever ends the last of it comes back here; an abort does as well
+            del self._slots[scope]
             # Who is stuck in it closes it when it comes back.
             if not any(lane.running is slot for lane in self._abandoned):
                 slot.close()
@@ -196,16 +248,16 @@ class Executor:
         """Change a plane's slices, after the work that is there."""
 
         def tune() -> None:
-            slot = self._slots.get((process_set, epoch))
+            slot = self._slots.get((process_set, epoch, HOST))
             if slot is not None:
                 slot.tune(slice_bytes)
 
         self.put(tune)
 
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
-        """What failed in the plane of this epoch on this rank."""
-        slot = self._slots.get((process_set, epoch))
-        return slot.error if slot else None
+        """What failed in a plane of this epoch on this rank."""
+        errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
+        return next(filter(None, errors), None)
 
     def abandon(self, lane: Lane, slot: PlaneSlot) -> None:
         """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""

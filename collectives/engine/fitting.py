@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.entry import Entry, SetState
+from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.reduce.integers import needs_width
 
 
 def fit(group: SetState, entry: Entry) -> None:
@@ -15,6 +18,8 @@ def fit(group: SetState, entry: Entry) -> None:
     """
     request = entry.request
     kind = request.kind
+    if request.device != HOST:
+        _fit_device(group, request)
     if kind is OpKind.BROADCAST and group.configured and request.root not in group.ranks:
         raise InvalidRequestError(
             f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."
@@ -26,6 +31,21 @@ def fit(group: SetState, entry: Entry) -> None:
             entry.extra = (rows,)
         else:
             entry.extra = _splits(request.splits, rows, len(group.ranks))
+
+
+def _fit_device(group: SetState, request: Request) -> None:
+    """Refuse what no plane of the device could execute."""
+    if group.configured and request.device not in group.device_planes:
+        raise InvalidRequestError(
+            f"process set {group.id} has no data plane for tensors on {request.device}: some of its ranks offer none. "
+            "Copy the tensor to the CPU."
+        )
+    if request.op is ReduceOp.ADASUM:
+        raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        raise InvalidRequestError(
+            f"an average or scaled sum of integers on {request.device}: copy them to the CPU."
+        )
 
 
 def _splits(splits: tuple[int, ...] | None, rows: int, members: int) -> tuple[int, ...]:

@@ -35,6 +35,15 @@ class Groups:
         group = self._guarded.state.sets.get(process_set)
         return group.plane if group is not None else ""
 
+    def device_plane(self, process_set: int, device: str) -> str:
+        """Name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
+
+        It may be gone in the next epoch, if its members are others; what was submitted then fails with
+        ``InvalidRequestError`` on all ranks.
+        """
+        group = self._guarded.state.sets.get(process_set)
+        return group.device_planes.get(device, "") if group is not None else ""
+
     def planes(self, process_set: int = 0) -> tuple[str, ...]:
         """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
         group = self._guarded.state.sets.get(process_set)

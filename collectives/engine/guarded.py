@@ -16,6 +16,7 @@ from typing import Any
 from hvdlab.collectives.engine.effects import Effect, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.locals import LOCAL_LIMIT
 from hvdlab.collectives.engine.request import PendingCollective, Result
 from hvdlab.collectives.engine.state import RankState
@@ -34,17 +35,24 @@ class GuardedState:
         rank: This rank.
         endpoint: Connection to the coordinator.
         wake: Lets the control thread flush.
+        hooks: Where completed handles put theirs.
         capacity: Tensors that are known by number, at most.
     """
 
     def __init__(
-        self, rank: int, endpoint: Endpoint, wake: Callable[[], None], capacity: int = LOCAL_LIMIT
+        self,
+        rank: int,
+        endpoint: Endpoint,
+        wake: Callable[[], None],
+        hooks: Hooks,
+        capacity: int = LOCAL_LIMIT,
     ) -> None:
         self.state = RankState(rank, capacity)
         self.unusable: HvdlabError | None = None
         self._rank = rank
         self._endpoint = endpoint
         self._wake = wake
+        self._hooks = hooks
         self._lock = threading.Lock()
         self._flush_wanted = False
         self._suspended = False
@@ -141,6 +149,7 @@ class GuardedState:
                 cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
                 complete(entry, None, self.state.aborted(entry, cause))
         self._finishing = ()
+        self._hooks.leave()
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
@@ -167,6 +176,7 @@ class GuardedState:
             early.popleft()
             self._finishing = ()
             self._torn = False
+        self._hooks.leave()  # the caller has the place at the socket
 
     def lose(self, cause: Cause) -> list[Effect]:
         with self._lock:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Handle(Entry):
     """A collective in flight. Made by :meth:`Engine.submit`."""
 
-    __slots__ = ("_done", "_engine", "_error", "_result", "ended", "wakeup")
+    __slots__ = ("_done", "_engine", "_error", "_result", "ended", "hook_called", "wakeup")
 
     def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
@@ -25,6 +25,7 @@ class Handle(Entry):
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
+        self.hook_called = False  # belongs to :class:`Hooks`
         self.wakeup = -1  # an eventfd that the waiting thread watches instead of the lock
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
         self.ended = _thread.allocate_lock()
@@ -55,17 +56,23 @@ class Handle(Entry):
 
     def complete(self, result: Result | None, error: Exception | None) -> None:
         """End it; the first call counts. For the engine only."""
-        if self._done:
-            return
-        self._result, self._error = result, error
-        self._done = True
-        with contextlib.suppress(
-            RuntimeError
-        ):  # one who gave up waiting has seen it done, and let all others through
-            self.ended.release()
-        if self.wakeup >= 0:
-            with contextlib.suppress(OSError):  # it was closed: nobody watches it any more
-                os.eventfd_write(self.wakeup, 1)
+        if not self._done:
+            self._result, self._error = result, error
+            self._done = True
+            with contextlib.suppress(
+                RuntimeError
+            ):  # one who gave up waiting has seen it done, and let all others through
+                self.ended.release()
+            if self.wakeup >= 0:
+                with contextlib.suppress(OSError):  # it was closed: nobody watches it any more
+                    os.eventfd_write(self.wakeup, 1)
+        # Last, and also if it had ended: whoever completed it may have been torn away just before this.
+        if self.request.on_done is not None:
+            self._engine.hooks.add(self)
+
+    def outcome(self) -> tuple[Result | None, Exception | None]:
+        """Result and error of a handle that is done; one of them is ``None``."""
+        return (self._result, None) if self._error is None else (None, self._error)
 
     def open(self) -> None:
         """Let everybody through who waits. For the engine only."""

@@ -1,4 +1,4 @@
-"""Integer averages and scaled reductions on any data plane: see :mod:`hvdlab.collectives.reduce.integers`."""
+"""Integer averages and scaled reductions on any data plane of the host: see :mod:`hvdlab.collectives.reduce.integers`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.integers import WideReduction
 
 
 def allreduce_wide(
-    plane: Plane,
-    ins: Sequence[Buffer],
-    outs: Sequence[Buffer],
+    plane: HostPlane,
+    ins: Sequence[HostArray],
+    outs: Sequence[HostArray],
     dtype: DType,
     op: ReduceOp,
     prescale: float,
@@ -30,10 +32,10 @@ def allreduce_wide(
 
 
 def reducescatter_wide(
-    plane: Plane,
-    send: Buffer,
+    plane: HostPlane,
+    send: HostArray,
     counts: Sequence[int],
-    out: Buffer,
+    out: HostArray,
     dtype: DType,
     op: ReduceOp,
     prescale: float,

@@ -8,18 +8,26 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Signature
 
 
 class Zeros(Entry):
-    """A collective that others have submitted, with zeros for this rank's tensor. Nobody waits for its end."""
+    """A collective that others have submitted, with zeros for this rank's tensor. Nobody waits for its end.
 
-    __slots__ = ()
+    Attributes:
+        shape: Shape of the zeros. If they are on a device the request has no input: its plane makes them.
+    """
+
+    __slots__ = ("shape",)
 
     def __init__(self, process_set: int, signature: Signature) -> None:
         kind, dtype = OpKind(signature.kind), DType(signature.dtype)
-        # The system hands out zeroed memory as it is touched: what lies in the queue costs nothing.
-        tensor = np.zeros(signature.shape, storage_type(dtype)) if kind is OpKind.ALLREDUCE else None
+        self.shape = signature.shape
+        tensor = None
+        if kind is OpKind.ALLREDUCE and signature.device == HOST:
+            # The system hands out zeroed memory as it is touched: what lies in the queue costs nothing.
+            tensor = np.zeros(signature.shape, storage_type(dtype))
         request = Request(
             kind,
             signature.name,
@@ -30,6 +38,7 @@ class Zeros(Entry):
             signature.prescale,
             signature.postscale,
             process_set=process_set,
+            device=signature.device,
         )
         Entry.__init__(self, request, "join", 0)
         self.name = signature.name

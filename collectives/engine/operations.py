@@ -5,130 +5,146 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
+from hvdlab.collectives.engine.joined import Zeros
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane
+from hvdlab.collectives.planes.base import Phases, Plane
+from hvdlab.collectives.planes.buffers import Buffer, Tensor, buffer_of, host_view
+from hvdlab.collectives.planes.completion import Completion
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.integers import needs_width
 
 Tables = tuple[tuple[int, ...], ...]
+Begun = tuple[Result, Completion | None]
 
 
-def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> list[Result]:
-    """Execute a batch; results are in the order of its entries. Blocks; raises what the plane raises."""
+def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
+    """Begin a batch; results are in the order of its entries, and there once the completion has ended.
+
+    Without a completion they are there now. Blocks as the plane does; raises what the plane raises.
+    """
     entries = batch.entries
     kind = entries[0].request.kind
     if kind is OpKind.ALLREDUCE:
         return _allreduce(plane, entries, phases)
     one = _ONE_BY_ONE[kind]
     tables = batch.tables
-    return [one(plane, e.request, tables[i] if tables else (), phases) for i, e in enumerate(entries)]
+    results: list[Result] = []
+    last: Completion | None = None  # a plane ends operations in the order in which they were begun
+    for i, entry in enumerate(entries):
+        result, last = one(plane, entry.request, tables[i] if tables else (), phases)
+        results.append(result)
+    return results, last
 
 
-def _allreduce(plane: Plane, entries: Sequence[Entry], phases: Phases) -> list[Result]:
+def _allreduce(
+    plane: Plane, entries: Sequence[Entry], phases: Phases
+) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
     op, postscale = first.op, first.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / plane.context.size
+    dtype = first.dtype
     ins: list[Buffer] = []
     outs: list[Buffer] = []
     results = []
     for entry in entries:
         request = entry.request
-        source, out = request.input, request.output
-        assert source is not None
+        source, out = request.input, None
+        if source is None:
+            assert isinstance(entry, Zeros)
+            source = out = plane.zeros(entry.shape, dtype)
         if out is None:
-            out = np.empty_like(source) if request.allocate is None else request.allocate(source.shape)
-        ins.append(source.reshape(-1))
-        outs.append(out.reshape(-1))
+            out = _output(plane, request, source.shape)
+        ins.append(buffer_of(source, dtype))
+        outs.append(buffer_of(out, dtype))
         results.append(Result(out))
-    if needs_width(first.dtype, first.op, first.prescale, first.postscale):
-        allreduce_wide(plane, ins, outs, first.dtype, first.op, first.prescale, first.postscale, phases)
-    elif op is ReduceOp.ADASUM:
-        allreduce_adasum(plane, ins, outs, first.dtype, first.prescale, postscale, phases)
-    else:
-        plane.allreduce(ins, outs, first.dtype, op, first.prescale, postscale, phases)
-    return results
+    wide = needs_width(dtype, first.op, first.prescale, first.postscale)
+    if wide or op is ReduceOp.ADASUM:
+        assert isinstance(plane, HostPlane), (
+            "what is reduced on the host is refused elsewhere when it is submitted"
+        )
+        sources, targets = [host_view(buffer) for buffer in ins], [host_view(buffer) for buffer in outs]
+        if wide:
+            allreduce_wide(plane, sources, targets, dtype, first.op, first.prescale, first.postscale, phases)
+        else:
+            allreduce_adasum(plane, sources, targets, dtype, first.prescale, postscale, phases)
+        return results, None
+    return results, plane.start_allreduce(ins, outs, dtype, op, first.prescale, postscale, phases)
 
 
-def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) -> Result:
-    source = _rows_first(request)
-    rest = source.shape[1:]
+def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+    source, rest = _rows_first(request)
     width = math.prod(rest)
     rows = [row[0] for row in table]
-    out = _output(request, (sum(rows), *rest))
-    plane.allgather(source.reshape(-1), [r * width for r in rows], out.reshape(-1), phases)
-    return Result(out, None, table)
+    out = _output(plane, request, (sum(rows), *rest))
+    completion = plane.start_allgather(
+        source, [r * width for r in rows], buffer_of(out, request.dtype), phases
+    )
+    return Result(out, None, table), completion
 
 
-def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) -> Result:
+def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
     source = request.input
     assert source is not None
-    out = request.output
-    if out is None:
-        out = np.empty_like(source) if request.allocate is None else request.allocate(source.shape)
+    out = _output(plane, request, source.shape)
     context = plane.context
     root = context.ranks.index(request.root)
-    if root == context.index and out is not source:
-        np.copyto(out, source)
-    plane.broadcast(out.reshape(-1), root, phases)
-    return Result(out)
+    elsewhere = root == context.index and out is not source
+    completion = plane.start_broadcast(
+        buffer_of(source, request.dtype) if elsewhere else None, buffer_of(out, request.dtype), root, phases
+    )
+    return Result(out), completion
 
 
-def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases) -> Result:
-    source = _rows_first(request)
-    rest = source.shape[1:]
+def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+    assert request.input is not None
+    source, rest = _rows_first(request)
     width = math.prod(rest)
     size, index = plane.context.size, plane.context.index
-    rows = scatter_rows(source.shape[0], size)
+    rows = scatter_rows((request.input.shape or (1,))[0], size)
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / size
-    out = _output(request, (rows[index], *rest))
-    sent, counts, prescale = source.reshape(-1), [r * width for r in rows], request.prescale
-    if needs_width(request.dtype, request.op, prescale, request.postscale):
-        reducescatter_wide(
-            plane,
-            sent,
-            counts,
-            out.reshape(-1),
-            request.dtype,
-            request.op,
-            prescale,
-            request.postscale,
-            phases,
+    out = _output(plane, request, (rows[index], *rest))
+    counts, target = [r * width for r in rows], buffer_of(out, request.dtype)
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        assert isinstance(plane, HostPlane), (
+            "what is reduced on the host is refused elsewhere when it is submitted"
         )
-    else:
-        plane.reducescatter(sent, counts, out.reshape(-1), request.dtype, op, prescale, postscale, phases)
-    return Result(out)
+        reducescatter_wide(
+            plane, host_view(source), counts, host_view(target), request.dtype, request.op, request.prescale,
+            request.postscale, phases,
+        )  # fmt: skip
+        return Result(out), None
+    completion = plane.start_reducescatter(
+        source, counts, target, request.dtype, op, request.prescale, postscale, phases
+    )
+    return Result(out), completion
 
 
-def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> Result:
-    source = _rows_first(request)
-    rest = source.shape[1:]
+def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+    source, rest = _rows_first(request)
     width = math.prod(rest)
     index = plane.context.index
     received = tuple(splits[index] for splits in table)
-    out = _output(request, (sum(received), *rest))
-    plane.alltoall(
-        source.reshape(-1),
+    out = _output(plane, request, (sum(received), *rest))
+    completion = plane.start_alltoall(
+        source,
         [r * width for r in table[index]],
         [r * width for r in received],
-        out.reshape(-1),
+        buffer_of(out, request.dtype),
         phases,
     )
-    return Result(out, received, table)
+    return Result(out, received, table), completion
 
 
-def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> Result:
-    plane.barrier(phases)
-    return Result()
+def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+    return Result(), plane.start_barrier(phases)
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:
@@ -137,21 +153,22 @@ def scatter_rows(rows: int, members: int) -> list[int]:
     return [base + 1 if index < more else base for index in range(members)]
 
 
-def _rows_first(request: Request) -> Buffer:
+def _rows_first(request: Request) -> tuple[Buffer, tuple[int, ...]]:
+    """The input, and the extents of one of its rows."""
     source = request.input
     assert source is not None
-    return source if source.ndim else source.reshape(1)
+    return buffer_of(source, request.dtype), source.shape[1:]
 
 
-def _output(request: Request, shape: tuple[int, ...]) -> Buffer:
+def _output(plane: Plane, request: Request, shape: tuple[int, ...]) -> Tensor:
     if request.output is not None:
         return request.output
     if request.allocate is not None:
         return request.allocate(shape)
-    return np.empty(shape, storage_type(request.dtype))
+    return plane.empty(shape, request.dtype)
 
 
-_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Result]] = {
+_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Begun]] = {
     OpKind.ALLGATHER: _allgather,
     OpKind.BROADCAST: _broadcast,
     OpKind.REDUCESCATTER: _reducescatter,

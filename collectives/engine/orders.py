@@ -53,6 +53,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
                     tuple(entries),
                     batch.tables,
                     batch.payloads,
+                    entries[0].request.device,
                 )
             )
     return effects

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HOST, Tensor
 
-Allocate = Callable[[tuple[int, ...]], Buffer]
+Allocate = Callable[[tuple[int, ...]], Tensor]
+
+
+class CompletionHook(Protocol):
+    """Is called by the engine when a request is finished.
+
+    Exactly once for each request that :meth:`Engine.submit` (``submit_group``, ``run``) accepted, whether it succeeded, failed,
+    was aborted or withdrawn, or the engine was closed. Not if the submission itself raised; only if that was a
+    ``KeyboardInterrupt`` is it unknown whether the request was accepted, and the hook is called at most once.
+
+    It runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
+    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C may strike there at any moment.
+    :meth:`Engine.close` calls what is left on the thread that closes. No lock of the engine is held. Hooks
+    of several requests may run in any order and at the same time; a wait for the handle may return before or after.
+
+    Inside, collectives may be submitted, flushed and withdrawn, and :meth:`Handle.done` and what is known of groups may be
+    asked. It must be quick, since other operations, or the coordinator's messages, wait for the thread. It must not
+    wait for a collective (that raises :class:`InvalidRequestError`) nor close the engine. What it raises is logged
+    with the request's name, and has no effect on anything else.
+    """
+
+    def __call__(self, result: Result | None, error: Exception | None, /) -> None:
+        """The request has finished.
+
+        Args:
+            result: The outcome, or ``None`` if it failed.
+            error: Why it failed, as :meth:`Handle.wait` raises it, or ``None``. Output buffers are undefined then.
+        """
 
 
 @dataclass(slots=True)
@@ -18,10 +46,10 @@ class Request:
     Attributes:
         kind: Which collective.
         name: Tensor name, equal on all ranks; ``None`` for an anonymous one, which is matched in order.
-        input: C-contiguous array in storage type, of any shape; ``None`` for a barrier. It must not change until
-            the handle is done.
-        output: Where the result goes, C-contiguous in storage type; may be ``input`` (in place). ``None``: the
-            engine asks ``allocate``, or makes a new array.
+        input: C-contiguous array in storage type, or buffer of ``device``, of any shape; ``None`` for a barrier. It must not
+            change until the handle is done.
+        output: Where the result goes, of the same kind as ``input``, which it may be (in place). ``None``: the
+            engine asks ``allocate``, or makes a new array or buffer.
         dtype: Element type.
         op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
         prescale: Multiplies the input.
@@ -32,15 +60,17 @@ class Request:
         group: Name and number of tensors of a group that is to be executed together.
         allocate: Makes the output once its shape is known (allgather, alltoall, reducescatter).
         site: Call site; found by walking the stack if ``None``.
-        device: Where the tensor lives, ``cpu`` here.
+        device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
+            :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
         ranks: Ranks of a process set to be added.
+        on_done: Called once when the request is finished; see :class:`CompletionHook`.
     """
 
     kind: OpKind
     name: str | None = None
-    input: Buffer | None = None
-    output: Buffer | None = None
+    input: Tensor | None = None
+    output: Tensor | None = None
     dtype: DType = DType.U8
     op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
@@ -51,9 +81,10 @@ class Request:
     group: tuple[str, int] | None = None
     allocate: Allocate | None = None
     site: str | None = None
-    device: str = "cpu"
+    device: str = HOST
     anonymous: bool = False
     ranks: tuple[int, ...] = ()
+    on_done: CompletionHook | None = None
 
 
 @dataclass(slots=True)
@@ -61,14 +92,14 @@ class Result:
     """Outcome of a collective.
 
     Attributes:
-        output: The result; ``None`` for a barrier.
+        output: The result, an array or a buffer of the request's device; ``None`` for a barrier.
         received_splits: Rows received from each member (alltoall), else ``None``.
         tables: The numbers each member announced, by position (allgather: first dimensions; alltoall: splits).
         process_set: Id of the set that was added, else -1.
         last_joined: The rank that joined last (join), else -1.
     """
 
-    output: Buffer | None = None
+    output: Tensor | None = None
     received_splits: tuple[int, ...] | None = None
     tables: tuple[tuple[int, ...], ...] = ()
     process_set: int = -1

@@ -1,4 +1,4 @@
-"""The data plane of one process set and epoch, from its announcement to its close."""
+"""The data plane of one process set, epoch and device class, from its announcement to its close."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hvdlab.collectives.planes.registry import plane_class
 
 CONNECT_TIMEOUT = 30.0
 
-Scope = tuple[int, int]
+Scope = tuple[int, int, str]
+"""Process set, epoch and device class."""
 
 
 class PlaneSlot:
@@ -18,15 +19,25 @@ class PlaneSlot:
 
     ``open`` and ``close`` belong to whoever holds the lane's baton; ``abort`` may come from any thread.
 
+    Args:
+        name: Name of the plane.
+        device: The device class that it is for.
+        context: What the plane may know.
+        on_abort: Called by :meth:`abort`.
+
     Attributes:
         aborted: The epoch has ended; nothing more is executed in it.
         error: Why the plane failed here, if it did.
+        under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
+        outdated: A newer epoch has begun: it is closed once nothing is under way. Belongs to the executor.
     """
 
-    def __init__(self, name: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
+    def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
         self.name = name
         self.context = context
-        self.scope: Scope = (context.process_set, context.epoch)
+        self.scope: Scope = (context.process_set, context.epoch, device)
+        self.under_way = 0
+        self.outdated = False
         self.plane: Plane | None = None
         self.aborted = False
         self.error: Exception | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
 from hvdlab.collectives.reduce.adasum import adasum
 from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
@@ -29,22 +29,25 @@ def payload_of(request: Request, members: int) -> bytes:
     source = request.input
     if request.kind is not OpKind.ALLREDUCE or source is None or not 1 < members <= MEMBERS:
         return b""
-    return source.tobytes() if source.nbytes <= BYTES else b""
+    if request.device != HOST or source.nbytes > BYTES:
+        return b""
+    return host_view(source).tobytes()
 
 
 def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
     """Compute an allreduce from everybody's bytes. ``folds`` are kept by the caller, for one thread at a time."""
     source, out = request.input, request.output
     assert source is not None
-    if out is None:
-        out = np.empty_like(source) if request.allocate is None else request.allocate(source.shape)
     storage = storage_type(request.dtype)
+    if out is None:
+        out = np.empty(source.shape, storage) if request.allocate is None else request.allocate(source.shape)
+    view = host_view(out)
     parts = [np.frombuffer(payload, storage) for payload in payloads]
     if request.op is ReduceOp.ADASUM:
-        out.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
+        view.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
         return Result(out)
     if needs_width(request.dtype, request.op, request.prescale, request.postscale):
-        _run_wide(request, parts, out.reshape(-1))
+        _run_wide(request, parts, view.reshape(-1))
         return Result(out)
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
@@ -53,11 +56,11 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
     if fold is None:
         fold = folds[request.dtype, op] = make_fold(request.dtype, op)
     with np.errstate(all="ignore"):
-        fold(parts, out if out.ndim == 1 else out.reshape(-1), request.prescale, postscale)
+        fold(parts, view if view.ndim == 1 else view.reshape(-1), request.prescale, postscale)
     return Result(out)
 
 
-def _run_wide(request: Request, parts: list[Buffer], out: Buffer) -> None:
+def _run_wide(request: Request, parts: list[HostArray], out: HostArray) -> None:
     wide = WideReduction(request.dtype, request.op, len(parts), request.prescale, request.postscale)
     encoded = [wide.encode(part) for part in parts]
     fold_plain(UFUNCS[wide.op], encoded, encoded[0])

@@ -7,6 +7,7 @@ from functools import partial
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import CauseKind
@@ -18,14 +19,18 @@ BLOCKED_AFTER = 0.5
 class Waiter:
     """Waits of one rank's user threads."""
 
-    def __init__(self, rank: int, guarded: GuardedState, leader: Leader, executor: Executor) -> None:
+    def __init__(
+        self, rank: int, guarded: GuardedState, leader: Leader, executor: Executor, hooks: Hooks
+    ) -> None:
         self._rank = rank
         self._guarded = guarded
         self._leader = leader
         self._executor = executor
+        self._hooks = hooks
 
     def wait_for(self, handle: Handle, timeout: float | None) -> None:
-        """Wait until the handle has ended; see :meth:`Handle.wait`."""
+        """Wait until the handle has ended; see :meth:`Handle.wait`. Raises ``InvalidRequestError`` in a completion hook."""
+        self._hooks.refuse_to_wait()
         try:
             if timeout is None:
                 left = self._leader.lead(handle, BLOCKED_AFTER)

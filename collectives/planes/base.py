@@ -1,26 +1,23 @@
 """The interface of a data plane.
 
-A plane moves bytes between the members of one process set during one epoch. It is built, driven and closed by the
-rank's executor thread; only :meth:`Plane.abort` may be called from another thread. After an abort the plane is
-spent: it is closed and a new one is built for the next epoch.
+A plane moves bytes between the members of one process set during one epoch, for tensors of one *device class*: a process set
+whose tensors are on the host and on devices has a plane for each. It is built, driven and closed by the rank's executor
+thread; only :meth:`Plane.abort` may be called from another thread. After an abort the plane is spent: it is closed
+and a new one is built for the next epoch.
 
-Buffers are one-dimensional, C-contiguous numpy arrays in *storage* type (``uint16`` for bfloat16, ``bool`` for
-bool), so that a plane needs no framework. ``index`` is a member's position in the process set, not its rank.
+``index`` is a member's position in the process set, not its rank.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-
-Buffer = npt.NDArray[Any]
+from hvdlab.collectives.planes.buffers import Buffer, Tensor
+from hvdlab.collectives.planes.completion import Completion
 
 
 class PlaneAborted(Exception):
@@ -85,13 +82,20 @@ class Phases:
 
 
 class Plane(ABC):
-    """A data plane. Every operation is collective: all members call it in the same order.
+    """A data plane. Every operation is collective: all members begin it in the same order.
 
-    All operations raise :class:`PlaneAborted` once :meth:`abort` was called (outputs are then undefined) and
-    :class:`PlaneBroken` if the plane itself failed.
+    An operation returns ``None`` if its handles are done: the outputs are there, or all that reads them is ordered behind
+    them by the device (they are in the stream that the user's work goes to). Otherwise it returns a
+    :class:`Completion` and goes on by itself; the executor begins the next operation meanwhile. Buffers stay as they
+    are until then.
+
+    All operations raise :class:`PlaneAborted`, or end with it, once :meth:`abort` was called (outputs are then undefined) and
+    :class:`PlaneBroken` if the plane itself failed. No memory is written to any more once an operation has ended.
     """
 
     name: ClassVar[str]
+    device: ClassVar[str]
+    """The device class whose buffers it takes."""
 
     def __init__(self, context: PlaneContext) -> None:
         self.context = context
@@ -106,7 +110,15 @@ class Plane(ABC):
         """Join the other members. Collective; raises ``PlaneBroken`` after ``timeout`` seconds."""
 
     @abstractmethod
-    def allreduce(
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """An uninitialised tensor on the plane's device."""
+
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """A tensor of zeros on the plane's device."""
+
+    @abstractmethod
+    def start_allreduce(
         self,
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
@@ -115,7 +127,7 @@ class Plane(ABC):
         prescale: float,
         postscale: float,
         phases: Phases,
-    ) -> None:
+    ) -> Completion | None:
         """Reduce element by element over all members.
 
         The buffers of a call are fused: ``ins[i]`` and ``outs[i]`` have equal length and may be the same memory
@@ -125,15 +137,19 @@ class Plane(ABC):
         """
 
     @abstractmethod
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def start_allgather(
+        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
+    ) -> Completion | None:
         """Concatenate the members' ``send`` (``counts[i]`` elements each) in member order into ``out``."""
 
     @abstractmethod
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
-        """Copy the buffer of member ``root`` (a position) to all; read there, written elsewhere."""
+    def start_broadcast(
+        self, source: Buffer | None, out: Buffer, root: int, phases: Phases
+    ) -> Completion | None:
+        """Copy what member ``root`` (a position) has to ``out`` of all: ``source`` if it gives one, else its ``out``."""
 
     @abstractmethod
-    def reducescatter(
+    def start_reducescatter(
         self,
         send: Buffer,
         counts: Sequence[int],
@@ -143,23 +159,23 @@ class Plane(ABC):
         prescale: float,
         postscale: float,
         phases: Phases,
-    ) -> None:
+    ) -> Completion | None:
         """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``."""
 
     @abstractmethod
-    def alltoall(
+    def start_alltoall(
         self,
         send: Buffer,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Buffer,
         phases: Phases,
-    ) -> None:
+    ) -> Completion | None:
         """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order."""
 
     @abstractmethod
-    def barrier(self, phases: Phases) -> None:
-        """Return once all members have called it."""
+    def start_barrier(self, phases: Phases) -> Completion | None:
+        """End once all members have begun it."""
 
     def tune(self, slice_bytes: int) -> None:  # noqa: B027  (ignoring it is right for most planes)
         """Move ``slice_bytes`` at a time from the next operation on; 0 is the plane's own choice.
@@ -170,19 +186,11 @@ class Plane(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the running and all later operations with ``PlaneAborted``. Any thread; never blocks; idempotent."""
+        """End what is on its way, and all later operations, with ``PlaneAborted``. Any thread; never blocks; idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything this member holds. Executor thread; idempotent; never waits for other members."""
+        """Free everything this member holds. Executor thread; idempotent; never waits for other members.
 
-
-# A reducer folds ``source`` into ``accumulator`` in place: accumulator = accumulator (op) source.
-Reducer = Callable[[Buffer, Buffer], None]
-
-
-def empty_like_storage(count: int, dtype: DType) -> Buffer:
-    """An uninitialised buffer of ``count`` elements in the storage type of ``dtype``."""
-    from hvdlab.collectives.arrays import storage_type
-
-    return np.empty(count, storage_type(dtype))
+        What is still on its way has been aborted, or has ended.
+        """

@@ -22,7 +22,9 @@ import numpy as np
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.sockets import connections, knock, listeners, mentioned, shut_doors, traffic
 from hvdlab.collectives.planes.staging import Staging
 
@@ -44,7 +46,7 @@ _one_listens = threading.Lock()
 """Held while Gloo opens its listener, so that no other plane of this process takes that for its own."""
 
 
-class GlooPlane(Plane):
+class GlooPlane(HostPlane):
     """Collectives of one process set and epoch over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "gloo"
@@ -112,8 +114,8 @@ class GlooPlane(Plane):
 
     def allreduce(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -135,7 +137,7 @@ class GlooPlane(Plane):
         phases.transfer += moved_at - packed_at
         phases.unpack += time.monotonic_ns() - moved_at
 
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         start = time.monotonic_ns()
         raw_send, raw_out = _raw(send), _raw(out)
         if len(set(counts)) == 1:
@@ -145,7 +147,7 @@ class GlooPlane(Plane):
             self._gather_ragged(raw_send, [c * send.itemsize for c in counts], raw_out)
         phases.transfer += time.monotonic_ns() - start
 
-    def _gather_ragged(self, send: Buffer, sizes: Sequence[int], out: Buffer) -> None:
+    def _gather_ragged(self, send: HostArray, sizes: Sequence[int], out: HostArray) -> None:
         """One broadcast per member, straight into its place: no padding to the longest, no copy back."""
         import torch.distributed as dist
 
@@ -162,7 +164,7 @@ class GlooPlane(Plane):
             tensor = _tensor(piece)
             self._wait(partial(self._usable.broadcast, [tensor], options))
 
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         import torch.distributed as dist
 
         start = time.monotonic_ns()
@@ -174,9 +176,9 @@ class GlooPlane(Plane):
 
     def reducescatter(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -202,10 +204,10 @@ class GlooPlane(Plane):
 
     def alltoall(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         phases: Phases,
     ) -> None:
         start = time.monotonic_ns()
@@ -213,7 +215,7 @@ class GlooPlane(Plane):
         phases.transfer += time.monotonic_ns() - start
 
     def _exchange(
-        self, send: Buffer, send_counts: Sequence[int], recv_counts: Sequence[int], out: Buffer
+        self, send: HostArray, send_counts: Sequence[int], recv_counts: Sequence[int], out: HostArray
     ) -> None:
         import torch.distributed as dist
 
@@ -359,7 +361,7 @@ _FOLD: dict[ReduceOp, Any] = {
 }
 
 
-def _raw(buffer: Buffer) -> Buffer:
+def _raw(buffer: HostArray) -> HostArray:
     return buffer.view(np.uint8)
 
 
@@ -370,7 +372,7 @@ def _completes(work: Any, seconds: float) -> bool:
     return ended.wait(seconds)
 
 
-def _tensor(buffer: Buffer) -> torch.Tensor:
+def _tensor(buffer: HostArray) -> torch.Tensor:
     """Torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
     import torch
 

@@ -9,11 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.fold import Fold, make_fold
 
 
-class LocalPlane(Plane):
+class LocalPlane(HostPlane):
     """A data plane without peers; it never waits."""
 
     name: ClassVar[str] = "local"
@@ -35,8 +37,8 @@ class LocalPlane(Plane):
     @np.errstate(all="ignore")
     def allreduce(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -55,17 +57,17 @@ class LocalPlane(Plane):
 
         self._timed(run, phases)
 
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         self._timed(lambda: _copy(send, out), phases)
 
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         self._check()
 
     def reducescatter(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -76,10 +78,10 @@ class LocalPlane(Plane):
 
     def alltoall(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         phases: Phases,
     ) -> None:
         self._timed(lambda: _copy(send, out), phases)
@@ -104,6 +106,6 @@ class LocalPlane(Plane):
         phases.transfer += monotonic_ns() - start
 
 
-def _copy(source: Buffer, out: Buffer) -> None:
+def _copy(source: HostArray, out: HostArray) -> None:
     if source is not out:
         out[...] = source

@@ -18,7 +18,9 @@ import numpy as np
 
 from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.staging import Staging, leave_to_library
 
 # While a transfer may be under way the poll only yields; a member that is much later than the bytes would need is
@@ -30,7 +32,7 @@ _SLEEP_SECONDS = 100e-6
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
-class MpiPlane(Plane):
+class MpiPlane(HostPlane):
     """Collectives of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "mpi"
@@ -83,8 +85,8 @@ class MpiPlane(Plane):
 
     def allreduce(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -101,12 +103,12 @@ class MpiPlane(Plane):
         self._staging.unpack(packed, outs, dtype, postscale)
         phases.unpack += time.monotonic_ns() - start
 
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         sizes = [c * send.itemsize for c in counts]
         with self._received(out, phases) as received:
             self._run(lambda: self._comm.Iallgatherv(_raw(send), [received, sizes]), phases, send, received)
 
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         if root == self.context.index:
             self._run(lambda: self._comm.Ibcast(_raw(buffer), root), phases, buffer)
             return
@@ -115,9 +117,9 @@ class MpiPlane(Plane):
 
     def reducescatter(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -140,10 +142,10 @@ class MpiPlane(Plane):
 
     def alltoall(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         phases: Phases,
     ) -> None:
         item = send.itemsize
@@ -166,7 +168,7 @@ class MpiPlane(Plane):
         self._comm = None
 
     @contextmanager
-    def _received(self, out: Buffer, phases: Phases) -> Iterator[Buffer]:
+    def _received(self, out: HostArray, phases: Phases) -> Iterator[HostArray]:
         """Memory of ours, as bytes, that becomes the contents of ``out`` if nothing goes wrong."""
         received = self._staging.take(out.nbytes, np.dtype(np.uint8))
         yield received
@@ -174,7 +176,7 @@ class MpiPlane(Plane):
         np.copyto(_raw(out), received)
         phases.unpack += time.monotonic_ns() - start
 
-    def _run(self, begin: Callable[[], Any], phases: Phases, *buffers: Buffer) -> None:
+    def _run(self, begin: Callable[[], Any], phases: Phases, *buffers: HostArray) -> None:
         """Begin an operation and poll it to its end; give it up on abort, keeping its buffers alive."""
         if self._aborted.is_set():
             raise PlaneAborted
@@ -196,7 +198,7 @@ class MpiPlane(Plane):
             raise PlaneAborted
 
 
-def _raw(buffer: Buffer) -> Buffer:
+def _raw(buffer: HostArray) -> HostArray:
     return buffer.view(np.uint8)
 
 

@@ -9,9 +9,10 @@ import os
 from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
+from hvdlab.collectives.planes.host import HostPlane
 
 _CLASSES: dict[str, tuple[str, str, str]] = {
-    # name: module, class, package that must be installed
+    # name: module, class, package that must be installed; a plane for a device class is called "device/plane"
     "local": ("hvdlab.collectives.planes.local", "LocalPlane", ""),
     "shm": ("hvdlab.collectives.planes.shm", "ShmPlane", ""),
     "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
@@ -24,8 +25,8 @@ MPI_LAUNCHER_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_
 
 
 def names() -> tuple[str, ...]:
-    """All planes there are, whether usable here or not."""
-    return tuple(_CLASSES)
+    """All planes for tensors of the host, whether usable here or not."""
+    return tuple(name for name in _CLASSES if "/" not in name)
 
 
 def under_mpi() -> bool:
@@ -36,7 +37,7 @@ def under_mpi() -> bool:
 def missing(name: str) -> str | None:
     """Why a plane can't be offered, told without importing anything heavy; ``None`` if it may be usable."""
     if name not in _CLASSES:
-        return f"there is no data plane `{name}`; choose one of {', '.join(_CLASSES)}"
+        return f"there is no data plane `{name}`; choose one of {', '.join(names())}"
     module, _, package = _CLASSES[name]
     if package and importlib.util.find_spec(package) is None:
         return f"the plane `{name}` needs {package}: {_REMEDY[package]}"
@@ -61,6 +62,14 @@ def plane_class(name: str) -> type[Plane]:
     reason = cls.unavailable()
     if reason is not None:
         raise UnsupportedError(reason)
+    return cls
+
+
+def host_plane_class(name: str) -> type[HostPlane]:
+    """Import the class of a plane of the host's memory. Raises what :func:`plane_class` does, and ``TypeError``."""
+    cls = plane_class(name)
+    if not issubclass(cls, HostPlane):
+        raise TypeError(f"the plane `{name}` is for tensors on {cls.device}")
     return cls
 
 

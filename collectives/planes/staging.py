@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.reduce.halves import BLOCK, conversion_of
 
 _COMPUTE: dict[DType, np.dtype[Any]] = {
@@ -25,7 +25,7 @@ _COMPUTE: dict[DType, np.dtype[Any]] = {
 }
 
 
-def widen(source: Buffer, target: Buffer, dtype: DType) -> None:
+def widen(source: HostArray, target: HostArray, dtype: DType) -> None:
     """Copy storage elements into an equally long buffer of the compute type."""
     if not _is_wide_half(target, dtype):
         np.copyto(target, source, casting="unsafe")
@@ -35,7 +35,7 @@ def widen(source: Buffer, target: Buffer, dtype: DType) -> None:
         convert(source[start : start + BLOCK], target[start : start + BLOCK])
 
 
-def narrow(source: Buffer, target: Buffer, dtype: DType) -> None:
+def narrow(source: HostArray, target: HostArray, dtype: DType) -> None:
     """Copy compute elements back to storage, rounding once; may overwrite ``source``."""
     with np.errstate(over="ignore", invalid="ignore"):
         if not _is_wide_half(source, dtype):
@@ -46,11 +46,11 @@ def narrow(source: Buffer, target: Buffer, dtype: DType) -> None:
             convert(source[start : start + BLOCK], target[start : start + BLOCK])
 
 
-def _is_wide_half(buffer: Buffer, dtype: DType) -> bool:
+def _is_wide_half(buffer: HostArray, dtype: DType) -> bool:
     return dtype in (DType.F16, DType.BF16) and buffer.dtype == np.float32
 
 
-def scale(buffer: Buffer, factor: float) -> None:
+def scale(buffer: HostArray, factor: float) -> None:
     """Multiply in place; integers in float64, truncated toward zero."""
     if factor == 1.0:
         return
@@ -66,7 +66,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def take(self, count: int, kind: np.dtype[Any]) -> Buffer:
+    def take(self, count: int, kind: np.dtype[Any]) -> HostArray:
         """``count`` uninitialised elements, valid until the next call."""
         nbytes = count * kind.itemsize
         if self._memory.size < nbytes:
@@ -93,7 +93,9 @@ class Staging(Scratch):
     def compute_type(self, dtype: DType) -> np.dtype[Any]:
         return self._compute.get(dtype, storage_type(dtype))
 
-    def pack(self, ins: Sequence[Buffer], outs: Sequence[Buffer], dtype: DType, prescale: float) -> Buffer:
+    def pack(
+        self, ins: Sequence[HostArray], outs: Sequence[HostArray], dtype: DType, prescale: float
+    ) -> HostArray:
         """The inputs, scaled, one after another in a buffer that the library may overwrite.
 
         A lone tensor that needs no conversion is copied to its own output and that is returned (if ``direct``), so
@@ -114,7 +116,7 @@ class Staging(Scratch):
         scale(packed, prescale)
         return packed
 
-    def unpack(self, packed: Buffer, outs: Sequence[Buffer], dtype: DType, postscale: float) -> None:
+    def unpack(self, packed: HostArray, outs: Sequence[HostArray], dtype: DType, postscale: float) -> None:
         """Scale the reduced buffer and hand its pieces to the outputs."""
         if _wraps(packed.dtype, dtype):
             packed = packed.astype(storage_type(dtype))
@@ -126,14 +128,14 @@ class Staging(Scratch):
             narrow(packed[offset : offset + buffer.size], buffer, dtype)
             offset += buffer.size
 
-    def widened(self, source: Buffer, dtype: DType, prescale: float) -> Buffer:
+    def widened(self, source: HostArray, dtype: DType, prescale: float) -> HostArray:
         """A scaled copy in the compute type."""
         target = np.empty(source.size, self.compute_type(dtype))
         self._widen(source, target, dtype, prescale)
         return target
 
     @staticmethod
-    def _widen(source: Buffer, target: Buffer, dtype: DType, prescale: float) -> None:
+    def _widen(source: HostArray, target: HostArray, dtype: DType, prescale: float) -> None:
         if prescale != 1.0 and _wraps(target.dtype, dtype):
             source = source.copy()
             scale(source, prescale)
@@ -153,5 +155,5 @@ def _wraps(compute: np.dtype[Any], dtype: DType) -> bool:
     return compute.kind == "i" and compute != storage_type(dtype)
 
 
-def _same_memory(a: Buffer, b: Buffer) -> bool:
+def _same_memory(a: HostArray, b: HostArray) -> bool:
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])

@@ -56,7 +56,7 @@ class Definition(Record, frozen=True):
 
 
 class Member(Record, frozen=True):
-    """One living rank."""
+    """One living rank. Of the ``planes`` that it offers those for devices are called ``device/plane``, as ``cuda/nccl``."""
 
     rank: int
     host: str
@@ -394,7 +394,8 @@ class Refused(Message, frozen=True):
 class Configure(Message, frozen=True):
     """A process set has a new epoch with these members (in order of rank).
 
-    With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
+    ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class that all
+    members offer one for. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
     """
 
     process_set: int
@@ -403,6 +404,7 @@ class Configure(Message, frozen=True):
     plane: str
     options: dict[str, str]
     has_memory: bool = False
+    device_planes: dict[str, str] = {}
 
 
 class Dissolve(Message, frozen=True):

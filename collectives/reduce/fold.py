@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray as Buffer
 from hvdlab.collectives.reduce.halves import HalfFold
 
 Ufunc = Callable[..., Any]

@@ -14,7 +14,8 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.integers import needs_width
 
 Array = npt.NDArray[Any]
@@ -85,7 +86,7 @@ class CollectiveActor(ABC):
 def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """An actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
     module, _, cls = target.partition(":")
-    plane_class: type[Plane] = getattr(importlib.import_module(module), cls)
+    plane_class: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return PlaneActor(plane_class(context))
 
 
@@ -94,7 +95,7 @@ class PlaneActor(CollectiveActor):
 
     planned = True
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, plane: HostPlane) -> None:
         self.plane = plane
         self.index, self.size = plane.context.index, plane.context.size
 

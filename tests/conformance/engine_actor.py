@@ -20,7 +20,8 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import AbortedError
-from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.settings import Settings
 
 SITE = "conformance"
@@ -56,7 +57,7 @@ class Coordination:
 def engine_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """An engine that is made to use the plane class ``module:Class``."""
     module, _, cls = target.partition(":")
-    plane: type[Plane] = getattr(importlib.import_module(module), cls)
+    plane: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return EngineActor(plane.name, context)
 
 

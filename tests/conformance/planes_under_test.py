@@ -102,6 +102,16 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("aabab", outer="mpi"),
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane", launcher=LIGHT),
+    # Tensors on a device, whose plane ends operations later.
+    PlaneUnderTest(
+        "engine-device",
+        "hvdlab.collectives.planes.shm:ShmPlane",
+        actor="conformance.device_actor:device_actor",
+        service=Coordination,
+        lacks=frozenset({"ragged", "abort"}),
+        launcher=LIGHT,
+        every=4,
+    ),
     negotiated("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=12),
     negotiated("hierarchical-aabb", HIERARCHICAL, library=True, hosts="aabb", sizes=(4,), every=12),
     negotiated("hierarchical-abb", HIERARCHICAL, library=True, hosts="abb", sizes=(3,), every=12),

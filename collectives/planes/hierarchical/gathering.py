@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.shm.chunks import slice_bounds
 
@@ -56,7 +56,7 @@ class Gathering:
         sizes = [sum(self.piece_sizes(c)) for c in range(self.topology.columns)]
         return sizes + [0] * (len(self.topology.here) - len(sizes))
 
-    def place(self, gathered: Buffer, out: Buffer) -> None:
+    def place(self, gathered: HostArray, out: HostArray) -> None:
         """Copy the pieces, by column and host, to where the members' parts belong."""
         at = 0
         for begin, end, start in self._moves():

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import KeyValue, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.hierarchical import memory
-from hvdlab.collectives.planes.hierarchical.scoped import ScopedStore
+from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.layout import layout_from
 
 INNER, OUTER = "shm", "gloo"
@@ -24,7 +25,7 @@ class Parts:
     def __init__(self, context: PlaneContext) -> None:
         self._context = context
         self._guard = threading.Lock()
-        self._planes: list[Plane] = []
+        self._planes: list[HostPlane] = []
         self.inner_name = context.options.get("inner", INNER)
         self.outer_name = context.options.get("outer", OUTER)
         self.aborted = False
@@ -35,11 +36,11 @@ class Parts:
             raise PlaneBroken("the hierarchical plane needs a rendezvous store")
         return self._context.store
 
-    def inner(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> Plane:
+    def inner(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> HostPlane:
         """Connect the plane of one host; this member is ``members[index]``."""
         context = self._part(members, index, scope)
         name = "local" if context.size == 1 else self.inner_name
-        cls = registry.plane_class(name)
+        cls = registry.host_plane_class(name)
         if name != "shm":
             return self._connect(cls(context), deadline)
         descriptor = self._segment(context, deadline)
@@ -49,9 +50,9 @@ class Parts:
         finally:
             os.close(descriptor)
 
-    def outer(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> Plane:
+    def outer(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> HostPlane:
         """Connect a plane between hosts; this member is ``members[index]``."""
-        cls = registry.plane_class(self.outer_name)
+        cls = registry.host_plane_class(self.outer_name)
         return self._connect(cls(self._part(members, index, scope)), deadline)
 
     def _segment(self, context: PlaneContext, deadline: Deadline) -> int:
@@ -73,7 +74,7 @@ class Parts:
             memory_fd=-1,
         )
 
-    def _connect(self, plane: Plane, deadline: Deadline) -> Plane:
+    def _connect(self, plane: HostPlane, deadline: Deadline) -> HostPlane:
         with self._guard:
             self._planes.append(plane)
             aborted = self.aborted

@@ -18,11 +18,13 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.gathering import Gathering
 from hvdlab.collectives.planes.hierarchical.parts import Parts
 from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.shm.chunks import slice_bounds
 from hvdlab.collectives.planes.staging import Scratch, narrow, widen
 
@@ -33,7 +35,7 @@ _GRAIN = 16
 _WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
 
 
-class HierarchicalPlane(Plane):
+class HierarchicalPlane(HostPlane):
     """A data plane for several hosts with several members each.
 
     Options: ``inner`` and ``outer`` (names of planes; default ``shm`` and ``gloo``); ``flat`` (operations, separated by
@@ -49,10 +51,10 @@ class HierarchicalPlane(Plane):
         self._topology = Topology.of(context.hosts, context.index)
         self._parts = Parts(context)
         self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
-        self._inner: Plane
-        self._outer: Plane | None = None
-        self._alone: Plane | None = None
-        self._flat: Plane | None = None
+        self._inner: HostPlane
+        self._outer: HostPlane | None = None
+        self._alone: HostPlane | None = None
+        self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
 
     @classmethod
@@ -91,8 +93,8 @@ class HierarchicalPlane(Plane):
 
     def allreduce(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -118,7 +120,9 @@ class HierarchicalPlane(Plane):
         if result is not outs[0]:
             _hand_out(result, outs, dtype, phases)
 
-    def _pack(self, ins: Sequence[Buffer], total: int, dtype: DType, wide: DType, phases: Phases) -> Buffer:
+    def _pack(
+        self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: Phases
+    ) -> HostArray:
         """The inputs one after another, in the wide type: the input itself if that is what it is."""
         if len(ins) == 1 and wide is dtype:
             return ins[0]
@@ -132,8 +136,8 @@ class HierarchicalPlane(Plane):
         return packed
 
     def _reduce_whole(
-        self, packed: Buffer, wide: DType, op: ReduceOp, prescale: float, postscale: float, phases: Phases
-    ) -> Buffer:
+        self, packed: HostArray, wide: DType, op: ReduceOp, prescale: float, postscale: float, phases: Phases
+    ) -> HostArray:
         """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
         result = self._slice.take(len(packed), packed.dtype)
@@ -143,8 +147,8 @@ class HierarchicalPlane(Plane):
 
     def _reduce_slices(
         self,
-        packed: Buffer,
-        result: Buffer,
+        packed: HostArray,
+        result: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -170,9 +174,9 @@ class HierarchicalPlane(Plane):
 
     def reducescatter(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -205,7 +209,7 @@ class HierarchicalPlane(Plane):
         narrow(mine, out, dtype)
         phases.unpack += monotonic_ns() - start
 
-    def _to_owners(self, mine: Buffer, counts: Sequence[int], phases: Phases) -> Buffer:
+    def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: Phases) -> HostArray:
         """Within the host, hand the slices that a carrier reduced to the members that they are for."""
         top = self._topology
         served = top.served(top.local, top.host) if top.carries else ()
@@ -218,7 +222,7 @@ class HierarchicalPlane(Plane):
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         self._check()
         direct = self._alone or (self._flat if "allgather" in self._flat_kinds else None)
         if direct is not None:
@@ -244,7 +248,7 @@ class HierarchicalPlane(Plane):
         plan.place(gathered, out.view(np.uint8))
         phases.unpack += monotonic_ns() - start
 
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         self._check()
         if self._alone is not None:
             self._alone.broadcast(buffer, root, phases)
@@ -265,10 +269,10 @@ class HierarchicalPlane(Plane):
 
     def alltoall(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         phases: Phases,
     ) -> None:
         self._check()
@@ -312,7 +316,7 @@ class HierarchicalPlane(Plane):
         self._parts.close()
 
 
-def _hand_out(result: Buffer, outs: Sequence[Buffer], dtype: DType, phases: Phases) -> None:
+def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: Phases) -> None:
     """Copy the pieces of a result to the outputs, rounding where they are of a narrower type."""
     start = monotonic_ns()
     at = 0
@@ -322,7 +326,9 @@ def _hand_out(result: Buffer, outs: Sequence[Buffer], dtype: DType, phases: Phas
     phases.unpack += monotonic_ns() - start
 
 
-def _permute(send: Buffer, counts: Sequence[int], order: Sequence[int], packed: Buffer, dtype: DType) -> None:
+def _permute(
+    send: HostArray, counts: Sequence[int], order: Sequence[int], packed: HostArray, dtype: DType
+) -> None:
     """Copy the members' slices of ``send`` in another order, widened."""
     starts = [0]
     for count in counts:

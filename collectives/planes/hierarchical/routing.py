@@ -15,8 +15,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.host import HostPlane
 
 _SIZE = np.dtype(np.int64)
 
@@ -26,11 +28,11 @@ class Routing:
     """One member's part in the alltoalls of a group. ``outer`` is there if the member carries."""
 
     topology: Topology
-    inner: Plane
-    outer: Plane | None
+    inner: HostPlane
+    outer: HostPlane | None
 
     def exchange(
-        self, send: Buffer, sizes: Sequence[int], expected: Sequence[int], out: Buffer, phases: Phases
+        self, send: HostArray, sizes: Sequence[int], expected: Sequence[int], out: HostArray, phases: Phases
     ) -> None:
         """An alltoall of bytes: ``sizes[j]`` to member ``j``, ``expected[i]`` from member ``i``."""
         top = self.topology
@@ -40,7 +42,7 @@ class Routing:
         announced = self._announce(sizes, phases)
         carried = self._to_carriers(sent, announced, phases)
         if self.outer is None:
-            arrived: list[Buffer] = []
+            arrived: list[HostArray] = []
         else:
             arrived = self._between_hosts(self.outer, carried, announced, phases)
         if not top.even:
@@ -62,7 +64,7 @@ class Routing:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _exchange_here(self, sent: list[Buffer], received: list[Buffer], phases: Phases) -> None:
+    def _exchange_here(self, sent: list[HostArray], received: list[HostArray], phases: Phases) -> None:
         here = self.topology.here
         self._inner_alltoall([sent[m] for m in here], [received[m] for m in here], phases)
 
@@ -78,8 +80,8 @@ class Routing:
         return [[int(size) for size in row] for row in received]
 
     def _to_carriers(
-        self, sent: list[Buffer], announced: list[list[int]], phases: Phases
-    ) -> list[list[Buffer]]:
+        self, sent: list[HostArray], announced: list[list[int]], phases: Phases
+    ) -> list[list[HostArray]]:
         """The pieces of each member of this host that this carrier is to carry, by receiver as in ``_served``."""
         top = self.topology
         parcels = [
@@ -91,8 +93,8 @@ class Routing:
         return [_cut(parcel, row) for parcel, row in zip(arrived, announced, strict=True)]
 
     def _between_hosts(
-        self, outer: Plane, carried: list[list[Buffer]], announced: list[list[int]], phases: Phases
-    ) -> list[Buffer]:
+        self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: Phases
+    ) -> list[HostArray]:
         """What arrives at this carrier: by host, sender of that host, and receiver of this host."""
         top = self.topology
         parcels, tables, incoming = [], [], []
@@ -118,7 +120,9 @@ class Routing:
             pieces += _cut(parcel, [int(size) for size in table.reshape(-1)])
         return pieces
 
-    def _to_receivers(self, arrived: list[Buffer], expected: Sequence[int], phases: Phases) -> list[Buffer]:
+    def _to_receivers(
+        self, arrived: list[HostArray], expected: Sequence[int], phases: Phases
+    ) -> list[HostArray]:
         """Hand over what arrived for other members of this host; returns this member's pieces by sender."""
         top, sources = self.topology, self._remote_sources()
         served = top.served(top.local, top.host) if top.carries else ()
@@ -131,11 +135,15 @@ class Routing:
         self._inner_alltoall(parcels, incoming, phases)
         return _cut(incoming[top.local % top.columns], sizes)
 
-    def _inner_alltoall(self, sent: Sequence[Buffer], received: Sequence[Buffer], phases: Phases) -> None:
+    def _inner_alltoall(
+        self, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+    ) -> None:
         _alltoall(self.inner, sent, received, phases)
 
 
-def _alltoall(plane: Plane, sent: Sequence[Buffer], received: Sequence[Buffer], phases: Phases) -> None:
+def _alltoall(
+    plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+) -> None:
     """An alltoall of separate buffers of bytes, one for each member."""
     out = np.empty(sum(len(r) for r in received), np.uint8)
     plane.alltoall(_join(sent), [len(s) for s in sent], [len(r) for r in received], out, phases)
@@ -143,20 +151,20 @@ def _alltoall(plane: Plane, sent: Sequence[Buffer], received: Sequence[Buffer], 
         target[...] = piece
 
 
-def _join(pieces: Sequence[Buffer]) -> Buffer:
+def _join(pieces: Sequence[HostArray]) -> HostArray:
     return np.concatenate(pieces) if pieces else _nothing()
 
 
-def _cut(buffer: Buffer, sizes: Iterable[int]) -> list[Buffer]:
+def _cut(buffer: HostArray, sizes: Iterable[int]) -> list[HostArray]:
     """Views of consecutive parts."""
     sizes = list(sizes)
     ends = list(accumulate(sizes))
     return [buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _flat(table: Buffer) -> Buffer:
+def _flat(table: HostArray) -> HostArray:
     return table.reshape(-1).view(np.uint8)
 
 
-def _nothing() -> Buffer:
+def _nothing() -> HostArray:
     return np.empty(0, np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.slots import StepViews
 from hvdlab.collectives.reduce.fold import Fold
 
@@ -18,7 +18,9 @@ def starts(counts: Sequence[int]) -> list[int]:
 class AllGather:
     """Each member's part, a slot at a time; bytes."""
 
-    def __init__(self, send: Buffer, counts: Sequence[int], out: Buffer, index: int, chunk: int) -> None:
+    def __init__(
+        self, send: HostArray, counts: Sequence[int], out: HostArray, index: int, chunk: int
+    ) -> None:
         self._send, self._counts, self._out, self._index, self._chunk = send, counts, out, index, chunk
         self._starts = starts(counts)
         self.steps = -(-max(counts) // chunk)
@@ -42,7 +44,7 @@ class AllGather:
 class Broadcast:
     """The root's buffer, a slot at a time; bytes."""
 
-    def __init__(self, buffer: Buffer, root: int, index: int, chunk: int) -> None:
+    def __init__(self, buffer: HostArray, root: int, index: int, chunk: int) -> None:
         self._buffer, self._root, self._is_root, self._chunk = buffer, root, root == index, chunk
         self.steps = -(-len(buffer) // chunk)
 
@@ -65,10 +67,10 @@ class AllToAll:
 
     def __init__(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         index: int,
         place: int,
     ) -> None:
@@ -104,9 +106,9 @@ class ReduceScatter:
 
     def __init__(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         index: int,
         place: int,
         fold: Fold,

@@ -22,7 +22,9 @@ import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Buffer, Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.shm.exchanges import AllGather, AllToAll, Broadcast, ReduceScatter
 from hvdlab.collectives.planes.shm.layout import LINE, PAGE, layout_from
 from hvdlab.collectives.planes.shm.pipeline import (
@@ -50,7 +52,7 @@ _BYTE = np.dtype(np.uint8)
 _TOO_MANY_FILES = "as happens when a process has as many open files as it may (`ulimit -n`)"
 
 
-class ShmPlane(Plane):
+class ShmPlane(HostPlane):
     """A data plane for ranks of one host.
 
     Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
@@ -121,8 +123,8 @@ class ShmPlane(Plane):
     @np.errstate(all="ignore")
     def allreduce(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -161,7 +163,7 @@ class ShmPlane(Plane):
         self._slice = max(slice_bytes // PAGE * PAGE, least) if slice_bytes else 0
 
     def _reduce_small(
-        self, source: Buffer, out: Buffer, fold: Fold, prescale: float, postscale: float, phases: Phases
+        self, source: HostArray, out: HostArray, fold: Fold, prescale: float, postscale: float, phases: Phases
     ) -> None:
         start = monotonic_ns()
         step, signals = self._step, self._signals
@@ -177,21 +179,21 @@ class ShmPlane(Plane):
         phases.wait += waited - packed
         phases.transfer += monotonic_ns() - waited
 
-    def allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         sizes = [c * out.itemsize for c in counts]
         work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._layout.chunk_bytes)
         self._run(work, self._slots.whole(_BYTE), phases)
 
-    def broadcast(self, buffer: Buffer, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         work = Broadcast(_bytes(buffer), root, self._index, self._layout.chunk_bytes)
         self._run(work, self._slots.whole(_BYTE), phases)
 
     @np.errstate(all="ignore")
     def reducescatter(
         self,
-        send: Buffer,
+        send: HostArray,
         counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         dtype: DType,
         op: ReduceOp,
         prescale: float,
@@ -205,10 +207,10 @@ class ShmPlane(Plane):
 
     def alltoall(
         self,
-        send: Buffer,
+        send: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-        out: Buffer,
+        out: HostArray,
         phases: Phases,
     ) -> None:
         self._check()
@@ -323,6 +325,6 @@ class ShmPlane(Plane):
             return
 
 
-def _bytes(buffer: Buffer) -> Buffer:
-    view: Buffer = buffer.view(np.uint8)
+def _bytes(buffer: HostArray) -> HostArray:
+    view: HostArray = buffer.view(np.uint8)
     return view

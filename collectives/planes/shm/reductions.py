@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.chunks import Piece, cut, slice_bounds
 from hvdlab.collectives.planes.shm.slots import StepViews
 from hvdlab.collectives.reduce.fold import Fold
@@ -22,8 +22,8 @@ class PairReduction:
 
     def __init__(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         index: int,
         chunk: int,
         fold: Fold,
@@ -61,8 +61,8 @@ class SlicedReduction:
 
     def __init__(
         self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
         index: int,
         members: int,
         chunk: int,

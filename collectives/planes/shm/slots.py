@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.layout import Layout
 
 SMALL_VIEWS = 128
 """Number of shapes for which short views are kept."""
 
-StepViews = tuple[Buffer, ...]
+StepViews = tuple[HostArray, ...]
 """The slots of one step, by member."""
 
 
@@ -49,8 +49,8 @@ class Slots:
             for slot in range(layout.slots)
         ]
 
-    def _view(self, start: int, length: int, dtype: np.dtype[Any]) -> Buffer:
-        view: Buffer = self._bytes[start : start + length].view(dtype)
+    def _view(self, start: int, length: int, dtype: np.dtype[Any]) -> HostArray:
+        view: HostArray = self._bytes[start : start + length].view(dtype)
         return view
 
     def close(self) -> None:

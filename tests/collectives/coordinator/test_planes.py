@@ -119,3 +119,30 @@ def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
     choice = without_memory(choose_plane(members(LOCAL, LOCAL)))
     assert (choice.plane, choice.memory) == ("hierarchical", 0)
     assert "make it themselves" in choice.options["note"]
+
+
+@pytest.mark.parametrize(
+    ("group", "planes"),
+    [
+        (members(LOCAL, LOCAL), {}),
+        (members((*LOCAL, "cuda/nccl"), (*LOCAL, "cuda/nccl")), {"cuda": "cuda/nccl"}),
+        (members((*LOCAL, "cuda/nccl"), LOCAL), {}),
+        (
+            members(("cuda/nccl", "cuda/other", "tpu/x", "shm"), ("tpu/x", "cuda/other", "shm")),
+            {"cuda": "cuda/other", "tpu": "tpu/x"},
+        ),
+        (members(("cuda/a", "cuda/b"), ("cuda/b", "cuda/a")), {"cuda": "cuda/a"}),
+        (members((*LOCAL, "cuda/nccl")), {"cuda": "cuda/nccl"}),
+    ],
+)
+def test_a_device_class_has_a_plane_that_all_offer(group: list[Member], planes: dict[str, str]) -> None:
+    choice = choose_plane(group)
+    assert choice.device_planes == planes
+    assert "/" not in choice.plane
+    assert without_memory(choice).device_planes == planes
+
+
+def test_a_plane_for_devices_is_not_taken_for_the_host() -> None:
+    choice = choose_plane(members((*LOCAL, "cuda/nccl"), (*LOCAL, "cuda/nccl"), wishes=("cuda/nccl",) * 2))
+    assert choice.plane == "shm"
+    assert "not for tensors of the host" in choice.notes[0]

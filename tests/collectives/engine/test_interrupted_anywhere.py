@@ -6,6 +6,7 @@ these places in a collective is tried in turn.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import sys
 import threading
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import waiting
+from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError
 from ranks import Ranks
@@ -133,6 +136,36 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
     return len(tried), deaf, sent.wait(5)
 
 
+def hooks_at_each_place() -> tuple[int, list[str]]:
+    """How many places there are, and where an interrupt made a hook be called another number of times than once."""
+    engine = context.engine()
+    tried: set[tuple[CodeType, int]] = set()
+    wrong: list[str] = []
+    unhurt = 0
+    while unhurt < 5:
+        reduce_once()
+        calls, called, accepted = [], threading.Event(), False
+
+        def hook(result: Result | None, error: Exception | None, /, calls=calls, called=called) -> None:
+            calls.append((result, error))
+            called.set()
+
+        request = Request(OpKind.ALLREDUCE, None, np.ones(4), None, DType.F64, ReduceOp.SUM, on_done=hook)
+        interrupt = Interrupt(tried)
+        with contextlib.suppress(KeyboardInterrupt, AbortedError), interrupt:
+            handle = engine.submit(request)
+            accepted = True
+            handle.wait()
+        engine.end_cell("")
+        unhurt += not interrupt.where
+        if accepted and not called.wait(5):
+            wrong.append(f"{interrupt.where}: not called")
+        reduce_once()  # whatever is left of it has ended by then
+        if len(calls) > 1:
+            wrong.append(f"{interrupt.where}: {calls}")
+    return len(tried), wrong
+
+
 # -- tests --------------------------------------------------------------------------------------------------------
 
 
@@ -142,3 +175,9 @@ def test_a_rank_is_never_deaf_or_dumb_afterwards(one: Ranks, blocked_after: floa
     assert places > 100
     assert deaf == []
     assert sent, "its spans are not sent any more"
+
+
+def test_a_completion_hook_is_called_once_all_the_same(one: Ranks) -> None:
+    ((places, wrong),) = one.run(hooks_at_each_place, timeout=60)
+    assert places > 100
+    assert wrong == []

@@ -1,0 +1,103 @@
+"""Memory that planes work on, wherever it is.
+
+A tensor of the host is a numpy array in *storage* type (``uint16`` for bfloat16, ``bool`` for bool), so that neither the engine
+nor a plane needs a framework. What lives on a device is only known by its address.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.dtypes import DType
+
+HOST = "cpu"
+"""The device class of the host's memory."""
+
+HostArray: TypeAlias = npt.NDArray[Any]
+"""C-contiguous, in storage type."""
+
+
+class Buffer(Protocol):
+    """C-contiguous memory on one device. A plane takes it for one-dimensional, whatever its shape is."""
+
+    @property
+    def pointer(self) -> int:
+        """Address of the first element, in the address space of the device."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of each dimension, in elements."""
+        ...
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the elements."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Device class, such as ``cpu`` or ``cuda``; the same as that of the plane that works on it."""
+        ...
+
+
+class HostBuffer:
+    """A numpy array as a buffer.
+
+    Args:
+        array: In storage type, C-contiguous.
+        dtype: Element type.
+    """
+
+    __slots__ = ("array", "dtype")
+
+    def __init__(self, array: HostArray, dtype: DType) -> None:
+        self.array = array
+        self.dtype = dtype
+
+    @property
+    def pointer(self) -> int:
+        address: int = self.array.__array_interface__["data"][0]
+        return address
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def device(self) -> str:
+        return HOST
+
+
+Tensor: TypeAlias = HostArray | Buffer
+"""What requests carry and results are: an array of the host, or a buffer of any device."""
+
+
+def buffer_of(tensor: Tensor, dtype: DType) -> Buffer:
+    """A tensor as a plane takes it; an array in one dimension."""
+    return HostBuffer(tensor.reshape(-1), dtype) if isinstance(tensor, np.ndarray) else tensor
+
+
+def host_view(tensor: Tensor | Buffer) -> HostArray:
+    """The array of a tensor of the host.
+
+    Raises:
+        TypeError: It is on another device.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if isinstance(tensor, HostBuffer):
+        return tensor.array
+    raise TypeError(f"a buffer on {tensor.device} can't be read by the host")

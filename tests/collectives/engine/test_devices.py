@@ -1,0 +1,257 @@
+"""Tensors of two device classes in one process set, where operations of one of them end later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import fake_device
+from hvdlab.collectives import api, context
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from ranks import Ranks
+
+COUNT = 5000
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    with Ranks(2, init=False) as ranks:
+        ranks.run(begin)
+        yield ranks
+
+
+# -- on the ranks -------------------------------------------------------------------------------------------------
+
+
+def begin(has_device: bool = True) -> None:
+    if has_device:
+        fake_device.register()
+    context.init()
+
+
+def request(name: str, value: float, device: str, count: int = COUNT) -> Request:
+    array = np.full(count, value, np.float32)
+    tensor = fake_device.on_device(array, DType.F32) if device == fake_device.DEVICE else array
+    return Request(OpKind.ALLREDUCE, name, tensor, None, DType.F32, ReduceOp.SUM, device=device)
+
+
+def value_of(result: Result) -> float:
+    output = result.output
+    return float((output if isinstance(output, np.ndarray) else fake_device.memory_of(output))[-1])
+
+
+def submitted(name: str, value: float, device: str) -> Handle:
+    engine = context.engine()
+    handle = engine.submit(request(name, value, device))
+    engine.flush()
+    return handle
+
+
+def total(device: str, value: float = 1.0) -> float:
+    return value_of(context.engine().run(request(f"total on {device}", value, device)))
+
+
+def planes() -> tuple[str, str]:
+    engine = context.engine()
+    return engine.plane(), engine.device_plane(0, fake_device.DEVICE)
+
+
+def mixed(seed: int, count: int) -> list[float]:
+    """Small and large tensors of both classes, submitted in an order of its own by each rank."""
+    engine = context.engine()
+    handles: dict[int, Handle] = {}
+    for i in np.random.default_rng(seed + engine.rank).permutation(count):
+        device = fake_device.DEVICE if i % 2 else "cpu"
+        handles[int(i)] = engine.submit(request(f"t{i}", float(i), device, 10 + 1000 * (int(i) % 3)))
+    return [value_of(handles[i].wait()) for i in range(count)]
+
+
+def host_meanwhile() -> tuple[list[float], bool, float]:
+    """While the device works on something, tensors of the host go on."""
+    fake_device.GO_ON.clear()
+    try:
+        handle = submitted("slow", 3.0, fake_device.DEVICE)
+        sums = [total("cpu") for _ in range(3)]
+        done = handle.done()
+    finally:
+        fake_device.GO_ON.set()
+    return sums, done, value_of(handle.wait())
+
+
+def hooked(count: int) -> tuple[list[str], bool]:
+    """Whose hooks were called, and whether as many as there are were."""
+    ended: list[str] = []
+    all_ended = threading.Semaphore(0)
+    engine = context.engine()
+    asked = [request(f"d{i}", 1.0, fake_device.DEVICE, COUNT + i) for i in range(count)]
+    for each in asked:
+
+        def hook(result: Result | None, error: Exception | None, /, name: str | None = each.name) -> None:
+            ended.append(str(name))
+            all_ended.release()
+
+        each.on_done = hook
+        engine.submit(each)
+    came = all(all_ended.acquire(timeout=20) for _ in range(count))
+    return ended, came
+
+
+def given_up() -> str:
+    """What is on its way on the device ends with its epoch, although the device does not go on."""
+    engine = context.engine()
+    fake_device.GO_ON.clear()
+    try:
+        handle = submitted("stuck", 1.0, fake_device.DEVICE)
+        total("cpu")  # all have begun it by then
+        if engine.rank == 0:
+            engine.withdraw("rank 0 gave up")
+        with pytest.raises(AbortedError) as told:
+            handle.wait(20)
+    finally:
+        fake_device.GO_ON.set()
+    return told.value.cause.kind.value
+
+
+def begin_and_wait() -> str:
+    handle = submitted("of the dead", 1.0, fake_device.DEVICE)
+    context.engine().post("begun", b"")
+    with pytest.raises(AbortedError) as told:
+        handle.wait(20)
+    return told.value.cause.kind.value
+
+
+def hold() -> None:
+    fake_device.GO_ON.clear()
+
+
+def disagree() -> str:
+    device = fake_device.DEVICE if context.engine().rank else "cpu"
+    with pytest.raises(MismatchError) as told:
+        context.engine().run(request("bad", 1.0, device))
+    return str(told.value)
+
+
+def refused() -> str:
+    with pytest.raises(InvalidRequestError) as told:
+        context.engine().submit(request("nowhere", 1.0, fake_device.DEVICE))
+    return str(told.value)
+
+
+def adasum() -> str:
+    asked = request("adasum", 1.0, fake_device.DEVICE)
+    asked.op = ReduceOp.ADASUM
+    with pytest.raises(InvalidRequestError) as told:
+        context.engine().submit(asked)
+    return str(told.value)
+
+
+def uneven() -> list[float]:
+    """Rank 1 has joined: it takes part with zeros on the device."""
+    engine = context.engine()
+    sums = [total(fake_device.DEVICE, 7.0), total("cpu", 5.0)] if engine.rank == 0 else []
+    engine.join()
+    return sums
+
+
+def leave_at_once() -> float:
+    """What executes is finished before a rank leaves."""
+    handle = submitted("last", 2.0, fake_device.DEVICE)
+    total("cpu")
+    context.shutdown()
+    return value_of(handle.wait())
+
+
+def of_a_set(remove: bool) -> float:
+    engine = context.engine()
+    chosen = engine.add_process_set([0, 1])
+    asked = request("of the set", 2.0, fake_device.DEVICE)
+    asked.process_set = chosen
+    value = value_of(engine.run(asked))
+    if remove:
+        engine.remove_process_set(chosen)
+    return value
+
+
+def threads() -> int:
+    api.barrier()
+    return sum(thread.name == "fake-device" for thread in threading.enumerate())
+
+
+# -- tests ----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_plane_for_each_class(two: Ranks) -> None:
+    assert two.run(planes) == [("shm", fake_device.PLANE)] * 2
+    assert two.run(total, "cpu") == two.run(total, fake_device.DEVICE) == [2.0] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_classes_at_once_in_any_order(two: Ranks, seed: int) -> None:
+    assert two.run(mixed, seed, 40) == [[2.0 * i for i in range(40)]] * 2
+
+
+def test_the_host_goes_on_while_the_device_works(two: Ranks) -> None:
+    two.run(total, fake_device.DEVICE)  # the plane is built
+    assert two.run(host_meanwhile) == [([2.0] * 3, False, 6.0)] * 2
+
+
+def test_the_hooks_of_what_ends_later_are_called_once_each(two: Ranks) -> None:
+    first, second = two.run(hooked, 12)
+    assert first[1]
+    assert second[1]
+    assert sorted(first[0]) == sorted(second[0]) == sorted(f"d{i}" for i in range(12))
+
+
+def test_an_abort_ends_what_is_on_its_way(two: Ranks) -> None:
+    two.run(total, fake_device.DEVICE)
+    assert two.run(given_up) == ["withdrawn"] * 2
+    assert two.run(total, fake_device.DEVICE) == two.run(total, "cpu") == [2.0] * 2
+    assert two.run(threads) == [1] * 2
+
+
+def test_a_death_ends_what_is_on_its_way(two: Ranks) -> None:
+    two.run(total, fake_device.DEVICE)
+    two.run(hold, ranks=[1])
+    waiting = two.start(begin_and_wait)
+    two.kill(1)
+    assert waiting.outcomes()[0] == CauseKind.RANK_DIED.value
+
+
+def test_a_tensor_that_is_elsewhere_on_another_rank_is_a_mismatch(two: Ranks) -> None:
+    for text in two.run(disagree):
+        assert "on cpu" in text
+        assert "on fake" in text
+    assert two.run(total, fake_device.DEVICE) == [2.0] * 2
+
+
+def test_what_one_rank_does_not_offer_is_refused_on_all() -> None:
+    with Ranks(2, init=False) as ranks:
+        ranks.run(begin, per_rank=[(True,), (False,)])
+        assert ranks.run(planes) == [("shm", "")] * 2
+        for text in ranks.run(refused):
+            assert "no data plane for tensors on fake" in text
+        assert ranks.run(total, "cpu") == [2.0] * 2
+
+
+def test_adasum_is_for_the_host(two: Ranks) -> None:
+    assert all("copy them to the CPU" in text for text in two.run(adasum))
+
+
+def test_who_has_joined_takes_part_with_zeros_there(two: Ranks) -> None:
+    assert two.run(uneven) == [[7.0, 5.0], []]
+
+
+def test_what_is_on_its_way_is_finished_before_a_rank_leaves(two: Ranks) -> None:
+    assert two.run(leave_at_once) == [4.0] * 2
+
+
+def test_a_process_set_has_planes_of_its_own(two: Ranks) -> None:
+    assert two.run(of_a_set, False) == [4.0] * 2
+    assert two.run(threads) == [1] * 2
+    assert two.run(of_a_set, True) == [4.0] * 2

@@ -114,6 +114,10 @@ def _used_by_others(entry: str) -> bool:
     return False
 
 
+def _left_in_memory(before: set[str]) -> list[str]:
+    return [entry for entry in _shared_memory() - before if not _used_by_others(entry)]
+
+
 def _settled(remaining: Callable[[], object], deadline: float) -> None:
     while remaining() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -185,9 +189,11 @@ def leak_check() -> Iterator[None]:
     _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
     _settled(lambda: _new_children(children), deadline)
     _settled(lambda: _new_fds(fds), deadline)
+    # Other workers' tests come and go beside this one, and map or remove what they make there within moments.
+    _settled(lambda: _left_in_memory(memory), deadline)
     leaks = [_stack(t) for t in _threads() - threads if t.is_alive()]
     leaks += [_command(p) for p in _new_children(children)]
-    leaks += [f"/dev/shm/{e}" for e in _shared_memory() - memory if not _used_by_others(e)]
+    leaks += [f"/dev/shm/{e}" for e in _left_in_memory(memory)]
     leaks += [f"fd {fd} -> {target}" for fd, target in _new_fds(fds)]
     if leaks:
         pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

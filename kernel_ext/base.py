@@ -17,6 +17,7 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, leftovers
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.forked import decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
@@ -28,13 +29,13 @@ from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
 from hvdlab.kernel_ext.members import Ended, Found
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
+from hvdlab.kernel_ext.prestart import Base, Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
-from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
-from hvdlab.kernel_ext.warm.messages import Exited, FromWarm
-from hvdlab.kernel_ext.warm.processes import start_time
-from hvdlab.kernel_ext.warm.supervisor import last_lines
+from hvdlab.launch.forkserver.messages import Exited, FromServer
+from hvdlab.launch.forkserver.server_state import last_lines
+from hvdlab.launch.processes import start_time
 
 Progress = Callable[[str], None]
 
@@ -78,7 +79,7 @@ class PoolBase:
         )
         self.resumed: list[CellHandle] = []
         self.group = Group(base.client, died=self._died, ready=self._is_ready)
-        self.companion = Companion(base.warm, self.group.pids, self.joining.connected, lost=self.tell)
+        self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
             began=lambda: self.companion.bring_up_later(AT_LATEST),
@@ -105,7 +106,7 @@ class PoolBase:
         if keeping is not None:
             self._find()
         base.client.on_mail(JOINED, self._joined)
-        base.warm.listen(self._hear, self._warm_lost)
+        base.fork_server.listen(self._hear, self._fork_server_lost)
 
     @classmethod
     def start(
@@ -114,7 +115,7 @@ class PoolBase:
         launcher: str,
         plane: str,
         hosts: str,
-        warm: WarmPool | None,
+        warm: Prestart | None,
         keep: str | None,
         deadline: Deadline,
         progress: Progress,
@@ -139,7 +140,7 @@ class PoolBase:
         try:
             if local:
                 progress("importing what the ranks share")
-                check_loaded(base.warm.wait_loaded(deadline))
+                check_loaded(base.fork_server.wait_loaded(deadline))
             self = cls(base, launcher, plane, hosts)
         except BaseException:
             base.close()
@@ -202,7 +203,9 @@ class PoolBase:
 
     def _find(self) -> None:
         """The ranks that another process has started. Those that are missing have ended while nobody looked."""
-        pids = {number: child.pid for number, child in self._base.warm.children().items() if number >= 0}
+        pids = {
+            number: child.pid for number, child in self._base.fork_server.children().items() if number >= 0
+        }
         wanted = self.client.membership().expected or tuple(pids)
         coordinator = self._base.coordinator
         if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
@@ -226,7 +229,7 @@ class PoolBase:
             master_port=self._ports[1],
         )
         if self.launcher == names.LOCAL:
-            self._local = LocalRanks(self._base.warm, world, self.group.handle)
+            self._local = LocalRanks(self._base.fork_server, world, self.group.handle)
             return self._local
         self._foreign = ForeignRanks(
             self.launcher, self.hosts, self.companion, self.client, world, self.group.handle
@@ -235,9 +238,9 @@ class PoolBase:
 
     # -- who tells whom -------------------------------------------------------------------------------------------
 
-    def _hear(self, event: FromWarm) -> None:
+    def _hear(self, event: FromServer) -> None:
         if isinstance(event, Exited) and event.left is not None:
-            event = self._take_left(event, event.left)
+            event = self._take_left(event, decode_left(event.left))
         if self._local is not None:
             self._local.hear(event)
         if isinstance(event, Exited):
@@ -278,9 +281,9 @@ class PoolBase:
         members = self.client.membership().members
         return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
 
-    def _warm_lost(self, reason: str) -> None:
+    def _fork_server_lost(self, reason: str) -> None:
         try:
-            self._base.warm.respawn()
+            self._base.fork_server.respawn()
         except StartError as error:
             self._break(
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
@@ -299,7 +302,9 @@ class PoolBase:
     def note_kept(self) -> None:
         """A process, or the size, has changed: who attaches later must know."""
         if self.keeping is not None and not self._closed:
-            self.keeping.update(self._base.coordinator, self._base.warm, len(self.group.members.wanted))
+            self.keeping.update(
+                self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
+            )
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""

@@ -13,13 +13,13 @@ from typing import Any
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.settings import PLANES
 from hvdlab.kernel_ext.registry import Registry
-from hvdlab.kernel_ext.warm.forking import REMEDIES, why_not
+from hvdlab.launch.forkserver.forking import REMEDIES, why_not
 
 BYTES_PER_RANK = 24 << 20
 """What a forked rank takes at least, beside what it shares."""
 
 DESCRIPTORS_PER_RANK = 4
-"""File descriptors that the warm process keeps for each rank."""
+"""File descriptors that the fork server keeps for each rank."""
 
 
 def default_size() -> int:

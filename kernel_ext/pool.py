@@ -30,7 +30,7 @@ from hvdlab.kernel_ext.status import RankStatus
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.warm.ahead import WarmPool
+    from hvdlab.kernel_ext.prestart import Prestart
 
 
 class Pool(Running, Measuring, Sizing, Asking, Looking):
@@ -57,7 +57,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         launcher: str = "local",
         plane: str = "auto",
         hosts: str | None = None,
-        warm: WarmPool | None = None,
+        warm: Prestart | None = None,
         keep: str | None = None,
         timeout: float = 60,
         on_progress: Progress | None = None,
@@ -69,7 +69,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             launcher: ``local``, ``mpi`` or another of ipyparallel's launchers.
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
-            warm: What :func:`hvdlab.kernel_ext.warm.prewarm` began; the pool takes it over, also if this fails.
+            warm: What :meth:`hvdlab.kernel_ext.prestart.Prestart.begin` began; the pool takes it over, also if this fails.
             keep: A name, or an empty text to be given one: the ranks then outlive this process, until
                 :meth:`stop`, and another one finds them by :meth:`attach`. Only for the launcher ``local``.
             timeout: Seconds.

@@ -1,4 +1,4 @@
-"""Ranks on this host, forked by the warm process."""
+"""Ranks on this host, forked by the fork server."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from collections.abc import Callable, Sequence
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.members import Ended, Event, Started
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.exits import describe, detail
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.exits import describe, detail
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Exited,
     Fork,
     Forked,
     ForkFailed,
-    FromWarm,
+    FromServer,
     Loaded,
     Signal,
 )
 
 
 class LocalRanks:
-    """Starts ranks by the warm process.
+    """Starts ranks by the fork server.
 
     Args:
-        warm: The warm process.
+        fork_server: The fork server.
         world: What every rank is told.
         report: Takes what happens to ranks.
     """
 
-    def __init__(self, warm: WarmProcess, world: World, report: Callable[[Event], None]) -> None:
-        self._warm, self._world, self._report = warm, world, report
+    def __init__(self, fork_server: ForkServer, world: World, report: Callable[[Event], None]) -> None:
+        self._fork_server, self._world, self._report = fork_server, world, report
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         """Have them forked, with this process's environment, working directory and ``sys.path`` as they are now."""
         directory = os.getcwd()
         for rank in ranks:
             environment = rank_environment(os.environ, self._world, rank, size)
-            self._warm.send(Fork.of(rank, environment, directory, sys.path))
+            self._fork_server.send(Fork.of(rank, environment, directory, sys.path))
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal, by the warm process, which knows whether the process still is that rank."""
-        self._warm.send(Signal(rank, number))
+        """Send a signal, by the fork server, which knows whether the process still is that rank."""
+        self._fork_server.send(Signal(rank, number))
 
-    def hear(self, event: FromWarm) -> None:
-        """A message of the warm process; those that are not about ranks are ignored."""
+    def hear(self, event: FromServer) -> None:
+        """A message of the fork server; those that are not about ranks are ignored."""
         match event:
             case Forked(number, pid) if number != CONTROLLER:
                 self._report(Started(number, pid))
@@ -58,7 +58,7 @@ class LocalRanks:
 
 
 def check_loaded(loaded: Loaded) -> None:
-    """Raises ``StartError`` if an import of the warm process failed, with what to do."""
+    """Raises ``StartError`` if an import of the fork server failed, with what to do."""
     if not loaded.failed:
         return
     name, text = next(iter(loaded.failed.items()))

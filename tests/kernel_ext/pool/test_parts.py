@@ -17,22 +17,23 @@ from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.environment import foreign_sizes
+from hvdlab.kernel_ext.forked import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import parse_hosts
 from hvdlab.kernel_ext.launchers.local import check_loaded
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
-from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter, describe
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.exits import OutOfMemoryCounter, describe
+from hvdlab.launch.forkserver.messages import (
     Exited,
     Fork,
     Loaded,
-    decode_from_warm,
-    decode_to_warm,
+    decode_from_server,
+    decode_to_server,
     encode,
 )
-from hvdlab.kernel_ext.warm.preload import load, modules_to_load
+from hvdlab.launch.forkserver.preload import load, modules_to_load
 
 WORLD = World("unix:/run/coordinator", "secret", master_port=2345)
 
@@ -160,14 +161,14 @@ def test_out_of_memory_kills_are_counted_where_they_can_be_read(
     assert not counter.increased()
 
 
-# -- the warm process's messages and imports --------------------------------------------------------------------------
+# -- the fork server's messages and imports --------------------------------------------------------------------------
 
 
 def test_messages_survive_the_wire() -> None:
     order = Fork.of(1, {"A": "b"}, "/tmp", ("", "/lib"), ("--x",))
-    assert decode_to_warm(encode(order)[4:]) == order
+    assert decode_to_server(encode(order)[4:]) == order
     exited = Exited(1, 2, -1, 9, 3, True, "tail")
-    assert decode_from_warm(encode(exited)[4:]) == exited
+    assert decode_from_server(encode(exited)[4:]) == exited
 
 
 def test_the_user_chooses_what_is_imported_ahead() -> None:
@@ -179,7 +180,7 @@ def test_the_user_chooses_what_is_imported_ahead() -> None:
 def test_imports_that_fail_are_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving.py").write_text("raise SystemExit('no licence')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    loaded = load(["json", "leaving", "no_such_module"])
+    loaded = load(PROGRAM, ["json", "leaving", "no_such_module"])
     assert "json" in loaded.modules
     assert set(loaded.failed) == {"leaving", "no_such_module"}
     with pytest.raises(StartError, match=r"import leaving.*no licence.*HVDLAB_PRELOAD='json'"):

@@ -1,4 +1,4 @@
-"""What the pool and its warm process say to each other, as msgspec structs in frames over a socketpair. No pickle."""
+"""What the pool and its fork server say to each other, as msgspec structs in frames over a socketpair. No pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
-from hvdlab.kernel_ext.messages.cells import Left
 
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
@@ -20,16 +19,16 @@ LAUNCHER = -2
 """Number of an adopted process that is the program which starts and ends the ranks (``mpiexec``)."""
 
 
-class WarmMessage(
+class ForkServerMessage(
     msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False
 ):
     """Base of every message."""
 
 
-# -- pool to warm process ---------------------------------------------------------------------------------------------
+# -- pool to fork server ---------------------------------------------------------------------------------------------
 
 
-class Fork(WarmMessage, frozen=True):
+class Fork(ForkServerMessage, frozen=True):
     """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
 
     What comes from the operating system is in bytes: it need not be UTF-8.
@@ -61,7 +60,7 @@ class Fork(WarmMessage, frozen=True):
         return cls(number, variables, os.fsencode(directory), tuple(map(os.fsencode, path)), argv)
 
 
-class Signal(WarmMessage, frozen=True):
+class Signal(ForkServerMessage, frozen=True):
     """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
 
     number: int
@@ -69,29 +68,29 @@ class Signal(WarmMessage, frozen=True):
     group: bool = False
 
 
-class Guard(WarmMessage, frozen=True):
-    """Remove these files when the warm process ends, however the pool ended. Replaces the list so far."""
+class Guard(ForkServerMessage, frozen=True):
+    """Remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
 
     paths: tuple[str, ...]
 
 
-class Engine(WarmMessage, frozen=True):
+class Engine(ForkServerMessage, frozen=True):
     """Tell the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
-    The warm process tells it of its own children's end by itself.
+    The fork server tells it of its own children's end by itself.
     """
 
     rank: int
     joined: bool
 
 
-class Shutdown(WarmMessage, frozen=True):
+class Shutdown(ForkServerMessage, frozen=True):
     """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
 
     grace: float = 1.0
 
 
-class Forked(WarmMessage, frozen=True):
+class Forked(ForkServerMessage, frozen=True):
     """Child ``number`` runs as ``pid``.
 
     Attributes:
@@ -110,8 +109,8 @@ class Forked(WarmMessage, frozen=True):
     unsent: int = -1
 
 
-class Adopt(WarmMessage, frozen=True):
-    """Look after these processes, which an earlier warm process forked, as after children.
+class Adopt(ForkServerMessage, frozen=True):
+    """Look after these processes, which an earlier fork server forked, as after children.
 
     How one of them ends may remain unknown (see :class:`Exited`). Those that have ended already are reported at once.
     """
@@ -119,7 +118,7 @@ class Adopt(WarmMessage, frozen=True):
     children: tuple[Forked, ...]
 
 
-class Keep(WarmMessage, frozen=True):
+class Keep(ForkServerMessage, frozen=True):
     """Stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
 
     An empty path takes that back.
@@ -128,10 +127,10 @@ class Keep(WarmMessage, frozen=True):
     path: str
 
 
-# -- warm process to pool ---------------------------------------------------------------------------------------------
+# -- fork server to pool ---------------------------------------------------------------------------------------------
 
 
-class Loaded(WarmMessage, frozen=True):
+class Loaded(ForkServerMessage, frozen=True):
     """The imports are done.
 
     Attributes:
@@ -145,14 +144,14 @@ class Loaded(WarmMessage, frozen=True):
     seconds: float
 
 
-class ForkFailed(WarmMessage, frozen=True):
+class ForkFailed(ForkServerMessage, frozen=True):
     """Child ``number`` could not be forked."""
 
     number: int
     text: str
 
 
-class Exited(WarmMessage, frozen=True):
+class Exited(ForkServerMessage, frozen=True):
     """A child ended.
 
     Attributes:
@@ -162,7 +161,7 @@ class Exited(WarmMessage, frozen=True):
         out_of_memory: The kernel killed it for lack of memory.
         tail: The last lines of its standard error.
         seen: ``max_rss`` is what was seen up to a second before the end: it was not a child of who tells it.
-        left: What it wrote in its last cell and may not have sent, if it had one.
+        left: What it wrote and may not have sent, as its program encodes that; ``None`` if there is nothing.
     """
 
     number: int
@@ -173,23 +172,23 @@ class Exited(WarmMessage, frozen=True):
     out_of_memory: bool = False
     tail: str = ""
     seen: bool = False
-    left: Left | None = None
+    left: bytes | None = None
 
 
-class ControllerUp(WarmMessage, frozen=True):
+class ControllerUp(ForkServerMessage, frozen=True):
     """ipyparallel's controller listens and has written its connection files."""
 
     pid: int
 
 
-class Kept(WarmMessage, frozen=True):
+class Kept(ForkServerMessage, frozen=True):
     """Answer to :class:`Keep`; ``error`` says why it can't be done."""
 
     path: str
     error: str = ""
 
 
-class Children(WarmMessage, frozen=True):
+class Children(ForkServerMessage, frozen=True):
     """What a successor gets after ``Loaded``: the living children. The ends of others follow as :class:`Exited`.
 
     The frame brings the lifeline's writing end along.
@@ -203,36 +202,38 @@ class Children(WarmMessage, frozen=True):
     guarded: tuple[str, ...] = ()
 
 
-class Refused(WarmMessage, frozen=True):
+class Refused(ForkServerMessage, frozen=True):
     """What a successor gets while the pool's process lives: ``pid`` is that process. The connection ends then."""
 
     pid: int
 
 
-ToWarm = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
-FromWarm = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
+ToServer = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
+FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_to_warm: msgspec.msgpack.Decoder[ToWarm] = msgspec.msgpack.Decoder(cast("type[ToWarm]", ToWarm))
-_from_warm: msgspec.msgpack.Decoder[FromWarm] = msgspec.msgpack.Decoder(cast("type[FromWarm]", FromWarm))
+_to_warm: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(cast("type[ToServer]", ToServer))
+_from_warm: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(
+    cast("type[FromServer]", FromServer)
+)
 
 
-def encode(message: WarmMessage) -> bytes:
+def encode(message: ForkServerMessage) -> bytes:
     """The whole frame of a message."""
     return encode_frame(_encoder.encode(message))
 
 
-def decode_to_warm(payload: bytes | memoryview) -> ToWarm:
-    """A message to the warm process. Raises ``ProtocolError`` if it is malformed."""
+def decode_to_server(payload: bytes | memoryview) -> ToServer:
+    """A message to the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_warm.decode(payload)
     except MALFORMED as error:
-        raise ProtocolError(f"not a message to the warm process: {error}") from error
+        raise ProtocolError(f"not a message to the fork server: {error}") from error
 
 
-def decode_from_warm(payload: bytes | memoryview) -> FromWarm:
-    """A message of the warm process. Raises ``ProtocolError`` if it is malformed."""
+def decode_from_server(payload: bytes | memoryview) -> FromServer:
+    """A message of the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _from_warm.decode(payload)
     except MALFORMED as error:
-        raise ProtocolError(f"not a message of the warm process: {error}") from error
+        raise ProtocolError(f"not a message of the fork server: {error}") from error

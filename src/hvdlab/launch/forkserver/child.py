@@ -1,4 +1,4 @@
-"""From a fork of the warm process to a rank or a controller: what is the child's own is set up here."""
+"""From a fork of the fork server to a rank or a controller: what is the child's own is set up here."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from hvdlab.collectives.linux import die_with_parent, name_process
-from hvdlab.kernel_ext.warm.forking import Role
-from hvdlab.kernel_ext.warm.lifeline import depend_on
-from hvdlab.kernel_ext.warm.messages import CONTROLLER
+from hvdlab.launch.forkserver.forking import Role
+from hvdlab.launch.forkserver.lifeline import depend_on
+from hvdlab.launch.forkserver.messages import CONTROLLER
+from hvdlab.launch.forkserver.program import ForkedProgram
 
 
-def become(role: Role, *, open_files: int) -> NoReturn:
+def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
     """Be what the role says, in a forked child, and end the process with it.
 
     Args:
+        program: What runs in children.
         open_files: Soft limit on open files.
     """
     code = 1
@@ -36,7 +37,7 @@ def become(role: Role, *, open_files: int) -> NoReturn:
             resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         )
         _set_up(role)
-        code = _program(role)()
+        code = _run(role, program)
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
@@ -47,7 +48,7 @@ def become(role: Role, *, open_files: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End a forked process: exit handlers and flushes, but no tearing down of what is shared with the warm process.
+    """End a forked process: exit handlers and flushes, but no tearing down of what is shared with the fork server.
 
     An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
     """
@@ -78,7 +79,7 @@ def _set_up(role: Role) -> None:
     _connect_standard_descriptors(role)
     depend_on(role.lifeline)
     if not os.read(role.leave_to_live, 1):
-        # Nobody may have heard of this process; then a successor of the warm process forks another one.
+        # Nobody may have heard of this process; then a successor of the fork server forks another one.
         os.write(2, b"The process that forked this one died before it could tell so.\n")
         os._exit(1)
     os.close(role.leave_to_live)
@@ -115,14 +116,10 @@ def _ignore_interrupt(number: int, frame: object) -> None:
     """Not SIG_IGN, which programs that the rank starts would inherit."""
 
 
-def _program(role: Role) -> Callable[[], int]:
+def _run(role: Role, program: ForkedProgram) -> int:
     if role.order.number == CONTROLLER:
-        from hvdlab.kernel_ext.launchers.controller import run_forked
-
-        return lambda: run_forked(role.order.argv, role.channel)
-    from hvdlab.kernel_ext.rank.app import run
-
-    return lambda: run(role.order.argv, role.pipes, role.unsent)
+        return program.run_controller(role.order.argv, role.channel)
+    return program.run_rank(role.order.argv, role.pipes, role.unsent)
 
 
 # -- libraries that were imported before the fork -----------------------------------------------------------------------
@@ -141,7 +138,7 @@ def refresh_libraries() -> None:
 
 
 def _size_openblas(threads: int) -> None:
-    """The warm process loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
+    """The fork server loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
     if threads <= 1:
         return
     pattern = re.compile(r"\S*openblas\S*\.so\S*")

@@ -1,4 +1,4 @@
-"""What the warm process of a kept pool does about its coordinator while no notebook is attached: what that would do.
+"""What the fork server of a kept pool does about its coordinator while no notebook is attached: what that would do.
 
 It holds the coordinator's listening socket from the moment the pool is to be kept, so that ranks which lose the
 coordinator wait there instead of leaving.
@@ -18,7 +18,7 @@ from hvdlab.collectives.coordinator.launch import Launch
 from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.warm.processes import readable
+from hvdlab.launch.processes import readable
 
 ANSWER_WITHIN = 1.0
 """Seconds that a coordinator has to hand over its socket."""
@@ -30,7 +30,7 @@ UNKNOWN = 16
 """Generations that a coordinator may be ahead of what was heard of it: its notebook may have replaced it."""
 
 
-class Caretaker:
+class DetachedSupervisor:
     """Of the coordinator that has this directory.
 
     Attributes:

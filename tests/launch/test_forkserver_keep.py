@@ -1,4 +1,4 @@
-"""A warm process that stays with its ranks when the pool's process ends, and the next one that takes it over."""
+"""A fork server that stays with its ranks when the pool's process ends, and the next one that takes it over."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import pytest
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.messages import Signal
+from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import Signal
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def door() -> Iterator[str]:
         assert os.listdir(directory) == []
 
 
-def take_over(ranks: ForkedRanks, door: str) -> WarmProcess:
-    """Let go of the warm process as if this process had ended, and come back."""
+def take_over(ranks: ForkedRanks, door: str) -> ForkServer:
+    """Let go of the fork server as if this process had ended, and come back."""
     ranks.warm.detach()
-    ranks.warm = WarmProcess.attach(door, Deadline(10))
+    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
     ranks.news.clear()
     return ranks.warm
 
@@ -68,7 +69,7 @@ def test_a_successor_gets_the_children_and_what_it_missed(door: str, ranks: Fork
     assert ranks.run(1, "2") == "2"
 
 
-def test_a_successor_s_ranks_survive_the_warm_process_too_and_are_still_kept(
+def test_a_successor_s_ranks_survive_the_fork_server_too_and_are_still_kept(
     door: str, ranks: ForkedRanks
 ) -> None:
     ranks.warm.keep(door, Deadline(10))
@@ -91,13 +92,13 @@ def test_only_one_has_it(door: str, ranks: ForkedRanks) -> None:
     ranks.warm.keep(door, Deadline(10))
     ranks.fork([0])
     with pytest.raises(StartError, match=f"process {os.getpid()} has it"):
-        WarmProcess.attach(door, Deadline(10))
+        ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
     assert ranks.run(0, "1") == "1"
 
 
 def test_no_pool_waits_where_there_is_none(door: str) -> None:
     with pytest.raises(StartError, match="no pool waits"):
-        WarmProcess.attach(door, Deadline(10))
+        ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
 
 
 def test_a_place_where_none_can_wait_is_told(ranks: ForkedRanks) -> None:
@@ -122,8 +123,8 @@ input()
 
 
 def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself(door: str) -> None:
-    """The ranks' coordinator goes with its owner here, so they leave by themselves; the warm process stays."""
-    tests = str(Path(__file__).parents[2])
+    """The ranks' coordinator goes with its owner here, so they leave by themselves; the fork server stays."""
+    tests = str(Path(__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, tests, door], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -131,7 +132,7 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
         warm, *others = (int(word) for word in process.stdout.readline().split())
         os.kill(others[0], signal.SIGSTOP)
         process.kill()
-    found = WarmProcess.attach(door, Deadline(10))
+    found = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
     assert found.children()[0].pid == others[0]
     found.detach()
     os.kill(warm, signal.SIGKILL)
@@ -153,7 +154,7 @@ def test_a_stranger_s_bytes_do_no_harm(door: str, ranks: ForkedRanks) -> None:
             with contextlib.suppress(ConnectionResetError):  # not all of it was read
                 while stranger.recv(4096):
                     pass
-    ranks.warm = WarmProcess.attach(door, Deadline(10))
+    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
 
 
 GARBAGE = (

@@ -1,6 +1,6 @@
 """What ends a child for which nobody is left to care, even if it is stopped, or stuck in C code.
 
-The pool's process and the warm process hold the writing end of one pipe, into which nothing is ever written. Each
+The pool's process and the fork server hold the writing end of one pipe, into which nothing is ever written. Each
 child has the kernel send SIGKILL to its process group when the last writer is gone. So a child outlives either of the
 two, never both; and neither needs to act for that, nor the child to run.
 """
@@ -38,7 +38,7 @@ class Lifeline:
         return reader, cls(writer)
 
     def close(self) -> None:
-        """Let go of it: children end, unless the warm process holds it too. Idempotent."""
+        """Let go of it: children end, unless the fork server holds it too. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

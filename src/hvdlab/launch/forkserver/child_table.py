@@ -1,4 +1,4 @@
-"""The processes that a warm process looks after: reading their pipes, ending them, telling their ends."""
+"""The processes that a fork server looks after: reading their pipes, ending them, telling their ends."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import selectors
 import signal
 import time
 
-from hvdlab.kernel_ext.messages.cells import Left
-from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Forked
-from hvdlab.kernel_ext.warm.pipes import READ_SIZE, ChildPipes
-from hvdlab.kernel_ext.warm.supervisor import ChildEnded, ChildWrote, ControllerListens, Event
+from hvdlab.launch.exits import OutOfMemoryCounter
+from hvdlab.launch.forkserver.messages import CONTROLLER, Forked
+from hvdlab.launch.forkserver.pipes import READ_SIZE, ChildPipes
+from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.server_state import ChildEnded, ChildWrote, ControllerListens, Event
 
 LOOK_EVERY = 1.0
 """Seconds after which it is looked again what adopted processes use."""
 
 
-class Family:
+class ChildTable:
     """Children that were forked here, and processes that were adopted.
 
     Args:
         selector: Gets their descriptors, each with a callable that returns what has happened.
+        program: Reads what ended ranks have left behind.
     """
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
+    def __init__(self, selector: selectors.BaseSelector, program: ForkedProgram) -> None:
+        self._selector, self._program = selector, program
         self._memory = OutOfMemoryCounter()
         self._pipes: dict[int, ChildPipes] = {}
         self._looked = time.monotonic()
@@ -130,7 +131,7 @@ class Family:
 
     def _reap_one(self, pid: int) -> list[Event]:
         events: list[Event] = []
-        left: Left | None = None
+        left: bytes | None = None
         pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
         if pipes is not None:
             # What it left behind in its process group (a data loader's workers) ends with it; as long as it is not
@@ -147,7 +148,7 @@ class Family:
         return [*events, self._ended(pipes.pid, status, pipes.peak, left, seen=True)]
 
     def _ended(
-        self, pid: int, status: int | None, max_rss: int, left: Left | None, seen: bool = False
+        self, pid: int, status: int | None, max_rss: int, left: bytes | None, seen: bool = False
     ) -> ChildEnded:
         if status is None:
             oom = self._memory.increased()
@@ -156,14 +157,14 @@ class Family:
         killed = code == -signal.SIGKILL and self._memory.increased()
         return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen, left)
 
-    def _drain(self, pipes: ChildPipes) -> tuple[list[Event], Left | None]:
+    def _drain(self, pipes: ChildPipes) -> tuple[list[Event], bytes | None]:
         """Read a child's last words, and close its pipes."""
         for source in (pipes.log, pipes.channel, pipes.pidfd):
             if source is not None and source != -1:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(source)
         del self._pipes[pipes.number]
-        left = pipes.left()
+        left = pipes.left(self._program)
         events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
         pipes.close()
         return events, left

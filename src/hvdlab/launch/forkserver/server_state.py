@@ -1,6 +1,6 @@
-"""Which children the warm process has and what is to be done about them: pure logic, no I/O.
+"""Which children the fork server has and what is to be done about them: pure logic, no I/O.
 
-``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.kernel_ext.warm.process` does it.
+``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.launch.forkserver.server` does it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hvdlab.kernel_ext.messages.cells import Left
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
     Children,
@@ -22,14 +21,14 @@ from hvdlab.kernel_ext.warm.messages import (
     Fork,
     Forked,
     ForkFailed,
+    ForkServerMessage,
     Guard,
     Keep,
     Kept,
     Loaded,
     Shutdown,
     Signal,
-    ToWarm,
-    WarmMessage,
+    ToServer,
 )
 
 TAIL_BYTES = 16 * 1024
@@ -45,7 +44,7 @@ GRACE_WITHOUT_POOL = 0.5
 class Asked:
     """The pool sent a message."""
 
-    message: ToWarm
+    message: ToServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class ChildEnded:
     max_rss: int = 0
     out_of_memory: bool = False
     seen: bool = False
-    left: Left | None = None
+    left: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ class ControllerListens:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time that :meth:`Supervisor.next_tick` named has come."""
+    """The time that :meth:`ServerState.next_tick` named has come."""
 
 
 Event = (
@@ -167,7 +166,7 @@ class Kill:
 class Send:
     """Send a message to the pool, if it is still there."""
 
-    message: WarmMessage
+    message: ForkServerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +223,8 @@ class _Child:
         return self.record.pid
 
 
-class Supervisor:
-    """The warm process's table of children.
+class ServerState:
+    """The fork server's table of children.
 
     A child's ``Exited`` is sent once it is reaped and everything that it wrote was handed to :meth:`handle`.
     """
@@ -290,7 +289,7 @@ class Supervisor:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _asked(self, message: ToWarm, now: float) -> list[Effect]:
+    def _asked(self, message: ToServer, now: float) -> list[Effect]:
         match message:
             case Fork():
                 return self._order(message)
@@ -315,7 +314,7 @@ class Supervisor:
             self._early.append(order)
             return []
         if self._stopping:
-            return [Send(ForkFailed(number, "the warm process is stopping"))]
+            return [Send(ForkFailed(number, "the fork server is stopping"))]
         if number in self._children:
             return [Send(ForkFailed(number, f"it runs already, as process {self._children[number].pid}"))]
         return [Do(order)]

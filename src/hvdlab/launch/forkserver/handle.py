@@ -1,4 +1,4 @@
-"""One warm process as its pool holds it: started here, or found where an earlier pool left it."""
+"""One fork server as its pool holds it: started here, or found where an earlier pool left it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import IO
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.endpoint import Endpoint
-from hvdlab.kernel_ext.warm.exits import describe_signal
-from hvdlab.kernel_ext.warm.lifeline import Lifeline
-from hvdlab.kernel_ext.warm.processes import exit_status, readable
+from hvdlab.launch.exits import describe_signal
+from hvdlab.launch.forkserver.lifeline import Lifeline
+from hvdlab.launch.processes import exit_status, readable
 
 _CREDENTIALS = struct.Struct("3i")
 
 
-class WarmHandle:
-    """A warm process, and the connection to it.
+class ServerHandle:
+    """A fork server, and the connection to it.
 
     Attributes:
         endpoint: The connection.
@@ -45,18 +45,19 @@ class WarmHandle:
         self._pidfd = os.pidfd_open(pid)
 
     @classmethod
-    def start(cls, environ: Mapping[str, str], lifeline: Lifeline) -> WarmHandle:
+    def start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
         """Start one. Raises ``StartError``."""
         ours, theirs = socket.socketpair()
         log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
-        # Its end is how the warm process learns of ours, even while it imports.
+        # Its end is how the fork server learns of ours, even while it imports.
         reader, pulse = Lifeline.with_reader()
         try:
             process = subprocess.Popen(
-                # -P: modules in the working directory must not shadow those that the warm process needs.
+                # -P: modules in the working directory must not shadow those that the fork server needs.
                 [
-                    *(sys.executable, "-P", "-m", "hvdlab.kernel_ext.warm"),
+                    *(sys.executable, "-P", "-m", "hvdlab.launch.forkserver"),
                     *(str(number) for number in (theirs.fileno(), os.getpid(), lifeline.descriptor)),
+                    program,
                 ],
                 stdin=reader,
                 stdout=log,
@@ -70,13 +71,13 @@ class WarmHandle:
             ours.close()
             log.close()
             pulse.close()
-            raise StartError(f"the warm process could not be started: {error.strerror or error}") from error
+            raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
         finally:
             theirs.close()
             os.close(reader)
 
     @classmethod
-    def find(cls, path: str, deadline: Deadline) -> WarmHandle:
+    def find(cls, path: str, deadline: Deadline) -> ServerHandle:
         """Connect to one that was kept. Raises ``StartError`` if there is none."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

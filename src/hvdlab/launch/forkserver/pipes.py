@@ -1,20 +1,18 @@
-"""The warm process's ends of a child's pipes; for a process that it adopted, what can still be had of them."""
+"""The pipes of a child, and the fork server's ends of them; for a process that it adopted, what can still be had of them."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from hvdlab.kernel_ext.messages.cells import Left, Stream
-from hvdlab.kernel_ext.rank.unsent import read
-from hvdlab.kernel_ext.warm.messages import Forked
-from hvdlab.kernel_ext.warm.processes import (
+from hvdlab.launch.forkserver.messages import Forked
+from hvdlab.launch.processes import (
     exit_status,
     kill_session,
     open_process,
@@ -22,9 +20,33 @@ from hvdlab.kernel_ext.warm.processes import (
     readable,
 )
 
+if TYPE_CHECKING:  # which needs StdPipes
+    from hvdlab.launch.forkserver.program import ForkedProgram
+
 READ_SIZE = 64 * 1024
 PIPE_SIZE = 1 << 20
 """Bytes that fit into a pipe, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StdPipes:
+    """Two pipes, for stdout and stderr: ``(reading end, writing end)``."""
+
+    out: tuple[int, int]
+    err: tuple[int, int]
+
+    @classmethod
+    def make(cls) -> StdPipes:
+        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
+        pairs = []
+        for _ in range(2):
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(reader, False)
+            # C code may print while it holds the interpreter's lock, and then nobody reads: the more fits, the better.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+            pairs.append((reader, writer))
+        return cls(*pairs)
 
 
 @dataclass(slots=True)
@@ -39,6 +61,7 @@ class ChildPipes:
         channel: The controller's connection.
         pidfd: Becomes readable when it ends; only for an adopted process, else -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
+        unread: What was read of its standard error after its end and belongs to nothing that it left.
     """
 
     number: int
@@ -50,6 +73,7 @@ class ChildPipes:
     channel: socket.socket | None = None
     pidfd: int = -1
     peak: int = 0
+    unread: bytes = b""
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
@@ -61,20 +85,21 @@ class ChildPipes:
         log, err, out, unsent = (_reopen(child.pid, descriptor) for descriptor in theirs)
         return cls(child.number, child.pid, log, err, out, unsent, pidfd=pidfd, peak=peak_memory(child.pid))
 
-    def left(self) -> Left | None:
-        """What it wrote in its last cell and may not have sent; ``None`` if it ran none."""
-        left = read(self.unsent) if self.unsent >= 0 else None
-        if left is None:
+    def left(self, program: ForkedProgram) -> bytes | None:
+        """What it wrote and may not have sent, as the program reads it; ``None`` if there is nothing."""
+        if self.unsent < 0:
             return None
-        texts = (
-            (name, b"".join(_contents(pipe)).decode("utf-8", "replace"))
-            for name, pipe in (("stdout", self.out), ("stderr", self.err))
-        )
-        return msgspec.structs.replace(left, rest=tuple(Stream(name, text) for name, text in texts if text))
+        out, err = (b"".join(_contents(pipe)) for pipe in (self.out, self.err))
+        left = program.read_area(self.unsent, out, err)
+        if left is None:
+            self.unread = err
+        return left
 
     def last_words(self) -> Iterator[bytes]:
         """What is left in its log and, unless :meth:`left` was asked for it, in its standard error."""
         yield from _contents(self.log)
+        if self.unread:
+            yield self.unread
         yield from _contents(self.err)
 
     # -- adopted processes ----------------------------------------------------------------------------------------
@@ -99,7 +124,7 @@ class ChildPipes:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """In the warm process or in a child: let go of them without telling the other side."""
+        """In the fork server or in a child: let go of them without telling the other side."""
         for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -14,8 +14,9 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.forked import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.kernel_ext.warm.client import WarmProcess
+from hvdlab.launch.forkserver.client import ForkServer
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.keeping import AttachedCoordinator
@@ -25,28 +26,28 @@ if TYPE_CHECKING:
 class Base:
     """What a pool stands on. Who takes it closes it."""
 
-    warm: WarmProcess
+    fork_server: ForkServer
     coordinator: CoordinatorProcess | AttachedCoordinator
     client: Client
 
     def leave(self) -> None:
         """Let go of all three, which were asked to stay."""
-        self.warm.detach()
+        self.fork_server.detach()
         self.client.close()
         self.coordinator.release()
 
     def close(self) -> None:
         """End all three. Ranks first: they should not see their coordinator go."""
-        self.warm.close()
+        self.fork_server.close()
         self.client.close()
         self.coordinator.close()
 
 
-class WarmPool:
+class Prestart:
     """A :class:`Base` in the making. Made by :meth:`begin`; given to one pool, or closed."""
 
-    def __init__(self, warm: WarmProcess) -> None:
-        self._warm = warm
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._lock = threading.Lock()
         self._base: Base | None = None
         self._error: BaseException | None = None
@@ -57,16 +58,18 @@ class WarmPool:
         atexit.register(self.close)
 
     @classmethod
-    def begin(cls, *, preload: bool = True) -> WarmPool:
-        """Start the warm process, and a thread that starts the rest; returns at once.
+    def begin(cls, *, preload: bool = True) -> Prestart:
+        """Start the fork server, and a thread that starts the rest; returns at once.
 
         Args:
-            preload: Whether the warm process imports what ranks share; it forks no ranks otherwise.
+            preload: Whether the fork server imports what ranks share; it forks no ranks otherwise.
 
         Raises:
-            StartError: The warm process could not be started.
+            StartError: The fork server could not be started.
         """
-        return cls(WarmProcess.start(os.environ if preload else {**os.environ, "HVDLAB_PRELOAD": ""}))
+        return cls(
+            ForkServer.start(PROGRAM_NAME, os.environ if preload else {**os.environ, "HVDLAB_PRELOAD": ""})
+        )
 
     def take(self, deadline: Deadline) -> Base:
         """Wait for it and take it over.
@@ -96,7 +99,7 @@ class WarmPool:
             if self._taken:
                 return
             self._taken = True
-        self._warm.close()
+        self._fork_server.close()
         self._thread.join()
         if self._base is not None:
             self._base.close()
@@ -109,7 +112,7 @@ class WarmPool:
             except BaseException:
                 coordinator.close()
                 raise
-            self._base = Base(self._warm, coordinator, client)
+            self._base = Base(self._fork_server, coordinator, client)
         except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread of whoever wants the pool)
             self._error = error
         finally:

@@ -1,4 +1,4 @@
-"""What the warm process imports before it forks, so that ranks get it at once and share its memory."""
+"""What the fork server imports before it forks, so that ranks get it at once and share its memory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdlab.kernel_ext.warm.messages import Loaded
-
-OWN = ("hvdlab.kernel_ext.rank.app",)
-"""What every rank runs; an import error here is a broken installation."""
+from hvdlab.launch.forkserver.messages import Loaded
+from hvdlab.launch.forkserver.program import ForkedProgram
 
 USUAL = ("numpy", "torch")
 """Imported if installed, unless the user says otherwise by ``HVDLAB_PRELOAD``."""
 
 BINDINGS = {"torch": "hvdlab.torch"}
 """Our binding comes along with its framework."""
-
-LATER = (
-    "pygments.lexers.python",
-    "pygments.formatters.terminal256",
-    "stack_data",
-    "hvdlab.kernel_ext.launchers.controller",
-)
-"""Wanted soon after the first cell (to show a traceback, to join ipyparallel); imported when nothing else is to do."""
 
 
 def modules_to_load(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -35,26 +25,21 @@ def modules_to_load(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name.strip() for name in wanted.split(",") if name.strip())
 
 
-def load(names: Sequence[str]) -> Loaded:
-    """Import the modules; what fails is told, not raised."""
+def load(program: ForkedProgram, names: Sequence[str]) -> Loaded:
+    """Import what the program needs, then these modules; what fails is reported, not raised."""
     began = time.monotonic()
     loaded: list[str] = []
     failed: dict[str, str] = {}
-    for name in (*OWN, *names):
+    for name in program.required:
         _load_one(name, loaded, failed)
-        if name == OWN[-1] and name in loaded:
-            _prepare_progress_bars()
+    if not failed:
+        program.after_required()
+    for name in names:
+        _load_one(name, loaded, failed)
         binding = BINDINGS.get(name)
         if binding and name in loaded and _installed(binding):
             _load_one(binding, loaded, failed)
     return Loaded(tuple(loaded), failed, time.monotonic() - began)
-
-
-def _prepare_progress_bars() -> None:
-    """tqdm chooses between text and widget when it is imported, and what the user preloads may import it."""
-    from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
-
-    prepare_progress_bars()
 
 
 def load_later(name: str) -> None:
@@ -69,7 +54,7 @@ def load_later(name: str) -> None:
 def _load_one(name: str, loaded: list[str], failed: dict[str, str]) -> None:
     try:
         importlib.import_module(name)
-    # A module may fail in any way while it is imported; each is an answer here, none may end the warm process.
+    # A module may fail in any way while it is imported; each is an answer here, none may end the fork server.
     except BaseException as error:  # noqa: BLE001
         failed[name] = f"{type(error).__name__}: {error}"
     else:

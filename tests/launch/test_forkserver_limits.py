@@ -1,4 +1,4 @@
-"""The warm process meets the limits of its host: what fails is told, and works again when there is room."""
+"""The fork server meets the limits of its host: what fails is told, and works again when there is room."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from forked_ranks import ForkedRanks, allow_files, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.warm import forking
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.messages import Exited, Fork, ForkFailed
+from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
+from hvdlab.launch.forkserver import forking
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed
 
 NO_RANK = Fork.of(5, os.environ, "/", ())
 """Ends at once, since it finds nothing to import."""
@@ -59,10 +60,10 @@ def test_without_descriptors_a_kept_one_turns_a_successor_away_and_takes_it_late
         ranks.warm.keep(door, Deadline(10))
         allow_files(ranks.warm.pid, 0)
         with pytest.raises(StartError, match="can't be attached to"):
-            WarmProcess.attach(door, Deadline(10))
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
         allow_files(ranks.warm.pid, 1000)
         with pytest.raises(StartError, match="has it"):
-            WarmProcess.attach(door, Deadline(10))
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
         ranks.warm.close()
 
 
@@ -79,5 +80,5 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
     monkeypatch.setattr(os, "fork", fork)
     for child in (0, -1):
         with pytest.raises(OSError, match=os.strerror(number)) as raised:
-            forking.fork(Fork.of(child, {}, "/", ()), -1, lambda: None)
+            forking.fork(Fork.of(child, {}, "/", ()), PROGRAM, -1, lambda: None)
         assert text in forking.why_not(raised.value)

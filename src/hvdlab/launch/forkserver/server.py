@@ -1,4 +1,4 @@
-"""The warm process's shell: its sockets, pipes, signals, forks. What to do is decided by the supervisor.
+"""The fork server's shell: its sockets, pipes, signals, forks. What to do is decided by the supervisor.
 
 While the imports are made on the main thread, it runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
@@ -20,24 +20,25 @@ from pathlib import Path
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import living_children, raise_on_hangup
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.kernel_ext.warm.caretaker import Caretaker
-from hvdlab.kernel_ext.warm.family import Family
-from hvdlab.kernel_ext.warm.forking import Role, fork, why_not
-from hvdlab.kernel_ext.warm.lifeline import wake_on_hangup
-from hvdlab.kernel_ext.warm.link import Door, PoolLink
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.forkserver.child_table import ChildTable
+from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
+from hvdlab.launch.forkserver.forking import Role, fork, why_not
+from hvdlab.launch.forkserver.lifeline import wake_on_hangup
+from hvdlab.launch.forkserver.link import Listener, PoolLink
+from hvdlab.launch.forkserver.messages import (
     Children,
     Fork,
     Forked,
+    ForkServerMessage,
     Loaded,
     Refused,
-    WarmMessage,
-    decode_to_warm,
+    decode_to_server,
     encode,
 )
-from hvdlab.kernel_ext.warm.pipes import READ_SIZE
-from hvdlab.kernel_ext.warm.preload import load_later
-from hvdlab.kernel_ext.warm.supervisor import (
+from hvdlab.launch.forkserver.pipes import READ_SIZE
+from hvdlab.launch.forkserver.preload import load_later
+from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.server_state import (
     Asked,
     Do,
     Effect,
@@ -51,7 +52,7 @@ from hvdlab.kernel_ext.warm.supervisor import (
     PoolFound,
     PoolLost,
     Send,
-    Supervisor,
+    ServerState,
     TellController,
     Tick,
     Watch,
@@ -61,27 +62,28 @@ PULSE = 0
 """Standard input: a pipe whose other end only the pool's process holds."""
 
 
-class WarmShell:
-    """Runs the warm process until the pool asks it to end or is gone. Made on the main thread.
+class ServerShell:
+    """Runs the fork server until the pool asks it to end or is gone. Made on the main thread.
 
     Args:
         link: Connection to the pool's process.
         lifeline: The writing end of the pipe that children depend on.
-        later: Modules to import when there is nothing else to do.
+        program: What children run.
     """
 
-    def __init__(self, link: PoolLink, lifeline: int, later: Sequence[str]) -> None:
+    def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
         self._link = link
         self._lifeline = lifeline
-        self._door: Door | None = None
-        self._caretaker: Caretaker | None = None
-        self._supervisor = Supervisor()
+        self._listener: Listener | None = None
+        self._detached: DetachedSupervisor | None = None
+        self._state = ServerState()
         self._importing = True
-        self._later = deque(later)
+        self._program = program
+        self._later = deque(program.later)
         self._answers: list[Event] = []
         self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._family = Family(self._selector)
+        self._child_table = ChildTable(self._selector, program)
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._watch_pool()
@@ -92,7 +94,7 @@ class WarmShell:
         """Import and serve. Returns ``None`` when the process is to exit, and in a forked child what that is to be."""
         # An import may hold the interpreter for seconds: until it is done the pool's end ends this process by itself.
         raise_on_hangup(PULSE, True)
-        beside = threading.Thread(target=self._serve_beside, name="hvdlab-warm", daemon=True)
+        beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
         beside.start()
         loaded = imports()
         self._importing = False
@@ -120,7 +122,7 @@ class WarmShell:
         events, importing = deque[Event](first), self._importing
         while True:
             while events:
-                outcome = self._perform(self._supervisor.handle(events.popleft(), time.monotonic()))
+                outcome = self._perform(self._state.handle(events.popleft(), time.monotonic()))
                 if outcome is not None:
                     return outcome
                 # What a fork's answer brings about comes before what happened meanwhile.
@@ -141,9 +143,9 @@ class WarmShell:
         events: list[Event] = []
         for key, _ in ready:
             events += key.data()
-        if self._family.next_look() == 0.0:
-            self._family.look()
-        tick = self._supervisor.next_tick()
+        if self._child_table.next_look() == 0.0:
+            self._child_table.look()
+        tick = self._state.next_tick()
         if tick is not None and time.monotonic() >= tick:
             events.append(Tick())
         return events
@@ -151,8 +153,8 @@ class WarmShell:
     def _timeout(self) -> float | None:
         if self._later and not self._importing:
             return 0
-        tick = self._supervisor.next_tick()
-        waits = [self._family.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
+        tick = self._state.next_tick()
+        waits = [self._child_table.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch_backlog(self) -> None:
@@ -181,7 +183,7 @@ class WarmShell:
         try:
             if endpoint.backlog:
                 endpoint.flush()
-            return [Asked(decode_to_warm(payload)) for payload in endpoint.receive()]
+            return [Asked(decode_to_server(payload)) for payload in endpoint.receive()]
         except (ConnectionLost, ProtocolError):
             return self._pool_lost()
 
@@ -191,26 +193,26 @@ class WarmShell:
         for source in (self._link.endpoint, *self._link.signs):
             self._ignore(source)
         self._link.close()
-        if self._caretaker is not None and self._ranks():
-            self._caretaker.begin(self._ranks())
+        if self._detached is not None and self._ranks():
+            self._detached.begin(self._ranks())
             self._look_after()
         return [PoolLost()]
 
     def _listen(self, path: str) -> None:
         error = ""
-        if self._door is not None:
-            self._ignore(self._door.sock)
-            self._door.close()
-            self._door = None
+        if self._listener is not None:
+            self._ignore(self._listener.sock)
+            self._listener.close()
+            self._listener = None
         try:
-            if self._caretaker is not None:
+            if self._detached is not None:
                 self._leave_coordinator()
-                self._caretaker.forget()
-                self._caretaker = None
+                self._detached.forget()
+                self._detached = None
             if path:
-                self._door = Door(path)
-                self._caretaker = Caretaker(Path(path).parent)
-                self._selector.register(self._door.sock, selectors.EVENT_READ, self._open_door)
+                self._listener = Listener(path)
+                self._detached = DetachedSupervisor(Path(path).parent)
+                self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
                 raise_on_hangup(PULSE, False)
         except OSError as failure:
             error = failure.strerror or str(failure)
@@ -218,11 +220,11 @@ class WarmShell:
 
     def _open_door(self) -> list[Event]:
         """Somebody wants to be the pool's process."""
-        found = self._door.accept() if self._door is not None else None
+        found = self._listener.accept() if self._listener is not None else None
         if found is None:
             return []
         link = PoolLink(*found)
-        if self._link.alive or not self._supervisor.kept:
+        if self._link.alive or not self._state.kept:
             with contextlib.suppress(ConnectionLost):
                 link.endpoint.send_frame(encode(Refused(self._link.pid)))
             link.close()
@@ -237,31 +239,31 @@ class WarmShell:
 
     def _ranks(self) -> int:
         """One more than the highest rank that lives."""
-        return max(self._supervisor.children(), default=-1) + 1
+        return max(self._state.children(), default=-1) + 1
 
     def _look_after(self) -> None:
-        if self._caretaker is not None and self._caretaker.process >= 0:
-            self._selector.register(self._caretaker.process, selectors.EVENT_READ, self._coordinator_ended)
+        if self._detached is not None and self._detached.process >= 0:
+            self._selector.register(self._detached.process, selectors.EVENT_READ, self._coordinator_ended)
 
     def _coordinator_ended(self) -> list[Event]:
-        if self._caretaker is not None and self._caretaker.has_ended():
-            self._ignore(self._caretaker.process)
-            if self._supervisor.kept and self._ranks():
-                self._caretaker.replace(self._ranks())
+        if self._detached is not None and self._detached.has_ended():
+            self._ignore(self._detached.process)
+            if self._state.kept and self._ranks():
+                self._detached.replace(self._ranks())
                 self._look_after()
         return []
 
     def _leave_coordinator(self) -> None:
         """Somebody else looks after it from now on."""
-        if self._caretaker is not None:
+        if self._detached is not None:
             self._coordinator_ended()
-            if self._caretaker.process >= 0:
-                self._ignore(self._caretaker.process)
-            self._caretaker.end()
+            if self._detached.process >= 0:
+                self._ignore(self._detached.process)
+            self._detached.end()
 
     # -- what is done ---------------------------------------------------------------------------------------------
 
-    def _send(self, message: WarmMessage) -> None:
+    def _send(self, message: ForkServerMessage) -> None:
         descriptor = self._lifeline if isinstance(message, Children) else -1
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
@@ -277,11 +279,11 @@ class WarmShell:
                 case Send(message):
                     self._send(message)
                 case Kill(pid, number, group):
-                    self._family.kill(pid, number, group)
+                    self._child_table.kill(pid, number, group)
                 case TellController(rank, joined):
-                    self._family.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
+                    self._child_table.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
                 case Watch(child):
-                    self._answers += self._family.adopt(child)
+                    self._answers += self._child_table.adopt(child)
                 case Listen(path):
                     self._listen(path)
                 case Do(order):
@@ -294,13 +296,13 @@ class WarmShell:
 
     def _fork(self, order: Fork) -> Role | None:
         try:
-            outcome = fork(order, self._lifeline, self._forget)
+            outcome = fork(order, self._program, self._lifeline, self._forget)
         except OSError as error:
             self._answers.append(ForkReturned(order.number, error=why_not(error)))
             return None
         if isinstance(outcome, Role):
             return outcome
-        self._family.add(outcome.pipes)
+        self._child_table.add(outcome.pipes)
         self._unannounced[outcome.record.pid] = outcome.announced
         self._answers.append(ForkReturned(order.number, outcome.record))
         return None
@@ -313,22 +315,22 @@ class WarmShell:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
         self._link.forget()
-        if self._door is not None:
-            self._door.forget()
-        if self._caretaker is not None:
-            self._caretaker.forget()
+        if self._listener is not None:
+            self._listener.forget()
+        if self._detached is not None:
+            self._detached.forget()
         for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
-        self._family.forget()
+        self._child_table.forget()
 
     def _reap(self) -> list[Event]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, READ_SIZE)
-        return self._family.reap()
+        return self._child_table.reap()
 
     def _finish(self, exit_: Exit) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         for path in exit_.paths:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -336,11 +338,11 @@ class WarmShell:
         with contextlib.suppress(OSError):
             for pid in living_children():
                 # The coordinator ends by itself, after the last rank.
-                if self._caretaker is None or pid != self._caretaker.successor:
+                if self._detached is None or pid != self._detached.successor:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-        if self._caretaker is not None:
-            self._caretaker.forget()
+        if self._detached is not None:
+            self._detached.forget()
         self._link.close()
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose warm process has died, for as long as there is no successor that looks after them."""
+"""Ranks whose fork server has died, for as long as there is no successor that looks after them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import msgspec
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.warm.messages import Exited, Forked
-from hvdlab.kernel_ext.warm.processes import exit_status, open_process, peak_memory, readable
+from hvdlab.launch.forkserver.messages import Exited, Forked
+from hvdlab.launch.processes import exit_status, open_process, peak_memory, readable
 
 
 class Orphans:

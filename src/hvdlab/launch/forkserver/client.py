@@ -1,4 +1,4 @@
-"""The pool's side of the warm process."""
+"""The pool's side of the fork server."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from collections.abc import Callable, Mapping
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.kernel_ext.warm.handle import WarmHandle
-from hvdlab.kernel_ext.warm.lifeline import Lifeline
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.forkserver.handle import ServerHandle
+from hvdlab.launch.forkserver.journal import Journal
+from hvdlab.launch.forkserver.lifeline import Lifeline
+from hvdlab.launch.forkserver.messages import (
     Children,
     Exited,
     Forked,
-    FromWarm,
+    ForkServerMessage,
+    FromServer,
     Keep,
     Kept,
     Loaded,
     Refused,
     Shutdown,
-    WarmMessage,
-    decode_from_warm,
+    decode_from_server,
     encode,
 )
-from hvdlab.kernel_ext.warm.orphans import Orphans
-from hvdlab.kernel_ext.warm.promises import Promises
+from hvdlab.launch.forkserver.orphans import Orphans
 
-Listener = Callable[[FromWarm], None]
+Listener = Callable[[FromServer], None]
 
 AT_ONCE = 3
 """So many times in a row a successor is started at once, even if none came as far as to be of use …"""
@@ -39,24 +39,27 @@ TRIES = 8
 PAUSE = 1.0
 
 
-class WarmProcess:
-    """A running warm process, and the thread that reads what it tells.
+class ForkServer:
+    """A running fork server, and the thread that reads what it tells.
 
     It ends when :meth:`close` is called and, with all its children, when this process ends in any way, unless it was
     asked to stay (:meth:`keep`). When it dies its children live on: :meth:`respawn` starts a successor for them.
     """
 
-    def __init__(self, handle: WarmHandle, lifeline: Lifeline | None, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, handle: ServerHandle, lifeline: Lifeline | None, environ: Mapping[str, str], program: str
+    ) -> None:
         self._handle, self._lifeline, self._environ = handle, lifeline, dict(environ)
+        self._program = program
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._listener: Listener | None = None
         self._on_lost: Callable[[str], None] | None = None
-        self._early: list[FromWarm] = []
+        self._early: list[FromServer] = []
         self._loaded: Loaded | None = None
         self._kept: Kept | None = None
         self._refused = 0
-        self._promises = Promises()
+        self._journal = Journal()
         self._orphans = Orphans()
         self._lost: str | None = None
         self._hopeless = False
@@ -66,10 +69,12 @@ class WarmProcess:
         self._thread = self._begin()
 
     @classmethod
-    def start(cls, environ: Mapping[str, str] | None = None) -> WarmProcess:
+    def start(cls, program: str, environ: Mapping[str, str] | None = None) -> ForkServer:
         """Start one and return at once; it imports in the meantime.
 
         Args:
+            program: What its children run, as ``module:attribute`` of a
+                :class:`~hvdlab.launch.forkserver.program.ForkedProgram`.
             environ: Its environment; this process's by default. ``HVDLAB_PRELOAD`` says what to import.
 
         Raises:
@@ -78,13 +83,13 @@ class WarmProcess:
         environ = dict(os.environ if environ is None else environ)
         lifeline = Lifeline.make()
         try:
-            return cls(WarmHandle.start(environ, lifeline), lifeline, environ)
+            return cls(ServerHandle.start(environ, lifeline, program), lifeline, environ, program)
         except BaseException:
             lifeline.close()
             raise
 
     @classmethod
-    def attach(cls, path: str, deadline: Deadline) -> WarmProcess:
+    def attach(cls, path: str, program: str, deadline: Deadline) -> ForkServer:
         """Take over one that was kept at ``path`` (:meth:`keep`), with its children.
 
         How children ended in the meantime is told to the listener.
@@ -92,13 +97,13 @@ class WarmProcess:
         Raises:
             StartError: There is none, or another process has it.
         """
-        self = cls(WarmHandle.find(path, deadline), None, os.environ)
+        self = cls(ServerHandle.find(path, deadline), None, os.environ, program)
         with self._lock:
             self._changed.wait_for(
                 lambda: self._lifeline or self._refused or self._lost, deadline.remaining()
             )
             if self._lifeline is not None:
-                self._promises.remember(Keep(path))
+                self._journal.remember(Keep(path))
                 return self
             why = f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
         self.detach()
@@ -118,12 +123,12 @@ class WarmProcess:
     def children(self) -> dict[int, Forked]:
         """The children that live, as far as it is known here, by number."""
         with self._lock:
-            return dict(self._promises.children)
+            return dict(self._journal.children)
 
     def guarded(self) -> tuple[str, ...]:
-        """The files that the warm process removes at its end."""
+        """The files that the fork server removes at its end."""
         with self._lock:
-            return self._promises.guarded
+            return self._journal.guarded
 
     def listen(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
         """Have every message about children given to ``listener``, on the reading thread; it must not block.
@@ -149,30 +154,30 @@ class WarmProcess:
         with self._lock:
             self._changed.wait_for(lambda: self._loaded or self._lost, deadline.remaining())
             if self._lost is not None:
-                raise StartError(f"the warm process has ended: {self._lost}")
+                raise StartError(f"the fork server has ended: {self._lost}")
             if self._loaded is not None:
                 return self._loaded
         raise StartError(
-            f"the warm process has not finished its imports after {deadline.seconds:g} s; "
+            f"the fork server has not finished its imports after {deadline.seconds:g} s; "
             "give a longer timeout, or set HVDLAB_PRELOAD to the modules that it should import"
         )
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def send(self, message: WarmMessage) -> None:
+    def send(self, message: ForkServerMessage) -> None:
         """Send a message. Any thread.
 
-        What was asked of a warm process that has died is asked of its successor.
+        What was asked of a fork server that has died is asked of its successor.
 
         Raises:
             StartError: This was closed, or the process is gone and has no successor.
         """
         with self._lock:
             if self._closing:
-                raise StartError("the warm process was closed")
+                raise StartError("the fork server was closed")
             if self._hopeless:
-                raise StartError(f"the warm process is gone: {self._lost}")
-            self._promises.remember(message)
+                raise StartError(f"the fork server is gone: {self._lost}")
+            self._journal.remember(message)
             if self._lost is None:
                 self._write(message)
 
@@ -192,7 +197,7 @@ class WarmProcess:
             why = self._why_not_kept()
             if not why:
                 return
-            self._promises.forget_keeping()
+            self._journal.forget_keeping()
         raise StartError(f"the pool can't be kept at {path}: {why}")
 
     def _why_not_kept(self) -> str:
@@ -219,7 +224,7 @@ class WarmProcess:
             pause = PAUSE * 2 ** (self._failures - AT_ONCE) if self._failures >= AT_ONCE else 0.0
             self._changed.wait_for(lambda: self._closing, pause)
             if self._closing:
-                raise StartError("the warm process was closed")
+                raise StartError("the fork server was closed")
             if self._lost is None:
                 return True
             if self._failures >= TRIES:
@@ -227,18 +232,18 @@ class WarmProcess:
                 raise StartError(f"{self._failures} in a row were of no use, the last one: {self._lost}")
             assert self._lifeline is not None
             try:
-                handle = WarmHandle.start(self._environ, self._lifeline)
+                handle = ServerHandle.start(self._environ, self._lifeline, self._program)
             except StartError as error:
                 self._failures, self._lost = self._failures + 1, str(error)
                 return False
             self._handle.release()
             self._handle, self._lost, self._hopeless = handle, None, False
-            for message in self._promises.for_successor():
+            for message in self._journal.for_successor():
                 self._write(message)
             self._thread = self._begin()
             return True
 
-    def _write(self, message: WarmMessage) -> None:
+    def _write(self, message: ForkServerMessage) -> None:
         with contextlib.suppress(ConnectionLost):  # the reading thread notices, too
             if not self._handle.endpoint.send_frame(encode(message)):
                 self._wake()
@@ -254,7 +259,7 @@ class WarmProcess:
             if not self._handle.has_ended(grace + timeout):
                 self._handle.kill()
                 self._handle.has_ended(None)
-        self._orphans.watch(self._promises.children.values())
+        self._orphans.watch(self._journal.children.values())
         if self._lost is not None:
             self._orphans.terminate(grace)
         self._let_go()  # of the lifeline, too: what is left ends now
@@ -291,11 +296,13 @@ class WarmProcess:
     # -- the reading thread ---------------------------------------------------------------------------------------
 
     def _begin(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(self._handle,), name="hvdlab-warm", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(self._handle,), name="hvdlab-forkserver", daemon=True
+        )
         thread.start()
         return thread
 
-    def _run(self, handle: WarmHandle) -> None:
+    def _run(self, handle: ServerHandle) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(handle.endpoint, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
@@ -310,7 +317,7 @@ class WarmProcess:
                 reason = str(error)
         self._has_ended(handle, reason)
 
-    def _step(self, handle: WarmHandle, selector: selectors.BaseSelector) -> None:
+    def _step(self, handle: ServerHandle, selector: selectors.BaseSelector) -> None:
         endpoint = handle.endpoint
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if endpoint.backlog else 0)
         if selector.get_key(endpoint).events != wanted:
@@ -323,11 +330,11 @@ class WarmProcess:
             if endpoint.backlog:
                 endpoint.flush()
             for payload in endpoint.receive():
-                self._take(decode_from_warm(payload), endpoint)
+                self._take(decode_from_server(payload), endpoint)
 
-    def _take(self, message: FromWarm, endpoint: Endpoint) -> None:
+    def _take(self, message: FromServer, endpoint: Endpoint) -> None:
         with self._lock:
-            self._promises.heard(message)
+            self._journal.heard(message)
             match message:
                 case Loaded():
                     self._loaded, self._failures = message, 0
@@ -349,14 +356,14 @@ class WarmProcess:
                 return
         listener(message)
 
-    def _has_ended(self, handle: WarmHandle, error: str) -> None:
+    def _has_ended(self, handle: ServerHandle, error: str) -> None:
         if self._closing or self._refused:
             self._note_end("it was closed")
             return
         reason = handle.why_ended(error)
         with self._lock:
-            self._orphans.watch(self._promises.children.values())
-            ended = self._promises.died()
+            self._orphans.watch(self._journal.children.values())
+            ended = self._journal.died()
             self._failures += self._loaded is None
             self._loaded = self._kept = None
             self._note_end(reason)

@@ -9,11 +9,10 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvdlab.kernel_ext.rank.fds import StdPipes
-from hvdlab.kernel_ext.rank.unsent import make_area
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Fork, Forked
-from hvdlab.kernel_ext.warm.pipes import ChildPipes
-from hvdlab.kernel_ext.warm.processes import start_time
+from hvdlab.launch.forkserver.messages import CONTROLLER, Fork, Forked
+from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
+from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.processes import start_time
 
 REMEDIES = {
     errno.EAGAIN: "no more processes are allowed here (`ulimit -u`, or the container's limit)",
@@ -30,10 +29,10 @@ class Role:
     Attributes:
         order: The pool's order.
         log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
-        pipes: What a rank captures its output with; the warm process reads what is left in them at its end.
+        pipes: What a rank captures its output with; the fork server reads what is left in them at its end.
         unsent: Memory for what it has written and not sent, likewise; -1 for none.
-        channel: The controller's connection to the warm process, else -1.
-        parent: Process id of the warm process.
+        channel: The controller's connection to the fork server, else -1.
+        parent: Process id of the fork server.
         lifeline: The writing end of the pipe that children depend on.
         leave_to_live: A pipe from which one byte comes when the pool knows of the child; only its end, when the warm
             process died before that.
@@ -51,7 +50,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """A child, in the warm process.
+    """A child, in the fork server.
 
     Attributes:
         record: What the pool is told.
@@ -64,7 +63,7 @@ class Birth:
     announced: int
 
 
-def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
+def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
     """Fork. Returns a :class:`Role` in the child, where ``forget`` is called first.
 
     Raises:
@@ -83,7 +82,7 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
         if order.number == CONTROLLER:
             ours, theirs = (end.detach() for end in socket.socketpair())
             opened += [ours, theirs]
-        elif (unsent := make_area()) >= 0:
+        elif (unsent := program.make_area()) >= 0:
             opened.append(unsent)
         gc.freeze()
         pid = os.fork()
@@ -94,7 +93,7 @@ def fork(order: Fork, lifeline: int, forget: Callable[[], None]) -> Role | Birth
     if pid == 0:
         forget()
         os.set_blocking(log_child, True)
-        # Its log's reading end stays open: writing must not fail when the warm process is gone.
+        # Its log's reading end stays open: writing must not fail when the fork server is gone.
         for descriptor in (announced, ours):
             if descriptor >= 0:
                 os.close(descriptor)

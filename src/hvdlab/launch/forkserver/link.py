@@ -1,4 +1,4 @@
-"""The warm process's connection to the pool's process, and where a successor of that process connects."""
+"""The fork server's connection to the pool's process, and where a successor of that process connects."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PoolLink:
             os.close(descriptor)
 
 
-class Door:
+class Listener:
     """A socket at which a successor of the pool's process connects.
 
     Args:

@@ -1,10 +1,10 @@
-"""What a warm process has been asked for and has told: what its successor must know if it dies. Pure logic."""
+"""What a fork server has been asked for and has told: what its successor must know if it dies. Pure logic."""
 
 from __future__ import annotations
 
 import signal
 
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
     Children,
@@ -12,18 +12,18 @@ from hvdlab.kernel_ext.warm.messages import (
     Fork,
     Forked,
     ForkFailed,
-    FromWarm,
+    ForkServerMessage,
+    FromServer,
     Guard,
     Keep,
     Signal,
-    WarmMessage,
 )
 
 TRIES = 3
-"""A child is not ordered again from the next one when so many warm processes have died over it."""
+"""A child is not ordered again from the next one when so many fork serveres have died over it."""
 
 
-class Promises:
+class Journal:
     """Kept up to date by :meth:`remember` and :meth:`heard`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Promises:
         self._guard: Guard | None = None
         self._keep: Keep | None = None
 
-    def remember(self, message: WarmMessage) -> None:
+    def remember(self, message: ForkServerMessage) -> None:
         """This is asked for."""
         match message:
             case Fork(number):
@@ -57,15 +57,15 @@ class Promises:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """The files that the warm process removes at its end."""
+        """The files that the fork server removes at its end."""
         return self._guard.paths if self._guard is not None else ()
 
     def forget_keeping(self) -> None:
         """The last wish to be kept was not fulfilled."""
         self._keep = None
 
-    def heard(self, message: FromWarm) -> None:
-        """The warm process tells this."""
+    def heard(self, message: FromServer) -> None:
+        """The fork server tells this."""
         match message:
             case Forked(number):
                 self._orders.pop(number, None)
@@ -81,20 +81,20 @@ class Promises:
                 self.children = {child.number: child for child in children}
                 self._guard = Guard(guarded)
 
-    def died(self) -> list[FromWarm]:
-        """The warm process has died. Returns what it would tell about what has ended with it."""
-        ended: list[FromWarm] = []
+    def died(self) -> list[FromServer]:
+        """The fork server has died. Returns what it would tell about what has ended with it."""
+        ended: list[FromServer] = []
         for number, order in list(self._orders.items()):
             self._tries[number] += 1
             if number == CONTROLLER or self._tries[number] >= TRIES:
                 del self._orders[order.number]
                 ended.append(ForkFailed(number, "the process that was to fork it died"))
-        controller = self.children.pop(CONTROLLER, None)  # it ends with the warm process
+        controller = self.children.pop(CONTROLLER, None)  # it ends with the fork server
         if controller is not None:
             ended.append(Exited(CONTROLLER, controller.pid, -1, 0, 0))
         return ended
 
-    def for_successor(self) -> list[WarmMessage]:
+    def for_successor(self) -> list[ForkServerMessage]:
         """What the successor is to be told first."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))

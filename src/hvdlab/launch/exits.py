@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from hvdlab.kernel_ext.warm.messages import Exited
+from hvdlab.launch.forkserver.messages import Exited
 
 _WORDS = {
     signal.SIGSEGV: "segmentation fault",

@@ -1,4 +1,4 @@
-"""The warm process dies: ranks keep their memory, and a successor looks after them."""
+"""The fork server dies: ranks keep their memory, and a successor looks after them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.warm import client
-from hvdlab.kernel_ext.warm.exits import describe, detail
-from hvdlab.kernel_ext.warm.messages import Fork, Forked, Signal
-from hvdlab.kernel_ext.warm.pipes import ChildPipes
-from hvdlab.kernel_ext.warm.processes import readable, start_time
+from hvdlab.launch.exits import describe, detail
+from hvdlab.launch.forkserver import client
+from hvdlab.launch.forkserver.messages import Fork, Forked, Signal
+from hvdlab.launch.forkserver.pipes import ChildPipes
+from hvdlab.launch.processes import readable, start_time
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ranks() -> Iterator[ForkedRanks]:
         found.close()
 
 
-def kill_warm(ranks: ForkedRanks) -> None:
+def kill_server(ranks: ForkedRanks) -> None:
     before, pid = len(ranks.losses), ranks.warm.pid
     os.kill(pid, signal.SIGKILL)
     ranks.wait(lambda: len(ranks.losses) > before)
@@ -41,7 +41,7 @@ def test_ranks_keep_their_memory_and_new_ones_join_them(ranks: ForkedRanks) -> N
     pids = [ranks.pid(0), ranks.pid(1)]
     ranks.run(0, "x = 41; import sys; print('to the log', file=sys.__stderr__)")
     for _ in range(2):
-        kill_warm(ranks)
+        kill_server(ranks)
     assert ranks.losses == ["killed by SIGKILL"] * 2
     assert [ranks.pid(0), ranks.pid(1)] == pids
     assert ranks.run(0, "x + 1") == "42"
@@ -53,7 +53,7 @@ def test_ranks_keep_their_memory_and_new_ones_join_them(ranks: ForkedRanks) -> N
 def test_the_end_of_an_adopted_rank_is_told_with_its_last_words(ranks: ForkedRanks) -> None:
     ranks.fork([0, 1, 2])
     helper = int(ranks.run(0, "import subprocess; subprocess.Popen(['sleep', '60']).pid"))
-    kill_warm(ranks)
+    kill_server(ranks)
     loaded(ranks.warm)
     ranks.warm.send(Signal(0, signal.SIGKILL))
     assert describe(ranks.end_of(0)) in ("killed by SIGKILL", "exit status unknown")
@@ -70,7 +70,7 @@ def test_the_end_of_an_adopted_rank_is_told_with_its_last_words(ranks: ForkedRan
 def test_how_much_memory_an_adopted_rank_had_is_told(ranks: ForkedRanks) -> None:
     ranks.fork([0, 1])
     ranks.run(0, "x = b'x' * (80 << 20); del x")
-    kill_warm(ranks)
+    kill_server(ranks)
     for rank in (0, 1):
         os.kill(ranks.pid(rank), signal.SIGKILL)
     ends = [ranks.end_of(rank) for rank in (0, 1)]
@@ -101,13 +101,13 @@ def test_a_look_sees_what_memory_a_process_has_had_since() -> None:
         pipes.close()
 
 
-def test_a_rank_that_dies_together_with_the_warm_process_is_told(ranks: ForkedRanks) -> None:
+def test_a_rank_that_dies_together_with_the_fork_server_is_told(ranks: ForkedRanks) -> None:
     ranks.fork([0, 1])
     ranks.run(1, "x = 7")
     gone = ranks.pid(0)
     os.kill(ranks.warm.pid, signal.SIGSTOP)
     os.kill(gone, signal.SIGKILL)
-    kill_warm(ranks)
+    kill_server(ranks)
     assert ranks.end_of(0).pid == gone
     assert ranks.run(1, "x") == "7"
 
@@ -117,7 +117,7 @@ def test_what_was_asked_of_the_dead_one_is_done_by_its_successor(ranks: ForkedRa
     os.kill(ranks.warm.pid, signal.SIGSTOP)
     ranks.warm.send(Signal(0, signal.SIGKILL))
     ranks.warm.send(Fork.of(7, os.environ, os.getcwd(), ()))  # ends at once: it finds nothing to import
-    kill_warm(ranks)
+    kill_server(ranks)
     ranks.end_of(0)
     assert ranks.end_of(7).code == 1
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped_or_stuck_in_c_code_is_adopted_and_can_be_ended(r
     ranks.fork([0, 1])
     ranks.start(0, STUCK)
     os.kill(ranks.pid(1), signal.SIGSTOP)
-    kill_warm(ranks)
+    kill_server(ranks)
     for rank in (0, 1):
         ranks.warm.send(Signal(rank, signal.SIGKILL))
         ranks.end_of(rank)
@@ -184,6 +184,6 @@ def test_a_successor_that_can_not_be_started_is_tried_again(
 
     monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    kill_warm(ranks)
+    kill_server(ranks)
     loaded(ranks.warm)
     assert ranks.run(0, "x") == "5"

@@ -30,7 +30,7 @@ class ForkedRanks:
 
     Attributes:
         news: What the fork server told.
-        losses: Why fork serveres died. Each gets a successor, unless ``rebuild`` is off.
+        losses: Why fork servers died. Each gets a successor, unless ``rebuild`` is off.
     """
 
     def __init__(self, warm: ForkServer | None = None, coordinator: CoordinatorProcess | None = None) -> None:

@@ -7,6 +7,7 @@ so that nobody waits for it. ``Companion.cluster`` and ``Companion.wait_up`` bri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -35,6 +36,7 @@ from hvdlab.launch.forkserver.messages import (
     Guard,
 )
 from hvdlab.launch.processes import start_time
+from hvdlab.launch.starter import Starter
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
@@ -73,6 +75,7 @@ class Companion:
     ) -> None:
         self._fork_server, self._pids, self._connected = fork_server, pids, connected
         self._lost = lost or log.warning
+        self._starter: Starter | None = None
         # What an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
         self._deaths = Deaths()
@@ -92,6 +95,10 @@ class Companion:
         self._thread.start()
 
     # -- any thread -----------------------------------------------------------------------------------------------
+
+    def use(self, starter: Starter) -> None:
+        """Let ipyparallel's requests to signal ranks be done by this. Call it once, before anything is brought up."""
+        self._starter = starter
 
     @property
     def cluster(self) -> Cluster:
@@ -153,7 +160,7 @@ class Companion:
                     self._call_soon(self._controller_ended, controller, event, alone)
         if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
             self._earlier.has_ended()
-        self._call_soon(self._update_engines)
+        self.ranks_changed()
 
     def rank_joined(self, rank: int) -> None:
         """A rank has registered and listens: the controller may announce it."""
@@ -161,7 +168,13 @@ class Companion:
 
     def rank_gone(self, rank: int) -> None:
         """A rank that the fork server did not fork has ended."""
-        self._fork_server.send(Engine(rank, False))
+        with contextlib.suppress(StartError):  # the pool is being closed
+            self._fork_server.send(Engine(rank, False))
+        self.ranks_changed()
+
+    def ranks_changed(self) -> None:
+        """A rank has started or ended."""
+        self._call_soon(self._update_engines)
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
         with self._lock:  # not while the loop is being closed
@@ -340,7 +353,7 @@ class Companion:
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
         pids = {str(rank): pid for rank, pid in self._pids().items()}
-        name = await cluster.start_engines(len(pids), fork_server=self._fork_server, pids=pids)
+        name = await cluster.start_engines(len(pids), starter=self._starter, pids=pids)
         self._engines = cluster.engines[name]
 
     def _update_engines(self) -> None:

@@ -134,16 +134,16 @@ def _complete(future: Future[Any], outcome: Any) -> None:
 
 
 class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
-    """The ranks of a pool on this host.
+    """The ranks of a pool that its starter starts one by one.
 
     Attributes:
-        fork_server: The fork server that forked them.
+        starter: What started them.
         pids: Rank to process id; the pool keeps it up to date.
     """
 
     entrypoint_name = f"{__name__}.ForkEngineSetLauncher"
 
-    fork_server: Any = AnyTrait()
+    starter: Any = AnyTrait()
     pids: Dict[str, int] = Dict().tag(to_dict=True)
 
     def __init__(self, work_dir: str = ".", config: Any = None, **kwargs: Any) -> None:
@@ -172,15 +172,15 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""
         for rank, pid in list(self.pids.items()):
-            if self.fork_server is not None:
-                self.fork_server.send(Signal(int(rank), int(sig)))
+            if self.starter is not None:
+                self.starter.signal(int(rank), int(sig))
             else:
                 os.kill(pid, sig)
 
     async def stop(self) -> None:
         """End every rank."""
         self.signal(signal.SIGTERM)
-        if self.fork_server is not None and self.pids:
+        if self.starter is not None and self.pids:
             await asyncio.wrap_future(self._stopped)
         self.notify_stop({"exit_code": 0, "identifier": self.identifier})
 

@@ -1,8 +1,9 @@
-"""How a process ended, in words; and whether the kernel killed it for lack of memory."""
+"""How a process ended, in words; the end of what it wrote; and whether the kernel killed it for lack of memory."""
 
 from __future__ import annotations
 
 import signal
+from collections import deque
 from pathlib import Path
 
 from hvdlab.launch.forkserver.messages import Exited
@@ -16,13 +17,22 @@ _WORDS = {
 }
 
 
+TAIL_BYTES = 16 * 1024
+TAIL_LINES = 100
+
+
 def describe(event: Exited) -> str:
     """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
     if event.out_of_memory:
         return "out of memory, killed by the kernel"
-    if event.signal:
-        return describe_signal(event.signal)
-    return f"exit code {event.code}" if event.code >= 0 else "exit status unknown"
+    return describe_exit(event.code, event.signal)
+
+
+def describe_exit(code: int, number: int) -> str:
+    """The same of an exit code, -1 if it is unknown, and the number of a signal, or 0."""
+    if number:
+        return describe_signal(number)
+    return f"exit code {code}" if code >= 0 else "exit status unknown"
 
 
 def detail(event: Exited) -> str:
@@ -45,6 +55,30 @@ def describe_signal(number: int) -> str:
 
 def _memory(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def last_lines(text: str) -> str:
+    """Of a text of any length, what is told of it."""
+    return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
+
+
+class Tail:
+    """The end of a stream: the last lines, in a bounded number of bytes."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+
+    def add(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self._pieces.append(data)
+        self._size += len(data)
+        while self._size - len(self._pieces[0]) >= TAIL_BYTES:
+            self._size -= len(self._pieces.popleft())
+
+    def text(self) -> str:
+        """What is kept, as text."""
+        return last_lines(b"".join(self._pieces)[-TAIL_BYTES:].decode("utf-8", "replace"))
 
 
 class OutOfMemoryCounter:

@@ -299,7 +299,7 @@ def test_names() -> None:
 
 
 @pytest.mark.soak
-def test_coordinators_and_fork_serveres_that_die_are_replaced_in_a_kept_pool() -> None:
+def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() -> None:
     pool = Pool.start(2, keep="mine")
     pool.run("import os; mine = os.getpid()")
     pids = pool.pull("mine")

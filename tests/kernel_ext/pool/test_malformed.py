@@ -16,6 +16,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.timeline import records
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
+from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.forkserver.messages import (
     Children,
     Exited,
@@ -27,7 +28,6 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
-from hvdlab.runner import wire
 
 StartPool = Callable[..., Pool]
 Decode = Callable[[bytes], object]

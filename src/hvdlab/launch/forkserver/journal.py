@@ -20,7 +20,7 @@ from hvdlab.launch.forkserver.messages import (
 )
 
 TRIES = 3
-"""A child is not ordered again from the next one when so many fork serveres have died over it."""
+"""A child is not ordered again from the next one when so many fork servers have died over it."""
 
 
 class Journal:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import signal
-from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
+from hvdlab.launch.exits import Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -31,8 +31,6 @@ from hvdlab.launch.forkserver.messages import (
     ToServer,
 )
 
-TAIL_BYTES = 16 * 1024
-TAIL_LINES = 100
 GRACE_WITHOUT_POOL = 0.5
 """Seconds that children get to end by themselves when the pool's process is gone."""
 
@@ -185,28 +183,6 @@ class Exit:
 
 
 Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
-
-
-def last_lines(text: str) -> str:
-    """Of a text of any length, what is told of it."""
-    return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
-
-
-class Tail:
-    """The end of a stream: the last lines, in a bounded number of bytes."""
-
-    def __init__(self) -> None:
-        self._pieces: deque[bytes] = deque()
-        self._size = 0
-
-    def add(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._size += len(data)
-        while self._size - len(self._pieces[0]) >= TAIL_BYTES:
-            self._size -= len(self._pieces.popleft())
-
-    def text(self) -> str:
-        return last_lines(b"".join(self._pieces)[-TAIL_BYTES:].decode("utf-8", "replace"))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 from hvdlab.collectives.linux import die_with_parent
-from hvdlab.runner import wire
+from hvdlab.launch.exec_agent import wire
 
 STDOUT, STDERR = 1, 2
 
@@ -77,7 +77,7 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
             file.write(start.function)
         memory = os.memfd_create("hvdlab-result")
         kept = [call, memory]
-        command += ["-m", "hvdlab.runner.function", str(call), str(memory)]
+        command += [str(call), str(memory)]
     agent = os.getpid()
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""``python -m hvdlab.runner.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
+"""``python -m hvdlab.launch.exec_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
 It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
 ended, it ends its ranks with everything they started. It has one thread, so that children can be forked with care.
@@ -17,8 +17,8 @@ import time
 from hvdlab.collectives.environment import threads_per_rank
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
-from hvdlab.runner import wire
-from hvdlab.runner.child import Child, SpawnError, spawn
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
 BACKLOG = 4 << 20
 """Bytes waiting for the launcher above which the output of ranks is not read; they are held up then."""

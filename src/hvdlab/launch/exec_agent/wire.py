@@ -40,12 +40,12 @@ class Start(AgentMessage, frozen=True):
     """What to run; ranks are started by :class:`Spawn`.
 
     Attributes:
-        command: Program and arguments, in bytes, since they need not be UTF-8, as what follows. With ``function`` it is
-            the interpreter that is to run it.
+        command: Program and arguments, in bytes, since they need not be UTF-8, as what follows.
         directory: Working directory; one that does not exist is left out.
         environment: Variables added to the agent's own.
         removed: Variables taken out of it.
-        function: A pickled call, or empty.
+        function: A pickled call, or empty. The command then gets two more arguments: descriptors of anonymous memory with
+            the call, and for its outcome.
         threads: ``OMP_NUM_THREADS`` is set to the host's share if the environment does not say it.
         stdin_rank: The rank that reads the launcher's standard input, or -1.
         coordinator: Its address; if it is on the network, the host's address towards it is the ranks'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from hvdlab.launch.exits import TAIL_BYTES, TAIL_LINES, Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -23,8 +24,6 @@ from hvdlab.launch.forkserver.messages import (
 )
 from hvdlab.launch.forkserver.server_state import (
     GRACE_WITHOUT_POOL,
-    TAIL_BYTES,
-    TAIL_LINES,
     Asked,
     ChildEnded,
     ChildWrote,
@@ -40,7 +39,6 @@ from hvdlab.launch.forkserver.server_state import (
     PoolLost,
     Send,
     ServerState,
-    Tail,
     TellController,
     Tick,
     Watch,

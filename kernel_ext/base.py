@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -14,29 +14,37 @@ from hvdlab.collectives.coordinator.launch import Launch, settings_from
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext import checks, leftovers
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.forked import decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
-from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group, Starter
+from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.foreign import ForeignRanks, parse_hosts
+from hvdlab.kernel_ext.launchers.foreign import PoolRequest
 from hvdlab.kernel_ext.launchers.joining import Joining
-from hvdlab.kernel_ext.launchers.local import LocalRanks, check_loaded
-from hvdlab.kernel_ext.members import Ended, Found
+from hvdlab.kernel_ext.members import Found
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
+from hvdlab.kernel_ext.prestart import Base, Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
+from hvdlab.kernel_ext.registry import Registry
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
-from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
-from hvdlab.kernel_ext.warm.messages import Exited, FromWarm
-from hvdlab.kernel_ext.warm.processes import start_time
-from hvdlab.kernel_ext.warm.supervisor import last_lines
+from hvdlab.launch.exits import last_lines
+from hvdlab.launch.forkserver.messages import Exited, FromServer
+from hvdlab.launch.hosts import parse_hosts
+from hvdlab.launch.local import LocalStarter, check_loaded
+from hvdlab.launch.options import parse
+from hvdlab.launch.processes import start_time
+from hvdlab.launch.starter import Capability, Ended, Launcher, Started
 
 Progress = Callable[[str], None]
+
+RANK_MODULE = "hvdlab.kernel_ext.rank"
+"""What a rank runs that is started as a program."""
 
 QUIET = 1.0
 """Seconds without a cell after which ipyparallel's controller is started."""
@@ -51,6 +59,7 @@ class PoolBase:
 
     Attributes:
         launcher, plane: As asked for.
+        launch: What starts the ranks, and what it can do.
         client: The connection to the coordinator.
         group: The ranks.
         runs: The cells.
@@ -61,9 +70,16 @@ class PoolBase:
     """
 
     def __init__(
-        self, base: Base, launcher: str, plane: str, hosts: str, keeping: Keeping | None = None
+        self,
+        base: Base,
+        launcher: Launcher,
+        plane: str,
+        hosts: str,
+        options: Mapping[str, object],
+        keeping: Keeping | None = None,
     ) -> None:
-        self.launcher, self.plane, self.hosts = launcher, plane, hosts
+        self.launch = launcher
+        self.launcher, self.plane, self.hosts = launcher.name, plane, hosts
         self.keeping = keeping
         self._ports = keeping.kept.ports if keeping is not None else ("127.0.0.1", free_port())
         self.client: Client = base.client
@@ -78,7 +94,7 @@ class PoolBase:
         )
         self.resumed: list[CellHandle] = []
         self.group = Group(base.client, died=self._died, ready=self._is_ready)
-        self.companion = Companion(base.warm, self.group.pids, self.joining.connected, lost=self.tell)
+        self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
             began=lambda: self.companion.bring_up_later(AT_LATEST),
@@ -86,14 +102,14 @@ class PoolBase:
             reason=self._why_lost,
             local_pid=self._local_pid,
             stall_time=_stall_time(),
-            replaceable=launcher == names.LOCAL,
+            replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
-        self._local: LocalRanks | None = None
-        self._foreign: ForeignRanks | None = None
-        self.group.use(self._starter())
+        self._starter = launcher.starter(self._request(options), self)
+        self.companion.use(self._starter)
+        self.group.use(self._starter)
         self.rebuilder = Rebuilder(
             base.coordinator,
             base.client,
@@ -106,7 +122,7 @@ class PoolBase:
         if keeping is not None:
             self._find()
         base.client.on_mail(JOINED, self._joined)
-        base.warm.listen(self._hear, self._warm_lost)
+        base.fork_server.listen(self._hear, self._fork_server_lost)
 
     @classmethod
     def start(
@@ -115,33 +131,29 @@ class PoolBase:
         launcher: str,
         plane: str,
         hosts: str,
-        warm: WarmPool | None,
+        options: Mapping[str, str],
+        warm: Prestart | None,
         keep: str | None,
         deadline: Deadline,
         progress: Progress,
     ) -> PoolBase:
         """Start everything, ranks included. Raises as ``Pool.start`` does; nothing is left behind then."""
-        launcher = launcher.lower()
-        names.check(launcher)
+        found = names.find(launcher)
+        values = parse(found.name, found.options(), options) if options else {}
+        found.check(size, hosts)
         checks.check_plane(plane)
-        local = launcher == names.LOCAL
-        if local:
-            if hosts:
-                raise InvalidRequestError(
-                    f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
-                )
-            checks.check_room(size)
         if keep is not None:
-            keep = checks.check_keepable(launcher, keep)
+            remedy = "start the pool without keep, or with the launcher `local`."
+            found.capabilities.require(Capability.KEEP, found.name, remedy)
+            keep = Registry().free_name(keep)
         progress("starting the coordinator")
-        far = bool(hosts) or launcher not in (names.LOCAL, names.MPI)
-        tcp_host = address_for(parse_hosts(hosts) if hosts else ()) if far else None
-        base = base_for(local, tcp_host, keep is not None, warm, deadline)
+        tcp_host = address_for(h.name for h in parse_hosts(hosts) if hosts) if found.is_far(hosts) else None
+        base = base_for(found.forks, tcp_host, keep is not None, warm, deadline)
         try:
-            if local:
+            if found.forks:
                 progress("importing what the ranks share")
-                check_loaded(base.warm.wait_loaded(deadline))
-            self = cls(base, launcher, plane, hosts)
+                check_loaded(base.fork_server.wait_loaded(deadline))
+            self = cls(base, found, plane, hosts, values)
         except BaseException:
             base.close()
             raise
@@ -168,7 +180,7 @@ class PoolBase:
         progress("finding the ranks")
         base = keeping.connect(deadline)
         try:
-            self = cls(base, names.LOCAL, keeping.kept.plane, "", keeping)
+            self = cls(base, names.find(names.LOCAL), keeping.kept.plane, "", {}, keeping)
         except BaseException:
             base.leave()
             keeping.release()
@@ -203,7 +215,9 @@ class PoolBase:
 
     def _find(self) -> None:
         """The ranks that another process has started. Those that are missing have ended while nobody looked."""
-        pids = {number: child.pid for number, child in self._base.warm.children().items() if number >= 0}
+        pids = {
+            number: child.pid for number, child in self._base.fork_server.children().items() if number >= 0
+        }
         wanted = self.client.membership().expected or tuple(pids)
         coordinator = self._base.coordinator
         if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
@@ -213,9 +227,9 @@ class PoolBase:
         for rank in set(wanted) - set(pids):
             self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))
 
-    def _starter(self) -> Starter:
+    def _request(self, options: Mapping[str, object]) -> PoolRequest:
         coordinator = self._base.coordinator
-        far = self.launcher not in (names.LOCAL, names.MPI) or bool(self.hosts)
+        far = self.launch.is_far(self.hosts)
         world = World(
             coordinator=(coordinator.tls_address or "") if far else coordinator.address,
             token=coordinator.token,
@@ -226,21 +240,33 @@ class PoolBase:
             else self._ports[0],
             master_port=self._ports[1],
         )
-        if self.launcher == names.LOCAL:
-            self._local = LocalRanks(self._base.warm, world, self.group.handle)
-            return self._local
-        self._foreign = ForeignRanks(
-            self.launcher, self.hosts, self.companion, self.client, world, self.group.handle
+        return PoolRequest(
+            world,
+            self.client,
+            fork_server=self._base.fork_server,
+            module=RANK_MODULE,
+            hosts=self.hosts,
+            options=options,
+            companion=self.companion,
         )
-        return self._foreign
 
     # -- who tells whom -------------------------------------------------------------------------------------------
 
-    def _hear(self, event: FromWarm) -> None:
+    def handle(self, event: Started | Ended) -> None:
+        """What the starter reports of a rank. Any thread."""
+        if not self.launch.forks:  # the fork server tells the controller about its own children
+            if isinstance(event, Ended):
+                self.companion.rank_gone(event.rank)
+                self.joining.gone(event.rank)
+            else:
+                self.companion.ranks_changed()
+        self.group.handle(event)
+
+    def _hear(self, event: FromServer) -> None:
         if isinstance(event, Exited) and event.left is not None:
-            event = self._take_left(event, event.left)
-        if self._local is not None:
-            self._local.hear(event)
+            event = self._take_left(event, decode_left(event.left))
+        if isinstance(self._starter, LocalStarter):
+            self._starter.hear(event)
         if isinstance(event, Exited):
             self.joining.gone(event.number)
         self.companion.hear(event)
@@ -279,9 +305,9 @@ class PoolBase:
         members = self.client.membership().members
         return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
 
-    def _warm_lost(self, reason: str) -> None:
+    def _fork_server_lost(self, reason: str) -> None:
         try:
-            self._base.warm.respawn()
+            self._base.fork_server.respawn()
         except StartError as error:
             self._break(
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
@@ -300,7 +326,9 @@ class PoolBase:
     def note_kept(self) -> None:
         """A process, or the size, has changed: who attaches later must know."""
         if self.keeping is not None and not self._closed:
-            self.keeping.update(self._base.coordinator, self._base.warm, len(self.group.members.wanted))
+            self.keeping.update(
+                self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
+            )
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""
@@ -322,19 +350,17 @@ class PoolBase:
     def check_resizable(self, size: int) -> None:
         """Raises ``InvalidRequestError`` if the pool can't get this size."""
         now = len(self.group.members.wanted)
-        if self.launcher != names.LOCAL and size != now:
-            raise InvalidRequestError(
-                f"a pool of the launcher `{self.launcher}` keeps its {now} ranks; stop it and start one with {size}."
+        if size != now:
+            self.launch.capabilities.require(
+                Capability.RESIZE, self.launcher, f"stop the pool of {now} and start one of {size}."
             )
-        if self.launcher == names.LOCAL:
-            checks.check_room(size, already=min(now, size))
+        self.launch.check(size, self.hosts, already=min(now, size))
 
     def check_replaceable(self) -> None:
         """Raises ``InvalidRequestError`` if single ranks can't be started."""
-        if self.launcher != names.LOCAL:
-            raise InvalidRequestError(
-                f"single ranks of the launcher `{self.launcher}` can't be started; stop the pool and start it anew."
-            )
+        self.launch.capabilities.require(
+            Capability.SINGLE_RANKS, self.launcher, "stop the pool and start it anew."
+        )
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -371,8 +397,7 @@ class PoolBase:
         self.rebuilder.close()
         with contextlib.suppress(CoordinatorLostError):
             self.client.expect(())
-        if self._foreign is not None:
-            self._foreign.wait_stopped(LEAVE_WITHIN)
+        self._starter.close(LEAVE_WITHIN)
         self.companion.close()
         self._end_runs("the pool was stopped")
         self._base.close()

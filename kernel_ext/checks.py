@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.settings import PLANES
-from hvdlab.kernel_ext.registry import Registry
-from hvdlab.kernel_ext.warm.forking import REMEDIES, why_not
-
-BYTES_PER_RANK = 24 << 20
-"""What a forked rank takes at least, beside what it shares."""
-
-DESCRIPTORS_PER_RANK = 4
-"""File descriptors that the warm process keeps for each rank."""
+from hvdlab.launch.forkserver.forking import REMEDIES, why_not
 
 
 def default_size() -> int:
@@ -43,29 +34,6 @@ def check_not_in_rank() -> None:
         raise InvalidRequestError(
             "this is a rank, and each rank would start a pool of its own; run the cell (or Pool.start) in the notebook, "
             "without %%hvd_run around it"
-        )
-
-
-def check_room(np: int, already: int = 0, available: int | None = None) -> None:
-    """Whether this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
-
-    Raises:
-        InvalidRequestError: It has not; the text says how many would fit.
-    """
-    new = np - already
-    memory = available_memory() if available is None else available
-    if new > 0 and new * BYTES_PER_RANK > memory:
-        raise InvalidRequestError(
-            f"np={np}: {new} more ranks on this host take at least {new * BYTES_PER_RANK / 2**30:.1f} GiB, but "
-            f"{memory / 2**30:.1f} GiB are available; choose at most {already + memory // BYTES_PER_RANK}."
-        )
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(0, (hard - 64) // DESCRIPTORS_PER_RANK)
-    if hard != resource.RLIM_INFINITY and np > most:
-        needed = 64 + np * DESCRIPTORS_PER_RANK
-        raise InvalidRequestError(
-            f"np={np}: a process may have {hard} open files here, enough for {most or 'no'} ranks; start the notebook "
-            f"where `ulimit -Hn` is at least {needed}" + (f", or choose at most {most}." if most else ".")
         )
 
 
@@ -93,21 +61,3 @@ def check_plane(plane: str) -> None:
     usable = [name for name in PLANES if name != "local"]
     if plane not in usable:
         raise InvalidRequestError(f"there is no data plane {plane!r}; choose one of {', '.join(usable)}.")
-
-
-def available_memory() -> int:
-    """Bytes that can be used without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return 1 << 62
-
-
-def check_keepable(launcher: str, name: str) -> str:
-    """The name under which a pool is to be kept. Raises ``InvalidRequestError`` if it can't be."""
-    if launcher != "local":
-        raise InvalidRequestError(
-            f"ranks of the launcher `{launcher}` can't be kept when their notebook ends; only those of `local` can"
-        )
-    return Registry().free_name(name)

@@ -9,7 +9,7 @@ from hvdlab.collectives import addresses
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.warm.ahead import Base, WarmPool
+from hvdlab.kernel_ext.prestart import Base, Prestart
 
 
 def address_for(hosts: Iterable[str]) -> str:
@@ -30,7 +30,7 @@ def address_for(hosts: Iterable[str]) -> str:
 
 
 def base_for(
-    local: bool, tcp_host: str | None, keep: bool, warm: WarmPool | None, deadline: Deadline
+    local: bool, tcp_host: str | None, keep: bool, warm: Prestart | None, deadline: Deadline
 ) -> Base:
     """Take what was started ahead, or start it; with another coordinator if ranks are far or the pool is kept.
 
@@ -43,7 +43,7 @@ def base_for(
         StartError: It could not be had in time; nothing is left behind.
     """
     if warm is None:
-        warm = WarmPool.begin(preload=local)
+        warm = Prestart.begin(preload=local)
     base = warm.take(deadline)
     if tcp_host is None and not keep:
         return base

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 
@@ -20,7 +19,6 @@ from hvdlab.kernel_ext.members import (
     Answered,
     Died,
     Effect,
-    Ended,
     Event,
     Expect,
     Leave,
@@ -31,6 +29,7 @@ from hvdlab.kernel_ext.members import (
     Wanted,
 )
 from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
+from hvdlab.launch.starter import Ended, Starter
 
 LEAVE_WITHIN = 3.0
 """Seconds after which a rank that was told to leave is killed."""
@@ -42,16 +41,6 @@ _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 
 SHOWN_LINES = 20
 """Lines of a rank's standard error in the error that it could not be started."""
-
-
-class Starter(Protocol):
-    """Starts and ends the processes of ranks. It reports by :meth:`Group.handle`, from any thread."""
-
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        """Begin to start these ranks of a pool of ``size``; does not wait for them."""
-
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's process."""
 
 
 class Group:
@@ -154,7 +143,8 @@ class Group:
                     self._starter.start(ranks, size)
                 case Resized(ranks, size):
                     for rank in ranks:
-                        self._client.post(ENVIRONMENT, msgspec.msgpack.encode(sizes(rank, size)), [rank])
+                        variables = sizes(rank, size, self._starter.place(rank, size))
+                        self._client.post(ENVIRONMENT, msgspec.msgpack.encode(variables), [rank])
                 case Died(rank, pid, reason):
                     self._died(rank, reason)
                     self._client.rank_lost(rank, pid, reason)

@@ -20,11 +20,12 @@ from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.prestart import Base
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
-from hvdlab.kernel_ext.warm.ahead import Base
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.exits import describe_signal
-from hvdlab.kernel_ext.warm.processes import exit_status, open_process, readable
+from hvdlab.launch.exits import describe_signal
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.processes import exit_status, open_process, readable
 
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator has to hand over its socket."""
@@ -134,7 +135,7 @@ class Keeping:
     ) -> Keeping:
         """Have a pool stay when this process ends. Raises ``StartError``."""
         path = str(base.coordinator.directory / "warm")
-        base.warm.keep(path, deadline)
+        base.fork_server.keep(path, deadline)
         kept = Kept(
             name=name,
             size=size,
@@ -144,7 +145,7 @@ class Keeping:
             token=base.coordinator.token,
             directory=str(base.coordinator.directory),
             coordinator=Process.of(base.coordinator.pid),
-            warm=Process.of(base.warm.pid),
+            warm=Process.of(base.fork_server.pid),
             path=path,
             ports=ports,
             owner=Process.of(os.getpid()),
@@ -172,7 +173,7 @@ class Keeping:
         coordinator: AttachedCoordinator | None = None
         try:
             # First: until then it is what replaces a coordinator that dies.
-            warm = WarmProcess.attach(self.kept.path, deadline)
+            warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
             try:
                 coordinator = AttachedCoordinator(self.kept)
                 client = Client.connect(
@@ -189,11 +190,11 @@ class Keeping:
         return Base(warm, coordinator, client)
 
     def update(
-        self, coordinator: CoordinatorProcess | AttachedCoordinator, warm: WarmProcess, size: int
+        self, coordinator: CoordinatorProcess | AttachedCoordinator, fork_server: ForkServer, size: int
     ) -> None:
         """Note other processes, and another size."""
         kept = msgspec.structs.replace(
-            self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(warm.pid), size=size
+            self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(fork_server.pid), size=size
         )
         if kept != self.kept:
             self.kept = kept
@@ -222,7 +223,7 @@ def stop(name: str) -> None:
     keeping = Keeping.claim(name)
     coordinator = AttachedCoordinator(keeping.kept)
     try:
-        warm = WarmProcess.attach(keeping.kept.path, Deadline(END_WITHIN))
+        warm = ForkServer.attach(keeping.kept.path, PROGRAM_NAME, Deadline(END_WITHIN))
     except StartError:  # it does not listen: with it end its ranks
         if keeping.kept.warm.lives:
             os.kill(keeping.kept.warm.pid, signal.SIGKILL)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hvdlab.launch.starter import Ended, Started
+
 
 class MemberState(StrEnum):
     """Where a rank is in its life."""
@@ -61,29 +63,10 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The rank has a process."""
-
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
 class Answered:
     """The rank's agent listens."""
 
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The rank's process has ended, or could not be started (``pid`` 0)."""
-
-    rank: int
-    pid: int
-    reason: str
-    tail: str = ""
-    detail: str = ""
 
 
 Event = Wanted | Found | Started | Answered | Ended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
@@ -26,11 +26,12 @@ from hvdlab.kernel_ext.recording import Recording
 from hvdlab.kernel_ext.running import Running
 from hvdlab.kernel_ext.sizing import Sizing
 from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.launch.starter import Capability
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.warm.ahead import WarmPool
+    from hvdlab.kernel_ext.prestart import Prestart
 
 
 class Pool(Running, Measuring, Sizing, Asking, Looking):
@@ -38,11 +39,13 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
     Attributes:
         launcher, plane: As they were asked for.
+        replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
     """
 
     def __init__(self, base: PoolBase) -> None:
         self._base = base
         self.launcher, self.plane = base.launcher, base.plane
+        self.replaceable = Capability.SINGLE_RANKS in base.launch.capabilities
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: Recording | None = None
@@ -57,7 +60,8 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         launcher: str = "local",
         plane: str = "auto",
         hosts: str | None = None,
-        warm: WarmPool | None = None,
+        launcher_options: Mapping[str, str] | None = None,
+        warm: Prestart | None = None,
         keep: str | None = None,
         timeout: float = 60,
         on_progress: Progress | None = None,
@@ -66,10 +70,12 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
         Args:
             np: How many; by default one for each usable core.
-            launcher: ``local``, ``mpi`` or another of ipyparallel's launchers.
+            launcher: ``local``, ``ssh``, ``mpi``, one of ipyparallel's launchers, or one that an installed package offers
+                by the entry point group ``hvdlab.launchers``.
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
-            warm: What :func:`hvdlab.kernel_ext.warm.prewarm` began; the pool takes it over, also if this fails.
+            launcher_options: Options that only this launcher has, as texts; one that it does not know is refused.
+            warm: What :meth:`hvdlab.kernel_ext.prestart.Prestart.begin` began; the pool takes it over, also if this fails.
             keep: A name, or an empty text to be given one: the ranks then outlive this process, until
                 :meth:`stop`, and another one finds them by :meth:`attach`. Only for the launcher ``local``.
             timeout: Seconds.
@@ -88,6 +94,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
                     launcher,
                     plane,
                     hosts or "",
+                    launcher_options or {},
                     warm,
                     keep,
                     Deadline(timeout),

@@ -2,7 +2,7 @@
 
 A coordinator that lives, and to which only the connection was lost, stays.
 
-One thread, which sleeps until something has died. (The warm process and ipyparallel's controller are put back by
+One thread, which sleeps until something has died. (The fork server and ipyparallel's controller are put back by
 whoever has them: that takes no waiting.)
 """
 
@@ -22,9 +22,9 @@ from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.recovery import Coordinator, Recovered, Recovery
 from hvdlab.kernel_ext.group import CUT_OFF_WITHIN, Group
-from hvdlab.kernel_ext.members import Ended
 from hvdlab.kernel_ext.runs import Runs
-from hvdlab.kernel_ext.warm.processes import open_process, readable, start_time
+from hvdlab.launch.processes import open_process, readable, start_time
+from hvdlab.launch.starter import Ended
 
 RESPAWN_WITHIN = 20.0
 RECONNECT_WITHIN = 40.0

@@ -22,7 +22,7 @@ import msgspec
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.kernel_ext.warm.processes import open_process, readable, start_time
+from hvdlab.launch.processes import open_process, readable, start_time
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 DEFAULT = "pool"
@@ -62,7 +62,7 @@ class Kept(msgspec.Struct, frozen=True):
         address, token: Where the coordinator is reached, and its secret.
         directory: The coordinator's private directory.
         coordinator, warm: Its processes.
-        path: Where the warm process waits for a successor of the pool's process.
+        path: Where the fork server waits for a successor of the pool's process.
         ports: ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks.
         owner: The process that uses it.
         place: Where that runs: the working directory of the notebook.

@@ -15,11 +15,11 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
-from hvdlab.kernel_ext.checks import available_memory
 from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.rank.lending import NOT_SHARED, Window, Windows
 from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
+from hvdlab.launch.local import available_memory
 
 IN_FLIGHT = 32 << 20
 """Bytes that are on their way from all ranks together."""

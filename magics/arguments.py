@@ -116,6 +116,12 @@ def add_pool_options(parser: MagicParser) -> None:
         "--launcher", metavar="NAME", help="what starts ranks: local (default), mpi, ssh, slurm, ..."
     )
     parser.add_argument("--hosts", metavar="a:4,b:4", help="hosts and how many ranks on each")
+    parser.add_argument(
+        "--launcher-option",
+        action="append",
+        metavar="KEY=VALUE",
+        help="an option that only this launcher has, such as python=/opt/bin/python; may be given several times",
+    )
     parser.add_argument("--plane", choices=PLANES, help="data plane of the collectives (default: auto)")
 
 

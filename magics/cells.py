@@ -44,7 +44,11 @@ class CellMagics(Magics):
         offset = 0 if cell is None else magic_line_offset(self.session.raw_cell, "hvd_run")
         check_syntax(self.session.shell, source, offset)
         pool = self.session.pool_for(
-            options.np, launcher=options.launcher, plane=options.plane, hosts=options.hosts
+            options.np,
+            launcher=options.launcher,
+            plane=options.plane,
+            hosts=options.hosts,
+            launcher_options=options.launcher_option,
         )
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
         return _run(self.session, pool, source, ranks, options, offset)

@@ -76,6 +76,7 @@ class PoolMagics(Magics):
             launcher=options.launcher,
             plane=options.plane,
             hosts=options.hosts,
+            launcher_options=options.launcher_option,
             keep=options.keep,
             new=True,
         )

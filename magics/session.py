@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.kernel_ext.widgetstates import WidgetStates
+from hvdlab.launch.options import split as split_options
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
 from hvdlab.magics.progress import StartProgress
@@ -135,6 +136,7 @@ class Session:
         plane: str | None = None,
         hosts: str | None = None,
         keep: str | None = None,
+        launcher_options: Sequence[str] | None = None,
         new: bool = False,
         say: Callable[[str], None] = print,
     ) -> Pool:
@@ -142,6 +144,7 @@ class Session:
 
         Args:
             keep: A name, or an empty text, for a new pool that is to outlive the notebook.
+            launcher_options: ``key=value`` for a new pool; a pool that runs keeps those that it was started with.
             new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
                 relies on variables of the old ranks would only fail on new ones.
 
@@ -157,7 +160,7 @@ class Session:
                 check_not_in_rank()  # before the question what else is missing, and before anything is started
             if self._broken and np is None and not new:
                 raise UsageError(self._gone())
-            return self._start(np, launcher, plane, hosts, keep, say)
+            return self._start(np, launcher, plane, hosts, keep, launcher_options or (), say)
         if keep is not None and not pool.name:
             raise UsageError(
                 "--keep: the ranks that run were started without it and end with this notebook; `%hvd_pool stop` ends "
@@ -169,6 +172,11 @@ class Session:
                     f"{option} {wanted}: the ranks that run were started with {has}; `%hvd_pool stop` ends them, "
                     "then a new pool can be started"
                 )
+        if launcher_options:
+            raise UsageError(
+                "--launcher-option: the ranks that run were started already; `%hvd_pool stop` ends them, then a new pool can "
+                "be started"
+            )
         if np is not None and np != pool.size:
             with as_usage_error():
                 pool.resize(np)
@@ -190,7 +198,7 @@ class Session:
         others = [rank for rank in ranks_of(pool) if rank not in hanging]
         leave_out = f", `--ranks {compact_ranks(others)}` leaves {them} out" if others else ""
         replace = f"`%hvd_pool restart {compact_ranks(late)}` replaces {them}"
-        if pool.launcher != "local":  # others can't start single ranks
+        if not pool.replaceable:
             replace = "`%hvd_pool stop` ends the pool"
         raise UsageError(
             f"{format_ranks(late)} still {hang} in {cell}, which was given up; {replace}{leave_out}"
@@ -294,12 +302,16 @@ class Session:
         plane: str | None,
         hosts: str | None,
         keep: str | None,
+        launcher_options: Sequence[str],
         say: Callable[[str], None],
     ) -> Pool:
         with as_usage_error():
             wishes = self._wishes()
         chosen = any(one is not None for one in (np, hosts, wishes.np, wishes.hosts))
         arguments = _arguments(wishes, np, launcher, plane, hosts)
+        if launcher_options:
+            with as_usage_error():
+                arguments["launcher_options"] = split_options(launcher_options)
         ahead, self.ahead = self.ahead, None
         warm = ahead.take() if ahead is not None else None
         try:

@@ -1,4 +1,4 @@
-"""Ranks of a warm process and a coordinator, without a pool around them."""
+"""Ranks of a fork server and a coordinator, without a pool around them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
+from hvdlab.kernel_ext.forked import PROGRAM_NAME
 from hvdlab.kernel_ext.payloads import TO_POOL, TO_RANK, CellDone, RunCell, decode_to_pool, encode
 from hvdlab.kernel_ext.topics import READY
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.messages import Exited, Fork, ForkFailed, FromWarm
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, FromServer
 
 PATIENCE = 30.0
 
@@ -28,17 +29,15 @@ class ForkedRanks:
     """Started by :meth:`fork`; ended by :meth:`close`, which asserts that none is left.
 
     Attributes:
-        news: What the warm process told.
-        losses: Why warm processes died. Each gets a successor, unless ``rebuild`` is off.
+        news: What the fork server told.
+        losses: Why fork servers died. Each gets a successor, unless ``rebuild`` is off.
     """
 
-    def __init__(
-        self, warm: WarmProcess | None = None, coordinator: CoordinatorProcess | None = None
-    ) -> None:
+    def __init__(self, warm: ForkServer | None = None, coordinator: CoordinatorProcess | None = None) -> None:
         self.coordinator = coordinator or CoordinatorProcess.start()
         self.client = Client.connect(self.coordinator.address, self.coordinator.token)
         self.changed = threading.Condition()
-        self.news: list[FromWarm] = []
+        self.news: list[FromServer] = []
         self.losses: list[str] = []
         self.ready: list[int] = []
         self.done: dict[str, CellDone] = {}
@@ -47,12 +46,12 @@ class ForkedRanks:
         self._pids: set[int] = set()
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.client.on_mail(TO_POOL, self._answered)
-        self.warm = warm or WarmProcess.start({**os.environ, "HVDLAB_PRELOAD": ""})
+        self.warm = warm or ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
         self.warm.listen(lambda message: self._note(self.news, message), self._lost)
 
     # -- callbacks ------------------------------------------------------------------------------------------------
 
-    def _note(self, where: list[object] | list[int] | list[FromWarm] | list[str], what: object) -> None:
+    def _note(self, where: list[object] | list[int] | list[FromServer] | list[str], what: object) -> None:
         with self.changed:
             where.append(what)  # type: ignore[arg-type]  # the caller's list is of its kind
             self.changed.notify_all()
@@ -142,7 +141,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def loaded(warm: WarmProcess) -> None:
+def loaded(warm: ForkServer) -> None:
     """Wait until it can fork."""
     warm.wait_loaded(Deadline(PATIENCE))
 

@@ -93,6 +93,8 @@ class FakePool:
             )
         self.name, self.detached, self.told = kwargs.get("keep") or "", False, list[str]()
         self.launcher, self.plane, self.state, self.broken = launcher, plane, "idle", ""
+        self.replaceable = launcher == "local"
+        self.launcher_options = kwargs.get("launcher_options", {})
         self.lost: dict[int, str] = {}
         self.transcripts = Transcripts(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}

@@ -1,1 +1,1 @@
-"""How ranks are started: ipyparallel's launchers, and ours for this host, where a warm process forks them."""
+"""How ranks are started: ipyparallel's launchers, and ours for this host, where a fork server forks them."""

@@ -1,12 +1,13 @@
 """A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
 
-For ranks that the warm process forks, all of this is brought up after the ranks are ready and the first cell has run,
+For ranks that the fork server forks, all of this is brought up after the ranks are ready and the first cell has run,
 so that nobody waits for it. ``Companion.cluster`` and ``Companion.wait_up`` bring it up at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -20,9 +21,9 @@ from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.kernel_ext.launchers.attempts import AT_LATEST, SOON, Attempt, Attempts, Deaths
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.launchers.predecessor import Predecessor
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.exits import describe
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.exits import describe
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     LAUNCHER,
     Adopt,
@@ -31,10 +32,11 @@ from hvdlab.kernel_ext.warm.messages import (
     Exited,
     Forked,
     ForkFailed,
-    FromWarm,
+    FromServer,
     Guard,
 )
-from hvdlab.kernel_ext.warm.processes import start_time
+from hvdlab.launch.processes import start_time
+from hvdlab.launch.starter import Starter
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
@@ -56,8 +58,8 @@ class Companion:
     """The ipyparallel side of a pool.
 
     Args:
-        warm: Forks the controller.
-        pids: Gives rank to process id of the ranks that the warm process forked.
+        fork_server: Forks the controller.
+        pids: Gives rank to process id of the ranks that the fork server forked.
         connected: Called with the controller's connection information for engines (JSON) when it is up, with an empty
             text when it has died, and again when another one has taken its place: engines join anew then. Must not block.
         lost: Called with one line when a controller that was up has died, or its successor can't do all that it did. Must
@@ -66,15 +68,16 @@ class Companion:
 
     def __init__(
         self,
-        warm: WarmProcess,
+        fork_server: ForkServer,
         pids: Callable[[], Mapping[int, int]],
         connected: Callable[[str], None],
         lost: Callable[[str], None] | None = None,
     ) -> None:
-        self._warm, self._pids, self._connected = warm, pids, connected
+        self._fork_server, self._pids, self._connected = fork_server, pids, connected
         self._lost = lost or log.warning
+        self._starter: Starter | None = None
         # What an earlier process left, if it kept this pool.
-        self._earlier = Predecessor.of(warm)
+        self._earlier = Predecessor.of(fork_server)
         self._deaths = Deaths()
         self._serving: ForkControllerLauncher | None = None
         self._starting: asyncio.Task[Any] | None = None
@@ -92,6 +95,10 @@ class Companion:
         self._thread.start()
 
     # -- any thread -----------------------------------------------------------------------------------------------
+
+    def use(self, starter: Starter) -> None:
+        """Let ipyparallel's requests to signal ranks be done by this. Call it once, before anything is brought up."""
+        self._starter = starter
 
     @property
     def cluster(self) -> Cluster:
@@ -134,8 +141,8 @@ class Companion:
                 f"ipyparallel's controller could not be started: {error or 'it took too long'}"
             ) from error
 
-    def hear(self, event: FromWarm) -> None:
-        """A message of the warm process about the controller, or a change of ranks. Warm process's reading thread."""
+    def hear(self, event: FromServer) -> None:
+        """A message of the fork server about the controller, or a change of ranks. Fork server's reading thread."""
         controller = None if self._cluster is None else self._cluster.controller
         if controller is not None:
             match event:
@@ -147,19 +154,27 @@ class Companion:
                     controller.is_up()
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
-                    alone = self._warm.lost is None  # else it ended with the warm process, and that is told
+                    alone = (
+                        self._fork_server.lost is None
+                    )  # else it ended with the fork server, and that is told
                     self._call_soon(self._controller_ended, controller, event, alone)
         if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
             self._earlier.has_ended()
-        self._call_soon(self._update_engines)
+        self.ranks_changed()
 
     def rank_joined(self, rank: int) -> None:
         """A rank has registered and listens: the controller may announce it."""
-        self._warm.send(Engine(rank, True))
+        self._fork_server.send(Engine(rank, True))
 
     def rank_gone(self, rank: int) -> None:
-        """A rank that the warm process did not fork has ended."""
-        self._warm.send(Engine(rank, False))
+        """A rank that the fork server did not fork has ended."""
+        with contextlib.suppress(StartError):  # the pool is being closed
+            self._fork_server.send(Engine(rank, False))
+        self.ranks_changed()
+
+    def ranks_changed(self) -> None:
+        """A rank has started or ended."""
+        self._call_soon(self._update_engines)
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
         with self._lock:  # not while the loop is being closed
@@ -232,18 +247,18 @@ class Companion:
     def guard(self, *paths: str) -> None:
         """Have these files removed when the pool ends in whatever way."""
         self._guarded += paths
-        self._warm.send(Guard(self._guarded))
+        self._fork_server.send(Guard(self._guarded))
 
     def watch_launcher(self, pid: int) -> None:
         """Have this program, which started the ranks, ended with the pool in whatever way that ends."""
-        self._warm.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
+        self._fork_server.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:
         self._starting = asyncio.current_task()
         if self._timer is not None:
             self._timer.cancel()
         if self._earlier is not None and self._cluster is None:
-            self._follows = await self._earlier.end(self._warm)
+            self._follows = await self._earlier.end(self._fork_server)
         again = self._follows
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
@@ -285,14 +300,14 @@ class Companion:
                     raise
                 await failed.surely_gone(END_WITHIN)
                 following = attempts.after(taken=failed.ports_taken)
-                if following is None or self._warm.lost is not None:
+                if following is None or self._fork_server.lost is not None:
                     raise
                 log.info("ipyparallel's controller is started again: %s", error)
                 attempt = following
 
     async def _start_once(self, cluster: Cluster, reuse: bool, elsewhere: bool) -> str:
         cluster.controller = None  # one that has died, or could not be started
-        await cluster.start_controller(warm=self._warm, reuse=reuse, elsewhere=elsewhere)
+        await cluster.start_controller(fork_server=self._fork_server, reuse=reuse, elsewhere=elsewhere)
         controller: ForkControllerLauncher = cluster.controller
         information = json.dumps((await controller.get_connection_info())["engine"])
         if controller.ended.done():
@@ -338,7 +353,7 @@ class Companion:
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
         pids = {str(rank): pid for rank, pid in self._pids().items()}
-        name = await cluster.start_engines(len(pids), warm=self._warm, pids=pids)
+        name = await cluster.start_engines(len(pids), starter=self._starter, pids=pids)
         self._engines = cluster.engines[name]
 
     def _update_engines(self) -> None:
@@ -361,7 +376,7 @@ class Companion:
         cluster = self._cluster
         if cluster is None:
             return
-        if self._warm.lost is not None:
+        if self._fork_server.lost is not None:
             return  # everything has ended with it
         if self._engines is not None:
             self._engines.notify_stop({"exit_code": 0, "identifier": self._engines.identifier})

@@ -77,7 +77,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     _failure: BaseException | None = None
 
     def watch(self, channel: socket.socket) -> None:
-        """Use this connection to the warm process. Call before ``initialize``."""
+        """Use this connection to the fork server. Call before ``initialize``."""
         channel.setblocking(False)
         self._channel = channel
 
@@ -140,7 +140,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         self.hub.unregister_engine(b"", {"content": {"id": engine}})
 
     def start(self) -> None:
-        """Run until told to stop, or until the warm process is gone."""
+        """Run until told to stop, or until the fork server is gone."""
         self.loop.add_handler(self._channel.fileno(), self._hear, self.loop.READ)
         self.loop.add_callback(self._say_up)
         super().start()
@@ -162,7 +162,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         signal.signal(signal.SIGTERM, self.handle_signal)
 
     def cleanup_connection_files(self) -> None:
-        """The pool's business: who takes this one's place, because the warm process has died, needs them."""
+        """The pool's business: who takes this one's place, because the fork server has died, needs them."""
 
     def terminate_children(self) -> None:
         """There are none."""
@@ -182,7 +182,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
 
 
 def run_forked(argv: tuple[str, ...], channel: int) -> int:
-    """Be the controller, in a child of the warm process. ``argv``: ipcontroller's options."""
+    """Be the controller, in a child of the fork server. ``argv``: ipcontroller's options."""
     os.nice(5)  # ranks go first while it starts
     asyncio.set_event_loop(asyncio.new_event_loop())
     app = PoolController.instance()

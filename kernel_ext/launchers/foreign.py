@@ -1,4 +1,4 @@
-"""Ranks that one of ipyparallel's own launchers starts: MPI, SSH, Slurm and others.
+"""Ranks that one of ipyparallel's own launchers starts: MPI, Slurm and others.
 
 They are started all at once as ``python -m hvdlab.kernel_ext.rank``, find the coordinator by their environment, and
 are known by their connection to it alone.
@@ -9,49 +9,114 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.client import Client, Membership
+from hvdlab.collectives.client import Membership
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import World, common, threads_per_rank
+from hvdlab.collectives.engine.hosts import Place, host_key
+from hvdlab.collectives.environment import common, threads_per_rank
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.kernel_ext.members import Ended, Event, Started
+from hvdlab.launch.hosts import parse_hosts
+from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.starter import (
+    Capabilities,
+    Capability,
+    Ended,
+    LaunchRequest,
+    RankObserver,
+    Started,
+)
 
 START_WITHIN = 60.0
 """Seconds that a launcher has to hand the ranks to its system."""
-ENGINE_COMMAND = ["-m", "hvdlab.kernel_ext.rank"]
+
+_TOGETHER = "it starts all of them together, as one job"
+_BY_CONNECTION = "they are known by their connections to the coordinator alone"
+
+PYTHON = Option(
+    "python", "interpreter of the ranks (default: python3 of the PATH there; with mpi that of the notebook)"
+)
 
 
-class ForeignRanks:
+@dataclass(frozen=True, slots=True)
+class PoolRequest(LaunchRequest):
+    """What ranks of a pool are to be started for.
+
+    Attributes:
+        companion: Has the ipyparallel cluster of the pool.
+    """
+
+    companion: Companion | None = None
+
+
+class EngineSetLauncher:
+    """A :class:`~hvdlab.launch.starter.Launcher` by one of ipyparallel's launchers of engine sets.
+
+    Args:
+        name: Its name.
+    """
+
+    capabilities = Capabilities.all_but(
+        {
+            Capability.SINGLE_RANKS: _TOGETHER,
+            Capability.RESIZE: _TOGETHER,
+            Capability.KEEP: "they end with the program that started them, and that with the notebook",
+            Capability.REASONS: _BY_CONNECTION,
+            Capability.SIGNALS: _BY_CONNECTION,
+        }
+    )
+    forks = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def options(self) -> Sequence[Option]:
+        """The interpreter, and the launcher's own traits that hvdlab does not set."""
+        traits = _own_traits(_class(self.name))
+        return (PYTHON, *(Option(name, text, kind) for name, (text, kind) in sorted(traits.items())))
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Raises ``StartError`` if the program that it calls is not installed, ``InvalidRequestError`` for odd hosts."""
+        names.check_program(self.name)
+        if hosts:
+            parse_hosts(hosts)
+
+    def is_far(self, hosts: str) -> bool:
+        """MPI's ranks are on this host unless hosts are named; of others only their system knows."""
+        return bool(hosts) or self.name != names.MPI
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> EngineSetStarter:
+        """What starts the ranks of a pool. Raises ``InvalidRequestError`` for a job that is none."""
+        if not isinstance(request, PoolRequest) or request.companion is None:
+            raise InvalidRequestError(f"the launcher `{self.name}` starts ranks of notebooks only.")
+        return EngineSetStarter(self.name, request, request.companion, ranks)
+
+
+class EngineSetStarter:
     """Starts ranks by an engine set launcher of ipyparallel's.
 
     Args:
         launcher: Its name.
-        hosts: ``a:4,b:4``, or empty for the launcher's own choice.
+        request: What for.
         companion: Has the cluster.
-        world: What every rank is told.
-        report: Takes what happens to ranks.
+        ranks: Takes what happens to ranks.
     """
 
     def __init__(
-        self,
-        launcher: str,
-        hosts: str,
-        companion: Companion,
-        client: Client,
-        world: World,
-        report: Callable[[Event], None],
+        self, launcher: str, request: LaunchRequest, companion: Companion, ranks: RankObserver
     ) -> None:
-        self._launcher, self._hosts = launcher.lower(), hosts
-        self._companion, self._client, self._world, self._report = companion, client, world, report
+        self._launcher, self._hosts, self._options = launcher, request.hosts, request.options
+        self._module, self._world, self._client = request.module, request.world, request.client
+        self._companion, self._ranks = companion, ranks
         self._pids: dict[int, int] = {}
         self._size = 0
         self._stopped = threading.Event()
-        client.on_membership(self._on_membership)
+        self._client.on_membership(self._on_membership)
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         """Have them started; possible once.
@@ -61,9 +126,8 @@ class ForeignRanks:
             StartError: The launcher could not do it.
         """
         if self._size:
-            raise InvalidRequestError(
-                f"ranks of the launcher `{self._launcher}` are started together: their number can't be changed, and "
-                "single ranks can't be replaced; stop the pool and start it anew."
+            EngineSetLauncher.capabilities.require(
+                Capability.SINGLE_RANKS, self._launcher, "stop the pool and start it anew."
             )
         self._size = size
         try:
@@ -76,22 +140,24 @@ class ForeignRanks:
 
     def signal(self, rank: int, number: int) -> None:
         """Ranks of this host get the signal; others are ended by the coordinator's word and the launcher's stop."""
-        from hvdlab.collectives.engine.hosts import host_key
-
         here = host_key()
         for member in self._client.membership().members:
             if member.rank == rank and member.host == here:
                 os.kill(member.pid, number)
 
-    def wait_stopped(self, timeout: float) -> None:
+    def place(self, rank: int, size: int) -> Place | None:
+        """Only the launcher knows; a rank learns it by its environment."""
+        return None
+
+    def close(self, timeout: float) -> None:
         """Give the launcher's program time to end after its ranks, as MPI's does, which then clears up."""
         if self._size:
             self._stopped.wait(timeout)
 
     async def _start(self, size: int) -> None:
         load_ipyparallel()
-        cluster = self._companion.new_cluster(engine_launcher_class=self._class())
-        name = await cluster.start_engines(size, **self.options(size))
+        cluster = self._companion.new_cluster(engine_launcher_class=_class(self._launcher))
+        name = await cluster.start_engines(size, **self.traits(size))
         launched = cluster.engines[name]
         launched.on_stop(self._launcher_stopped)
         process = getattr(launched, "process", None)
@@ -100,21 +166,18 @@ class ForeignRanks:
         if log := getattr(launched, "output_file", ""):
             self._companion.guard(log)
 
-    def _class(self) -> Any:
-        if self._launcher == names.MPI:
-            from hvdlab.kernel_ext.launchers.mpi import MpiRanksLauncher
-
-            return MpiRanksLauncher
-        return self._launcher
-
-    def options(self, size: int) -> dict[str, Any]:
+    def traits(self, size: int) -> dict[str, Any]:
         """Traits of the engine set's launcher."""
         environment = {**common(self._world), "HVDLAB_SIZE": str(size)}
         environment.setdefault(
             "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(size)))
         )
+        given = {name: _plain(value) for name, value in self._options.items() if name != PYTHON.name}
+        python = self._options.get(PYTHON.name) or (
+            sys.executable if self._launcher == names.MPI else "python3"
+        )
         options: dict[str, Any] = {
-            "engine_cmd": [sys.executable if self._launcher == names.MPI else "python3", *ENGINE_COMMAND],
+            "engine_cmd": [python, "-m", self._module],
             "environment": environment,
         }
         if self._launcher == names.MPI:
@@ -122,8 +185,8 @@ class ForeignRanks:
             if self._hosts:
                 options["mpi_args"] = ["-hosts", self._hosts]
         elif self._hosts:
-            options["engines"] = parse_hosts(self._hosts)
-        return options
+            options["engines"] = {host.name: host.slots for host in parse_hosts(self._hosts)}
+        return {**options, **given}
 
     # -- what happens to them -------------------------------------------------------------------------------------
 
@@ -131,7 +194,7 @@ class ForeignRanks:
         for member in membership.members:
             if self._pids.get(member.rank) != member.pid:
                 self._pids[member.rank] = member.pid
-                self._report(Started(member.rank, member.pid))
+                self._ranks.handle(Started(member.rank, member.pid))
         for death in membership.deaths:
             if self._pids.pop(death.rank, None) is not None:
                 self._ended(death.rank, death.pid, death.reason)
@@ -139,25 +202,60 @@ class ForeignRanks:
             self._ended(rank, self._pids.pop(rank), "it left")
 
     def _ended(self, rank: int, pid: int, reason: str) -> None:
-        self._companion.rank_gone(rank)
-        self._report(Ended(rank, pid, reason))
+        self._ranks.handle(Ended(rank, pid, reason))
 
     def _launcher_stopped(self, data: Any) -> None:
         """The launcher's program has ended. Ranks that never connected will not come any more."""
         self._stopped.set()
         code = (data or {}).get("exit_code")
         for rank in range(self._size):
-            self._report(Ended(rank, 0, f"the launcher `{self._launcher}` ended with exit code {code}"))
+            self._ranks.handle(Ended(rank, 0, f"the launcher `{self._launcher}` ended with exit code {code}"))
 
 
-def parse_hosts(hosts: str) -> dict[str, int]:
-    """``a:4,b`` to ``{"a": 4, "b": 1}``. Raises ``InvalidRequestError``."""
-    found: dict[str, int] = {}
-    for part in filter(None, (piece.strip() for piece in hosts.split(","))):
-        host, _, slots = part.partition(":")
-        if not host or (slots and not slots.isdigit()):
-            raise InvalidRequestError(f"hosts={hosts!r} can't be read; write them as `a:4,b:4`.")
-        found[host] = found.get(host, 0) + int(slots or 1)
-    if not found:
-        raise InvalidRequestError("hosts= names no host; write them as `a:4,b:4`.")
+def _class(launcher: str) -> Any:
+    """The launcher's class."""
+    if launcher == names.MPI:
+        load_ipyparallel()
+        from hvdlab.kernel_ext.launchers.mpi import MpiRanksLauncher
+
+        return MpiRanksLauncher
+    return names.engine_set_class(launcher)
+
+
+_OURS = {
+    "engine_cmd",
+    "engine_args",
+    "environment",
+    "engines",
+    "mpi_cmd",
+    "work_dir",
+    "n",
+    "log",
+    "config",
+    "parent",
+}
+"""Traits that hvdlab sets itself."""
+
+
+def _own_traits(launcher: Any) -> Mapping[str, tuple[str, Kind]]:
+    """Configurable traits of a launcher's class that a text can be read for."""
+    from traitlets import Any as AnyTrait
+    from traitlets import Int, List, Unicode
+
+    found: dict[str, tuple[str, Kind]] = {}
+    for name, trait in launcher.class_traits(config=True).items():
+        kind = next(
+            (
+                kind
+                for of, kind in ((Unicode, Kind.TEXT), (Int, Kind.COUNT), (List, Kind.WORDS))
+                if isinstance(trait, of)
+            ),
+            Kind.TEXT if type(trait) is AnyTrait else None,
+        )
+        if kind is not None and name not in _OURS:
+            found[name] = (str(trait.help).strip().partition("\n")[0], kind)
     return found
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

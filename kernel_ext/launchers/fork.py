@@ -1,4 +1,4 @@
-"""ipyparallel's view of what a warm process forked: launchers for the controller and for the set of engines.
+"""ipyparallel's view of what a fork server forked: launchers for the controller and for the set of engines.
 
 The pool forks its ranks itself, before there is a ``Cluster``, since a rank does not need ipyparallel to be ready. The
 engine set's launcher takes over the ranks that are there, and serves ipyparallel's requests to signal or stop them.
@@ -24,24 +24,24 @@ from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict
 
 from hvdlab.kernel_ext.launchers import ports
-from hvdlab.kernel_ext.warm.exits import describe
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Exited, Fork, Signal
+from hvdlab.launch.exits import describe
+from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
 
 
 class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # ipyparallel is untyped
-    """Lets the warm process fork the controller.
+    """Lets the fork server fork the controller.
 
     Attributes:
-        warm: The warm process.
+        fork_server: The fork server.
         reuse: Whether it takes the place of one that died: with its ports, so that engines and clients find it.
         elsewhere: Whether it takes that one's place with other ports.
-        forked, listening, ended: Completed by the pool when the warm process tells so.
+        forked, listening, ended: Completed by the pool when the fork server tells so.
     """
 
     # How the cluster's file names it, for other processes to import.
     entrypoint_name = f"{__name__}.ForkControllerLauncher"
 
-    warm: Any = AnyTrait()
+    fork_server: Any = AnyTrait()
     reuse: Bool[bool, bool | int] = Bool()
     elsewhere: Bool[bool, bool | int] = Bool()
 
@@ -53,11 +53,11 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     async def start(self) -> None:
         """Have it forked; returns when it has a process id."""
-        assert self.warm is not None
+        assert self.fork_server is not None
         environment = {**os.environ, **self.get_env()}
         reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
-        self.warm.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
+        self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await asyncio.shield(asyncio.wrap_future(self.forked))
         try:
             self.process = psutil.Process(self.pid)
@@ -67,7 +67,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:
         """Wait until it listens, and read its connection files."""
-        if self.warm is not None:
+        if self.fork_server is not None:
             limit = self.connection_info_timeout if timeout is None else timeout
             listening = asyncio.shield(asyncio.wrap_future(self.listening))
             await asyncio.wait_for(listening, limit if limit >= 0 else None)
@@ -75,17 +75,17 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     async def stop(self) -> None:
         """End it."""
-        if self.warm is None:  # found by its file, in another process
+        if self.fork_server is None:  # found by its file, in another process
             await super().stop()
             return
         if not self.ended.done():
-            self.warm.send(Signal(CONTROLLER, signal.SIGTERM))
+            self.fork_server.send(Signal(CONTROLLER, signal.SIGTERM))
             try:
                 await asyncio.wait_for(
                     asyncio.shield(asyncio.wrap_future(self.ended)), self.stop_seconds_until_kill
                 )
             except TimeoutError:
-                self.warm.send(Signal(CONTROLLER, signal.SIGKILL))
+                self.fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
                 await asyncio.wait_for(asyncio.wrap_future(self.ended), self.stop_seconds_until_kill)
         self.notify_stop(
             {"exit_code": self.ended.result().code, "pid": self.pid, "identifier": self.identifier}
@@ -96,7 +96,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         return self.ended.result().tail if self.ended.done() else ""
 
     def was_forked(self, outcome: int | Exception) -> None:
-        """The warm process forked it, or could not. Any thread."""
+        """The fork server forked it, or could not. Any thread."""
         _complete(self.forked, outcome)
 
     def is_up(self) -> None:
@@ -104,7 +104,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         _complete(self.listening, None)
 
     def has_ended(self, event: Exited) -> None:
-        """The warm process reaped it. Any thread."""
+        """The fork server reaped it. Any thread."""
         why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
         _complete(self.forked, why)
         _complete(self.listening, why)
@@ -119,7 +119,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """End it at once, if it has not ended. Raises ``TimeoutError`` if it is still there."""
         if self.ended.done() or not self.forked.done() or self.forked.exception() is not None:
             return
-        self.warm.send(Signal(CONTROLLER, signal.SIGKILL))
+        self.fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
         await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self.ended)), seconds)
 
 
@@ -134,16 +134,16 @@ def _complete(future: Future[Any], outcome: Any) -> None:
 
 
 class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
-    """The ranks of a pool on this host.
+    """The ranks of a pool that its starter starts one by one.
 
     Attributes:
-        warm: The warm process that forked them.
+        starter: What started them.
         pids: Rank to process id; the pool keeps it up to date.
     """
 
     entrypoint_name = f"{__name__}.ForkEngineSetLauncher"
 
-    warm: Any = AnyTrait()
+    starter: Any = AnyTrait()
     pids: Dict[str, int] = Dict().tag(to_dict=True)
 
     def __init__(self, work_dir: str = ".", config: Any = None, **kwargs: Any) -> None:
@@ -172,15 +172,15 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""
         for rank, pid in list(self.pids.items()):
-            if self.warm is not None:
-                self.warm.send(Signal(int(rank), int(sig)))
+            if self.starter is not None:
+                self.starter.signal(int(rank), int(sig))
             else:
                 os.kill(pid, sig)
 
     async def stop(self) -> None:
         """End every rank."""
         self.signal(signal.SIGTERM)
-        if self.warm is not None and self.pids:
+        if self.starter is not None and self.pids:
             await asyncio.wrap_future(self._stopped)
         self.notify_stop({"exit_code": 0, "identifier": self.identifier})
 

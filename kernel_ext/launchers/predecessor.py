@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
-from hvdlab.kernel_ext.warm.client import WarmProcess
-from hvdlab.kernel_ext.warm.messages import CONTROLLER, Signal
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import CONTROLLER, Signal
 
 
 class Predecessor:
@@ -26,9 +26,9 @@ class Predecessor:
         self._gone: Future[None] = Future()
 
     @classmethod
-    def of(cls, warm: WarmProcess) -> Self | None:
-        """That of the children of this warm process, if it has a controller or had one."""
-        for path in map(Path, warm.guarded()):
+    def of(cls, fork_server: ForkServer) -> Self | None:
+        """That of the children of this fork server, if it has a controller or had one."""
+        for path in map(Path, fork_server.guarded()):
             if path.name.startswith("cluster-"):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
                     told = json.loads(path.read_text())["cluster"]
@@ -36,17 +36,17 @@ class Predecessor:
         return None
 
     def has_ended(self) -> None:
-        """The warm process reaped its controller. Any thread."""
+        """The fork server reaped its controller. Any thread."""
         if not self._gone.done():
             self._gone.set_result(None)
 
-    async def end(self, warm: WarmProcess) -> bool:
+    async def end(self, fork_server: ForkServer) -> bool:
         """End the controller, if it lives. Returns whether its connection files are there.
 
         By SIGKILL: an orderly end removes them.
         """
-        if CONTROLLER in warm.children():
-            warm.send(Signal(CONTROLLER, signal.SIGKILL))
+        if CONTROLLER in fork_server.children():
+            fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
             await asyncio.wrap_future(self._gone)
         security, name = Path(self.identity["profile_dir"]) / "security", self.identity["cluster_id"]
         return all((security / f"ipcontroller-{name}-{kind}.json").exists() for kind in ("client", "engine"))

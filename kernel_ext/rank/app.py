@@ -28,10 +28,11 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
-from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
+from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
+from hvdlab.launch.forkserver.pipes import StdPipes
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank gets to end by itself after it was told to leave, whatever its cell does."""

@@ -7,7 +7,7 @@ import selectors
 import threading
 from collections.abc import Callable
 
-from hvdlab.kernel_ext.warm.processes import open_process
+from hvdlab.launch.processes import open_process
 
 
 class Attendance:

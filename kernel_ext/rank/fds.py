@@ -1,7 +1,7 @@
 """Output below Python: what subprocesses and C code write to file descriptors 1 and 2.
 
 Each descriptor becomes the writing end of a pipe that the rank reads itself. Children inherit it, so their output
-arrives too, and keeps arriving after a fork. Whoever starts the rank may make the pipes (:meth:`StdPipes.make`) before
+arrives too, and keeps arriving after a fork. Whoever starts the rank may make the pipes (``StdPipes.make``) before
 forking and keep the reading ends: what the rank had not read when it died is then still in them, such as the last
 words of a library that aborts.
 """
@@ -9,38 +9,16 @@ words of a library that aborts.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import ctypes
 import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
-_CAPACITY = 1 << 20
+from hvdlab.launch.forkserver.pipes import StdPipes
+
 _CHUNK = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class StdPipes:
-    """Two pipes, for stdout and stderr: ``(reading end, writing end)``."""
-
-    out: tuple[int, int]
-    err: tuple[int, int]
-
-    @classmethod
-    def make(cls) -> StdPipes:
-        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
-        pairs = []
-        for _ in range(2):
-            reader, writer = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(reader, False)
-            # C code may print while it holds the interpreter's lock, and then nobody reads: the more fits, the better.
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _CAPACITY)
-            pairs.append((reader, writer))
-        return cls(*pairs)
 
 
 class Piece(NamedTuple):

@@ -126,7 +126,7 @@ DEATHS_OF_PARTS = (
         outside=True,
         says="coordinator",
     ),
-    Fault("the warm process is killed", "losing_part", "warm", 2.0, spots=(), outside=True),
+    Fault("the fork server is killed", "losing_part", "warm", 2.0, spots=(), outside=True),
     Fault("the controller is killed", "losing_part", "controller", 2.0, spots=(), outside=True),
 )
 """Deaths of processes other than ranks, after which the pool goes on."""

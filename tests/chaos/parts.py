@@ -13,7 +13,7 @@ import psutil
 from chaos import census
 from chaos.pieces import Pieces
 
-PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-warm", "controller": "hvd-controller"}
+PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
 
 class Parts(Pieces):

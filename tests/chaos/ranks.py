@@ -61,7 +61,7 @@ class Ranks(Pieces):
         results = self.await_end(run)
         if set(results.deaths) != {self.victim}:
             self.outcome.wrong.append(f"deaths are {results.deaths}")
-        warm = self.campaign.pool._base._base.warm.pid
+        warm = self.campaign.pool._base._base.fork_server.pid
         before = resource.prlimit(warm, resource.RLIMIT_NOFILE)
         allow_files(warm, 0)
         at = time.monotonic()

@@ -65,7 +65,7 @@ class Scarcity(Pieces):
         """There is no room for what the notebook's process keeps of a cell: it is shown, and the cell goes on."""
         sink = self.sink = CountingSink(self.victim)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        # Which no process inherits that is forked for the ranks: the warm process is there already.
+        # Which no process inherits that is forked for the ranks: the fork server is there already.
         resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, before[1]))
         try:
             run = self.begin(steps=30, bytes=4 * ROOM // len(LINE) * len(LINE))

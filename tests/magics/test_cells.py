@@ -243,6 +243,19 @@ def test_without_a_pool_the_remedy_is_named(notebook: Notebook, cell: str) -> No
     assert "no ranks are running; start some with `%hvd_pool start -np 8`" in notebook.run(cell).usage_error
 
 
+def test_options_of_a_launcher_belong_to_the_start_of_a_pool(notebook: Notebook) -> None:
+    assert "--launcher-option python: write it as key=value" in (
+        notebook.run("%hvd_pool start -np 2 --launcher-option python").usage_error
+    )
+    assert notebook.run(
+        "%%hvd_run -np 2 --launcher-option python=/x --launcher-option a=b=c\nprint(1)"
+    ).lines == ["[0,1] 1"]
+    assert notebook.pool.launcher_options == {"python": "/x", "a": "b=c"}
+    assert "the ranks that run were started already" in (
+        notebook.run("%%hvd_run --launcher-option python=/y\n1").usage_error
+    )
+
+
 def test_a_pool_that_can_not_start_is_told_and_leaves_nothing(notebook: Notebook) -> None:
     assert notebook.run("%%hvd_run -np 2 --launcher slurm\n1").usage_error == (
         "the launcher 'slurm' is not installed; `pip install hvdlab[slurm]` adds it"

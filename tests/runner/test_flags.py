@@ -11,11 +11,11 @@ import yaml
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import KNOBS
+from hvdlab.launch.environment import exported
+from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.arguments import parse
 from hvdlab.runner.config import read_config, values
 from hvdlab.runner.flags import FLAGS, Kind
-from hvdlab.runner.hosts import Host, assign, is_local, parse_hosts, read_hostfile
-from hvdlab.runner.plan import exported
 from hvdlab.runner.reference import filled
 from hvdlab.runner.wishes import Wishes
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.runner import mpi
+from hvdlab.launch import mpi
 from hvdlab.runner.command import main
 
 ENVIRONMENT = """
@@ -211,7 +211,7 @@ def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) 
     assert "[X] PyTorch" in ran.out
     assert "[X] shm" in ran.out
     assert "[ ] nccl: " in ran.out
-    from hvdlab.runner import build, mpi
+    from hvdlab.runner import build
 
     monkeypatch.setattr(mpi, "program", lambda: None)
     assert "[ ] MPI (mpiexec): `mpiexec` is neither" in build.report()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.planes import registry
-from hvdlab.runner import mpi
+from hvdlab.launch import mpi
 
 Line = tuple[str, str]
 """What there is, and why it can't be used (empty if it can)."""

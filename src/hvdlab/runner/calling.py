@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.launch.environment import default_python
 from hvdlab.runner.command import speaker
 from hvdlab.runner.done import Done
 from hvdlab.runner.function import Raised, Returned, pickled_call
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import default_python
 from hvdlab.runner.sinks import ConsoleSink, FileSink, Sink, Writer
 from hvdlab.runner.wishes import Wishes
 

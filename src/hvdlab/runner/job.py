@@ -13,16 +13,17 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent.child import STDERR
+from hvdlab.launch.exec_agent.link import AgentLink
 from hvdlab.runner import events as e
-from hvdlab.runner import wire
-from hvdlab.runner.child import STDERR
 from hvdlab.runner.done import Done
 from hvdlab.runner.keeper import Keeper
 from hvdlab.runner.lines import Tail
-from hvdlab.runner.links import Link
 from hvdlab.runner.news import News
 from hvdlab.runner.outcomes import Outcome
-from hvdlab.runner.plan import Job, default_python, own_address, rank_spec, start_message
+from hvdlab.runner.plan import Job, own_address, rank_spec, start_message
 from hvdlab.runner.report import failure_lines
 from hvdlab.runner.sinks import Sink
 from hvdlab.runner.supervisor import Supervisor
@@ -49,8 +50,8 @@ class JobRun:
         self._finished = False
         self._tails: defaultdict[int, Tail] = defaultdict(Tail)
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
-        self._links: list[Link] = []
-        self._link_of: dict[int, Link] = {}
+        self._links: list[AgentLink] = []
+        self._link_of: dict[int, AgentLink] = {}
         self._news = News()
         self._world: World | None = None
         self._client: Client | None = None
@@ -97,9 +98,9 @@ class JobRun:
             ranks = [slot.rank for slot in slots if slot.host == index]
             name = job.hosts[index].name
             if name in remote:
-                link = Link.remote(name, ranks, python, job.ssh)
+                link = AgentLink.remote(name, ranks, python, job.ssh)
             else:
-                link = Link.local(name, ranks, python, stdin=job.stdin and 0 in ranks)
+                link = AgentLink.local(name, ranks, python, stdin=job.stdin and 0 in ranks)
             self._links.append(link)
             self._link_of |= dict.fromkeys(ranks, link)
 
@@ -159,7 +160,7 @@ class JobRun:
             else:
                 self._handle(posted)
 
-    def _receive(self, link: Link, selector: selectors.BaseSelector) -> None:
+    def _receive(self, link: AgentLink, selector: selectors.BaseSelector) -> None:
         try:
             messages = link.receive()
         except ProtocolError as error:

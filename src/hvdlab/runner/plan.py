@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from hvdlab.collectives.bootstrap.launchers import LAUNCHERS
 from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner import wire
-from hvdlab.runner.hosts import Host, Slot, assign, is_local
+from hvdlab.launch.environment import FOREIGN, exported
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.hosts import Host, Slot, assign, is_local
 from hvdlab.runner.policy import Policy
-
-FOREIGN = tuple(
-    sorted(
-        {name for launcher in LAUNCHERS for name in (*launcher.rank, *launcher.local_rank)}
-        | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
-    )
-)
-"""What another launcher told this one about itself; its ranks must not take that for theirs."""
-
-_AT_HOME = frozenset(
-    (
-        "_",
-        "DISPLAY",
-        "HOME",
-        "HOSTNAME",
-        "LOGNAME",
-        "LS_COLORS",
-        "OLDPWD",
-        "PWD",
-        "SHELL",
-        "SHLVL",
-        "TERM",
-        "TMPDIR",
-        "USER",
-    )
-)
-_AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +98,9 @@ def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Star
     environment |= ({} if here else exported(os.environ)) | job.environment
     if job.min_ranks is not None:
         environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
+    command = (*job.command, "-m", "hvdlab.runner.function") if job.function else job.command
     return wire.Start(
-        tuple(map(os.fsencode, job.command)),
+        tuple(map(os.fsencode, command)),
         os.fsencode(os.getcwd()),
         {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
         removed=FOREIGN,
@@ -147,22 +118,3 @@ def rank_spec(job: Job, rank: int, world: World) -> wire.RankSpec:
     environment = own_environment(world, rank, job.size, slot.where)
     environment["HOROVOD_HOSTNAME"] = job.hosts[slot.host].name
     return wire.RankSpec(rank, environment)
-
-
-def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along to another host: all but those that belong to this one or to its terminal."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _AT_HOME and not name.startswith(_AT_HOME_PREFIXES)
-    }
-
-
-def agent_command(python: str) -> list[str]:
-    """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
-    return [python, "-P", "-m", "hvdlab.runner.agent"]
-
-
-def default_python() -> str:
-    """The interpreter of ranks and agents."""
-    return sys.executable or str(Path("python3"))

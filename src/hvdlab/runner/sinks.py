@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.child import STDERR, STDOUT
+from hvdlab.launch.exec_agent.child import STDERR, STDOUT
 from hvdlab.runner.lines import REDRAW_PLAIN, REDRAW_TERMINAL, LineAssembler, prefix
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import read as read_knobs
+from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
-from hvdlab.runner.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.runner.plan import Job
 
 START_TIMEOUT = 30.0

@@ -110,7 +110,7 @@ def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool
 
 def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:
     pool = start_pool(1)
-    warm = pool._base._base.warm
+    warm = pool._base._base.fork_server
     allow_files(warm.pid, 0)
     with pytest.raises(StartError, match="too many files are open"):
         _ = pool.cluster
@@ -129,14 +129,14 @@ def engines_of(pool: Pool) -> list[int]:
         zmq.Context.instance().destroy(linger=0)
 
 
-def test_it_comes_back_with_the_same_ranks_when_the_warm_process_has_died(start_pool: StartPool) -> None:
+def test_it_comes_back_with_the_same_ranks_when_the_fork_server_has_died(start_pool: StartPool) -> None:
     pool = start_pool(2)
     news = News(pool)
     before = engines_of(pool)
-    os.kill(pool._base._base.warm.pid, signal.SIGKILL)
+    os.kill(pool._base._base.fork_server.pid, signal.SIGKILL)
     news.wait_until(lambda: pool._base.companion._deaths)
     assert engines_of(pool) == before
-    assert news.lines == []  # the warm process's death was told
+    assert news.lines == []  # the fork server's death was told
 
 
 # -- ports ------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_it_is_said_when_none_can_be_started_and_the_next_use_tries_again(
     pool.run("x = 41")
     client = pool.cluster.connect_client_sync()
     client.wait_for_engines(1, timeout=WITHIN)
-    warm = pool._base._base.warm
+    warm = pool._base._base.fork_server
     allow_files(warm.pid, 0)
     controller_of(pool).kill()
     news.wait_for(2)

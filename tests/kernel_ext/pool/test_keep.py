@@ -27,7 +27,7 @@ from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Kept, Registry, table
-from hvdlab.kernel_ext.warm.processes import readable
+from hvdlab.launch.processes import readable
 from pool_recorder import Recorder
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -130,7 +130,7 @@ def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
         pool.restart([2])
         assert pool.pull("mine", [0]) == {0: pids[0]}
         assert pool.run("import os; os.environ['MASTER_PORT']").ranks == (0, 1, 2)
-        os.kill(pool._base._base.warm.pid, signal.SIGKILL)
+        os.kill(pool._base._base.fork_server.pid, signal.SIGKILL)
         assert pool.run("1").errors == {}
         pool.resize(2)
         assert pool.ranks == (0, 1)
@@ -299,15 +299,15 @@ def test_names() -> None:
 
 
 @pytest.mark.soak
-def test_coordinators_and_warm_processes_that_die_are_replaced_in_a_kept_pool() -> None:
+def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() -> None:
     pool = Pool.start(2, keep="mine")
     pool.run("import os; mine = os.getpid()")
     pids = pool.pull("mine")
     os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
-    dead = pool._base._base.warm.pid
+    dead = pool._base._base.fork_server.pid
     os.kill(dead, signal.SIGKILL)
     assert pool.run("1").errors == {}
-    while pool._base._base.warm.pid == dead:
+    while pool._base._base.fork_server.pid == dead:
         pool._base.rebuilder.settle(30)
     pool.detach()
     with Pool.attach("mine") as again:

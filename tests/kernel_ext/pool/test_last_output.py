@@ -129,9 +129,9 @@ def died(pool: Pool, rank: int) -> None:
         assert changed.wait_for(lambda: rank in pool.lost, 20)
 
 
-def test_ranks_whose_warm_process_was_replaced_leave_theirs(start_pool: StartPool) -> None:
+def test_ranks_whose_fork_server_was_replaced_leave_theirs(start_pool: StartPool) -> None:
     pool = start_pool(2)
-    warm = pool._base._base.warm
+    warm = pool._base._base.fork_server
     before = warm.pid
     os.kill(before, signal.SIGKILL)
     with warm._changed:

@@ -39,7 +39,7 @@ def owner(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
 )
 def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> None:
     with owner("2", *words) as (process, family):
-        assert len(family) >= 4  # warm process, coordinator, two ranks
+        assert len(family) >= 4  # fork server, coordinator, two ranks
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(family, timeout=5)
@@ -48,8 +48,8 @@ def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> Non
 
 def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
     source = (
-        "from hvdlab.kernel_ext.warm import prewarm; from hvdlab.collectives.deadline import Deadline; "
-        "base = prewarm().take(Deadline(10)); print('on', flush=True); input()"
+        "from hvdlab.kernel_ext.prestart import Prestart; from hvdlab.collectives.deadline import Deadline; "
+        "base = Prestart.begin().take(Deadline(10)); print('on', flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", source],
@@ -108,23 +108,21 @@ def test_ctrl_c_in_the_owner_s_terminal_does_not_reach_the_ranks() -> None:
         assert alive == []
 
 
-def warm_process(family: list[psutil.Process]) -> psutil.Process:
-    return next(process for process in family if process.name() == "hvd-warm")
+def fork_server(family: list[psutil.Process]) -> psutil.Process:
+    return next(process for process in family if process.name() == "hvd-forkserver")
 
 
-@pytest.mark.parametrize(
-    "how", ["owner", "owner and warm process", "owner while the warm process is stopped"]
-)
+@pytest.mark.parametrize("how", ["owner", "owner and fork server", "owner while the fork server is stopped"])
 def test_ranks_that_are_hard_to_end_do_not_outlive_the_owner(how: str) -> None:
     """One holds the interpreter's lock, one is stopped, one has children, one ignores SIGTERM; the owner has a fork."""
     with owner("4", "hard") as (process, family):
         fork = next(child for child in family if str(OWNER) in child.cmdline())
-        warm = warm_process(family)
+        warm = fork_server(family)
         family.remove(fork)
-        assert len(family) >= 8  # coordinator, warm process, four ranks, two children of a rank's
-        if how == "owner and warm process":
+        assert len(family) >= 8  # coordinator, fork server, four ranks, two children of a rank's
+        if how == "owner and fork server":
             warm.kill()
-        if how == "owner while the warm process is stopped":
+        if how == "owner while the fork server is stopped":
             warm.suspend()
         process.kill()
         process.wait()
@@ -135,7 +133,7 @@ def test_ranks_that_are_hard_to_end_do_not_outlive_the_owner(how: str) -> None:
 
 def test_ranks_of_mpi_that_are_stuck_in_c_code_do_not_outlive_the_owner() -> None:
     with owner("2", "launcher=mpi", "stuck") as (process, family):
-        assert len(family) >= 5  # warm process, coordinator, mpiexec, its proxy, two ranks
+        assert len(family) >= 5  # fork server, coordinator, mpiexec, its proxy, two ranks
         process.kill()
         process.wait()
         assert living({member.pid for member in family}) == []

@@ -16,18 +16,18 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.timeline import records
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.forkserver.messages import (
     Children,
     Exited,
     Fork,
     Forked,
     Guard,
     Loaded,
-    decode_from_warm,
-    decode_to_warm,
+    decode_from_server,
+    decode_to_server,
     encode,
 )
-from hvdlab.runner import wire
 
 StartPool = Callable[..., Pool]
 Decode = Callable[[bytes], object]
@@ -36,11 +36,11 @@ START = wire.Start((b"python", b"-c"), b"/d", {b"A": b"b"}, ("C",), b"f", 2, 0, 
 CARD = Card(2, "host", "unix:/a", "tls:a:1", "c", "t")
 
 WHOLE: list[tuple[Decode, bytes]] = [
-    (decode_to_warm, encode(Fork.of(3, {"A": "b"}, "/d", ("", "/lib"), ("--x",)))[4:]),
-    (decode_to_warm, encode(Guard(("/a", "/b")))[4:]),
-    (decode_from_warm, encode(Loaded(("torch",), {"a": "no module"}, 0.5))[4:]),
-    (decode_from_warm, encode(Exited(1, 2, -1, 9, 3, True, "last words"))[4:]),
-    (decode_from_warm, encode(Children((Forked(1, 2, 3, 4, 5),), ("/a",)))[4:]),
+    (decode_to_server, encode(Fork.of(3, {"A": "b"}, "/d", ("", "/lib"), ("--x",)))[4:]),
+    (decode_to_server, encode(Guard(("/a", "/b")))[4:]),
+    (decode_from_server, encode(Loaded(("torch",), {"a": "no module"}, 0.5))[4:]),
+    (decode_from_server, encode(Exited(1, 2, -1, 9, 3, True, "last words"))[4:]),
+    (decode_from_server, encode(Children((Forked(1, 2, 3, 4, 5),), ("/a",)))[4:]),
     (wire.decode_to_agent, wire.encode(START)[4:]),
     (wire.decode_to_agent, wire.encode(wire.Spawn((wire.RankSpec(1, {"A": "b"}),)))[4:]),
     (wire.decode_from_agent, wire.encode(wire.RankNotStarted(1, 127, "not found"))[4:]),
@@ -81,7 +81,7 @@ def test_a_message_with_wrong_bytes_is_one_or_is_refused(
 
 def test_directory_environment_and_path_need_not_be_utf8() -> None:
     odd = os.fsdecode(b"a\xffb")
-    order = decode_to_warm(encode(Fork.of(3, {odd: odd}, odd, (odd,)))[4:])
+    order = decode_to_server(encode(Fork.of(3, {odd: odd}, odd, (odd,)))[4:])
     assert order == Fork(3, {b"a\xffb": b"a\xffb"}, b"a\xffb", (b"a\xffb",))
 
 

@@ -33,7 +33,9 @@ def test_mpi_ranks_take_cells_and_compute_by_mpi(start_pool: StartPool) -> None:
     assert results.errors == {}
     assert list(results) == [("0", "2", [3, 3, 3]), ("1", "2", [3, 3, 3])]
     assert [status.plane for status in pool.status()] == ["mpi", "mpi"]
-    with pytest.raises(InvalidRequestError, match="keeps its 2 ranks"):
+    with pytest.raises(
+        InvalidRequestError, match="can't be added or taken away, because it starts all of them together"
+    ):
         pool.resize(3)
     with pytest.raises(InvalidRequestError, match="start it anew"):
         pool.restart([1])

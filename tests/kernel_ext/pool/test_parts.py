@@ -17,22 +17,26 @@ from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.environment import foreign_sizes
+from hvdlab.kernel_ext.forked import PROGRAM
 from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.foreign import parse_hosts
-from hvdlab.kernel_ext.launchers.local import check_loaded
+from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest, _class
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
-from hvdlab.kernel_ext.warm.exits import OutOfMemoryCounter, describe
-from hvdlab.kernel_ext.warm.messages import (
+from hvdlab.launch import local
+from hvdlab.launch.exits import OutOfMemoryCounter, describe
+from hvdlab.launch.forkserver.messages import (
     Exited,
     Fork,
     Loaded,
-    decode_from_warm,
-    decode_to_warm,
+    decode_from_server,
+    decode_to_server,
     encode,
 )
-from hvdlab.kernel_ext.warm.preload import load, modules_to_load
+from hvdlab.launch.forkserver.preload import load, modules_to_load
+from hvdlab.launch.hosts import Host, parse_hosts
+from hvdlab.launch.local import check_loaded, check_room
+from hvdlab.launch.options import parse
 
 WORLD = World("unix:/run/coordinator", "secret", master_port=2345)
 
@@ -93,9 +97,9 @@ def test_without_a_launcher_nothing_is_made_up() -> None:
 
 
 def test_room_is_counted_for_new_ranks_only() -> None:
-    checks.check_room(100, already=90, available=10 * checks.BYTES_PER_RANK)
+    check_room(100, already=90, available=10 * local.BYTES_PER_RANK)
     with pytest.raises(InvalidRequestError, match="choose at most 99"):
-        checks.check_room(100, already=90, available=9 * checks.BYTES_PER_RANK)
+        check_room(100, already=90, available=9 * local.BYTES_PER_RANK)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +112,9 @@ def test_room_is_counted_for_new_ranks_only() -> None:
 def test_too_few_open_files_are_told_with_the_remedy(
     limit: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(local.resource, "getrlimit", lambda which: (limit, limit))
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        checks.check_room(500, available=1 << 62)
+        check_room(500, available=1 << 62)
 
 
 @pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None])
@@ -160,26 +164,26 @@ def test_out_of_memory_kills_are_counted_where_they_can_be_read(
     assert not counter.increased()
 
 
-# -- the warm process's messages and imports --------------------------------------------------------------------------
+# -- the fork server's messages and imports --------------------------------------------------------------------------
 
 
 def test_messages_survive_the_wire() -> None:
     order = Fork.of(1, {"A": "b"}, "/tmp", ("", "/lib"), ("--x",))
-    assert decode_to_warm(encode(order)[4:]) == order
+    assert decode_to_server(encode(order)[4:]) == order
     exited = Exited(1, 2, -1, 9, 3, True, "tail")
-    assert decode_from_warm(encode(exited)[4:]) == exited
+    assert decode_from_server(encode(exited)[4:]) == exited
 
 
 def test_the_user_chooses_what_is_imported_ahead() -> None:
-    assert modules_to_load({"HVDLAB_PRELOAD": ""}) == ()
-    assert modules_to_load({"HVDLAB_PRELOAD": "a, b.c"}) == ("a", "b.c")
-    assert "numpy" in modules_to_load({})
+    assert modules_to_load(PROGRAM, {"HVDLAB_PRELOAD": ""}) == ()
+    assert modules_to_load(PROGRAM, {"HVDLAB_PRELOAD": "a, b.c"}) == ("a", "b.c")
+    assert "numpy" in modules_to_load(PROGRAM, {})
 
 
 def test_imports_that_fail_are_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving.py").write_text("raise SystemExit('no licence')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    loaded = load(["json", "leaving", "no_such_module"])
+    loaded = load(PROGRAM, ["json", "leaving", "no_such_module"])
     assert "json" in loaded.modules
     assert set(loaded.failed) == {"leaving", "no_such_module"}
     with pytest.raises(StartError, match=r"import leaving.*no licence.*HVDLAB_PRELOAD='json'"):
@@ -249,7 +253,7 @@ def test_a_missing_mpiexec_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="pip install mpich"):
-        names.check("MPI")
+        names.find("MPI").check(2, "")
 
 
 @pytest.mark.parametrize("hosts", ["", ":4", "a:x", ",,"])
@@ -259,42 +263,56 @@ def test_hosts_that_can_not_be_read_are_refused(hosts: str) -> None:
 
 
 def test_hosts_are_read() -> None:
-    assert parse_hosts("a:4, b,a:1") == {"a": 5, "b": 1}
+    assert parse_hosts("a:4, b,a:1") == [Host("a", 5), Host("b", 1)]
 
 
-@pytest.mark.parametrize("name", ["ssh", "slurm", "mpi"])
+class FakeClient:
+    """Of a coordinator that is never asked."""
+
+    def on_membership(self, callback: object) -> None:
+        """Nothing happens."""
+
+
+@pytest.mark.parametrize("name", ["slurm", "mpi"])
 def test_ipyparallel_s_launchers_start_our_ranks(name: str, tmp_path: Path) -> None:
     """As far as the command line goes: there is no cluster here to run it on."""
     from ipyparallel import Cluster
 
-    from hvdlab.kernel_ext.launchers.foreign import ForeignRanks
-
-    class Told:
-        def on_membership(self, callback: object) -> None:
-            pass
-
     far = World("tls:10.0.0.1:4000", "secret", "PEM")
-    ranks = ForeignRanks(name, "a:2,b:2" if name == "ssh" else "", Any, Told(), far, print)  # type: ignore[arg-type]  # not used here
-    options = ranks.options(4)
+    options = parse(name, EngineSetLauncher(name).options(), {"python": "/opt/python"})
+    request = PoolRequest(far, FakeClient(), module="hvdlab.kernel_ext.rank", options=options)  # type: ignore[arg-type]  # not used here
+    ranks = EngineSetStarter(name, request, Any, Any)  # type: ignore[arg-type]  # not used here
+    traits = ranks.traits(4)
 
     async def make() -> Any:
         cluster = Cluster(
-            engine_launcher_class=ranks._class(), profile_dir=str(tmp_path), load_profile=False, parent=None
+            engine_launcher_class=_class(name), profile_dir=str(tmp_path), load_profile=False, parent=None
         )
         return cluster.engine_launcher_class(
-            work_dir=".", parent=cluster, profile_dir=str(tmp_path), **options
+            work_dir=".", parent=cluster, profile_dir=str(tmp_path), **traits
         )
 
     launcher = asyncio.run(make())
-    assert " ".join(launcher.engine_cmd).endswith("-m hvdlab.kernel_ext.rank")
+    assert " ".join(launcher.engine_cmd).endswith("/opt/python -m hvdlab.kernel_ext.rank")
     environment = launcher.get_env()
     assert environment["HVDLAB_COORDINATOR"] == "tls:10.0.0.1:4000"
     assert environment["HVDLAB_CERT"] == "PEM"
-    if name == "ssh":
-        assert launcher.engines == {"a": 2, "b": 2}
     if name == "mpi":
         launcher.n = 4
-        assert launcher.find_args()[-5:] == ["-n", "4", sys.executable, "-m", "hvdlab.kernel_ext.rank"]
+        assert launcher.find_args()[-5:] == ["-n", "4", "/opt/python", "-m", "hvdlab.kernel_ext.rank"]
+
+
+def test_traits_of_a_batch_system_are_options() -> None:
+    given = {"queue": "gpu", "timelimit": "2:00:00"}
+    options = parse("slurm", EngineSetLauncher("slurm").options(), given)
+    request = PoolRequest(WORLD, FakeClient(), module="hvdlab.kernel_ext.rank", options=options)  # type: ignore[arg-type]  # not used here
+    traits = EngineSetStarter("slurm", request, Any, Any).traits(2)  # type: ignore[arg-type]  # not used here
+    assert (traits["queue"], traits["timelimit"]) == ("gpu", "2:00:00")
+    assert traits["engine_cmd"] == ["python3", "-m", "hvdlab.kernel_ext.rank"]
+    with pytest.raises(
+        InvalidRequestError, match=r"`slurm` has no option `partitions`; it takes `python`, .*`queue`"
+    ):
+        parse("slurm", EngineSetLauncher("slurm").options(), {"partitions": "gpu"})
 
 
 def test_the_text_of_a_status_leaves_out_what_is_not_there() -> None:

@@ -18,7 +18,7 @@ import zmq
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.warm import prewarm
+from hvdlab.kernel_ext.prestart import Prestart
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -200,7 +200,7 @@ def test_status_comes_while_a_rank_is_busy(start_pool: StartPool) -> None:
 
 
 def test_a_prewarmed_pool_starts_from_what_is_there(start_pool: StartPool) -> None:
-    warm = prewarm()
+    warm = Prestart.begin()
     pool = start_pool(2, warm=warm)
     assert values(pool, "1") == [1, 1]
     warm.close()  # taken: nothing happens
@@ -208,7 +208,7 @@ def test_a_prewarmed_pool_starts_from_what_is_there(start_pool: StartPool) -> No
 
 
 def test_a_prewarmed_pool_that_is_not_used_leaves_nothing() -> None:
-    prewarm().close()
+    Prestart.begin().close()
 
 
 def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:

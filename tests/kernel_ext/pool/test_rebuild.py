@@ -1,4 +1,4 @@
-"""A pool whose coordinator, warm process or controller is killed goes on with the ranks that live."""
+"""A pool whose coordinator, fork server or controller is killed goes on with the ranks that live."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hvdlab.kernel_ext import rebuild
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.group import CUT_OFF_WITHIN
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.prestart import Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
-from hvdlab.kernel_ext.warm import prewarm
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -56,10 +56,10 @@ class Watched:
 
     @property
     def warm(self) -> int:
-        """The process id of the warm process."""
-        return self.pool._base._base.warm.pid
+        """The process id of the fork server."""
+        return self.pool._base._base.fork_server.pid
 
-    def kill_warm(self) -> None:
+    def kill_server(self) -> None:
         os.kill(self.warm, signal.SIGKILL)
 
     def kill_coordinator(self) -> None:
@@ -270,7 +270,7 @@ def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool
 
 @pytest.mark.soak
 def test_a_coordinator_that_dies_before_a_pool_takes_it_is_replaced(start_pool: StartPool) -> None:
-    warm = prewarm()
+    warm = Prestart.begin()
     warm._done.wait(30)
     assert warm._base is not None
     os.kill(warm._base.coordinator.pid, signal.SIGKILL)
@@ -307,10 +307,10 @@ def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     assert alive == []
 
 
-# -- the warm process -------------------------------------------------------------------------------------------------
+# -- the fork server -------------------------------------------------------------------------------------------------
 
 
-def test_the_warm_process_dies_while_cells_compute_and_print(start_pool: StartPool) -> None:
+def test_the_fork_server_dies_while_cells_compute_and_print(start_pool: StartPool) -> None:
     watched = Watched(start_pool(2))
     out = Recorder()
     run = watched.pool.start_run(
@@ -319,7 +319,7 @@ def test_the_warm_process_dies_while_cells_compute_and_print(start_pool: StartPo
     )
     out.wait_for("step 9 ", ranks=(0, 1))
     before = watched.warm
-    watched.kill_warm()
+    watched.kill_server()
     results = run.wait(60)
     assert results.errors == {}
     assert list(results) == [1.0, 1.0]
@@ -334,19 +334,19 @@ def test_the_warm_process_dies_while_cells_compute_and_print(start_pool: StartPo
     )
 
 
-def test_ranks_are_added_replaced_and_ended_after_the_warm_process_has_died(start_pool: StartPool) -> None:
+def test_ranks_are_added_replaced_and_ended_after_the_fork_server_has_died(start_pool: StartPool) -> None:
     watched = Watched(start_pool(3))
-    watched.kill_warm()
+    watched.kill_server()
     os.kill(watched.pids[1], signal.SIGKILL)
     while 1 not in watched.pool.lost:
         watched.pool._base.rebuilder.settle(30)
     assert watched.pool.repair() == (1,)
-    watched.kill_warm()
+    watched.kill_server()
     watched.pool.resize(4)
     assert watched.pool.run(SET_UP, ranks=[1, 3]).errors == {}
     watched.pids |= watched.pool.pull("os.getpid()", [1, 3])
     watched.check()
-    watched.kill_warm()
+    watched.kill_server()
     watched.pool.restart([0])
     watched.pool.resize(2)
     assert watched.pool.run(SET_UP, ranks=[0]).errors == {}
@@ -354,12 +354,12 @@ def test_ranks_are_added_replaced_and_ended_after_the_warm_process_has_died(star
     watched.check()
 
 
-def test_coordinator_and_warm_process_die_together(start_pool: StartPool) -> None:
+def test_coordinator_and_fork_server_die_together(start_pool: StartPool) -> None:
     watched = Watched(start_pool(2))
     out = Recorder()
     run = watched.pool.start_run("for i in range(30_000):\n    print('line', i, me)", out=out)
     out.wait_for("line 9 ", ranks=(0, 1))
-    watched.kill_warm()
+    watched.kill_server()
     watched.kill_coordinator()
     assert run.wait(60).errors == {}
     for rank in (0, 1):
@@ -368,7 +368,7 @@ def test_coordinator_and_warm_process_die_together(start_pool: StartPool) -> Non
 
 
 @pytest.mark.soak
-def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
+def test_a_fork_server_that_can_not_be_replaced_ends_the_pool(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(start_pool(1))
@@ -379,8 +379,8 @@ def test_a_warm_process_that_can_not_be_replaced_ends_the_pool(
     def fail() -> None:
         raise StartError("no memory")
 
-    monkeypatch.setattr(watched.pool._base._base.warm, "respawn", fail)
-    watched.kill_warm()
+    monkeypatch.setattr(watched.pool._base._base.fork_server, "respawn", fail)
+    watched.kill_server()
     assert set(run.wait(30).deaths) == {0}
     with pytest.raises(StartError, match=r"broken down:.*forked from ended \(killed by SIGKILL\).*no memory"):
         watched.pool.run("1")

@@ -10,11 +10,12 @@ from types import FrameType
 from typing import Any
 
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
+from hvdlab.kernel_ext.forked import PROGRAM, decode_left
 from hvdlab.kernel_ext.payloads import Chunk, Output, Stream, decode_to_pool
 from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.fds import FdCapture, StdPipes
+from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
-from hvdlab.kernel_ext.warm.pipes import ChildPipes
+from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
 
 # Between two instructions of these, elsewhere between two lines.
 OPCODES = ("unsent.py",)
@@ -93,9 +94,9 @@ def show(mail: int, pipes: ChildPipes) -> str:
         assert isinstance(message, Output)
         assert arrivals.output(0, message) is Verdict.TAKE
         chunks += message.chunks
-    left = pipes.left()
+    left = pipes.left(PROGRAM)
     assert left is not None
-    found = arrivals.left(0, left)
+    found = arrivals.left(0, decode_left(left))
     assert found is not None
     missing, rest = found
     assert not missing, f"{missing} bytes are said to be lost"

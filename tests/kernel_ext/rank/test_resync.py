@@ -28,7 +28,7 @@ from hvdlab.kernel_ext.payloads import (
 from hvdlab.kernel_ext.rank.attendance import Attendance
 from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
 from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
-from hvdlab.kernel_ext.warm.processes import start_time
+from hvdlab.launch.processes import start_time
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank

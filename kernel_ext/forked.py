@@ -1,0 +1,92 @@
+"""What the children of a pool's fork server are: ranks, and ipyparallel's controller.
+
+The fork server imports this module first, by its name; what is heavy is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hvdlab.bindings import framework_hooks
+from hvdlab.kernel_ext.messages.cells import Left, Stream
+from hvdlab.kernel_ext.rank import unsent
+from hvdlab.launch.forkserver.pipes import StdPipes
+
+PROGRAM_NAME = f"{__name__}:PROGRAM"
+"""What a fork server of a pool is started with."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_left = msgspec.msgpack.Decoder(Left)
+
+
+class PoolProgram:
+    """A :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
+
+    required: Sequence[str] = ("hvdlab.kernel_ext.rank.app",)
+    # To show a traceback, and to join ipyparallel.
+    later: Sequence[str] = (
+        "pygments.lexers.python",
+        "pygments.formatters.terminal256",
+        "stack_data",
+        "hvdlab.kernel_ext.launchers.controller",
+    )
+
+    def after_required(self) -> None:
+        """tqdm chooses between text and widget when it is imported, and what the user preloads may import it."""
+        from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
+
+        prepare_progress_bars()
+
+    def usual(self) -> Sequence[str]:
+        """Frameworks whose hooks ask for it."""
+        return tuple(name for name in framework_hooks.names() if framework_hooks.hooks_of(name).preload)
+
+    def binding_of(self, framework: str) -> str:
+        """As the framework's hooks say."""
+        known = framework in framework_hooks.names()
+        return framework_hooks.hooks_of(framework).binding if known else ""
+
+    def refresh(self, threads: int) -> None:
+        """New random states and thread pools for the frameworks that were imported before the fork."""
+        for hooks in framework_hooks.loaded():
+            hooks.reseed()
+            hooks.set_threads(threads)
+
+    def make_area(self) -> int:
+        """Memory for what a rank has written and not sent; as the protocol says."""
+        return unsent.make_area()
+
+    def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
+        """What an ended rank wrote in its last cell and may not have sent, for :func:`decode_left`."""
+        found = unsent.read(area)
+        if found is None:
+            return None
+        texts = (
+            # What the rank had taken out of a pipe comes before what is still there.
+            (name, (found.unread[name] + raw).decode("utf-8", "replace"))
+            for name, raw in (("stdout", stdout), ("stderr", stderr))
+        )
+        rest = tuple(Stream(name, text) for name, text in texts if text)
+        return _encode(msgspec.structs.replace(found.left, rest=rest))
+
+    def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
+        """Be a rank, until it is told to leave."""
+        from hvdlab.kernel_ext.rank.app import run
+
+        return run(argv, pipes, area)
+
+    def run_controller(self, argv: Sequence[str], channel: int) -> int:
+        """Be ipyparallel's controller, until the fork server is gone."""
+        from hvdlab.kernel_ext.launchers.controller import run_forked
+
+        return run_forked(tuple(argv), channel)
+
+
+PROGRAM = PoolProgram()
+
+
+def decode_left(left: bytes) -> Left:
+    """What :meth:`PoolProgram.read_area` has read."""
+    return _left.decode(left)

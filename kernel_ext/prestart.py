@@ -1,0 +1,123 @@
+"""Everything of a pool that does not depend on the number of ranks, started before the first cell asks for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.launch.forkserver.client import ForkServer
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.keeping import AttachedCoordinator
+
+
+@dataclass(slots=True)
+class Base:
+    """What a pool stands on. Who takes it closes it."""
+
+    fork_server: ForkServer
+    coordinator: CoordinatorProcess | AttachedCoordinator
+    client: Client
+
+    def leave(self) -> None:
+        """Let go of all three, which were asked to stay."""
+        self.fork_server.detach()
+        self.client.close()
+        self.coordinator.release()
+
+    def close(self) -> None:
+        """End all three. Ranks first: they should not see their coordinator go."""
+        self.fork_server.close()
+        self.client.close()
+        self.coordinator.close()
+
+
+class Prestart:
+    """A :class:`Base` in the making. Made by :meth:`begin`; given to one pool, or closed."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self._lock = threading.Lock()
+        self._base: Base | None = None
+        self._error: BaseException | None = None
+        self._taken = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._prepare, name="hvdlab-prewarm", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def begin(cls, *, preload: bool = True) -> Prestart:
+        """Start the fork server, and a thread that starts the rest; returns at once.
+
+        Args:
+            preload: Whether the fork server imports what ranks share; it forks no ranks otherwise.
+
+        Raises:
+            StartError: The fork server could not be started.
+        """
+        return cls(
+            ForkServer.start(PROGRAM_NAME, os.environ if preload else {**os.environ, "HVDLAB_PRELOAD": ""})
+        )
+
+    def take(self, deadline: Deadline) -> Base:
+        """Wait for it and take it over.
+
+        Raises:
+            StartError: It could not be made in time; nothing is left behind.
+        """
+        if not self._done.wait(deadline.remaining()):
+            self.close()
+            raise StartError(f"the coordinator did not start within {deadline.seconds:g} s")
+        with self._lock:
+            if self._error is not None or self._base is None or self._taken:
+                error = self._error
+            else:
+                self._taken = True
+                atexit.unregister(self.close)
+                return self._base
+        self.close()
+        if isinstance(error, StartError):
+            raise error
+        raise StartError(f"the coordinator could not be started: {error or 'it was closed'}") from error
+
+    def close(self) -> None:
+        """End what was started, unless a pool has taken it. Idempotent."""
+        atexit.unregister(self.close)
+        with self._lock:
+            if self._taken:
+                return
+            self._taken = True
+        self._fork_server.close()
+        self._thread.join()
+        if self._base is not None:
+            self._base.close()
+
+    def _prepare(self) -> None:
+        try:
+            coordinator = CoordinatorProcess.start(keep=True)
+            try:
+                client = Client.connect(coordinator.address, coordinator.token)
+            except BaseException:
+                coordinator.close()
+                raise
+            self._base = Base(self._fork_server, coordinator, client)
+        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread of whoever wants the pool)
+            self._error = error
+        finally:
+            self._done.set()
+        # What the first cell and, later, the cluster will import: slow, and here in nobody's way.
+        with contextlib.suppress(ImportError):  # whoever needs it gets the error
+            importlib.import_module("hvdlab.kernel_ext.pool")
+            load_ipyparallel()

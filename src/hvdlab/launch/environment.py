@@ -1,0 +1,50 @@
+"""The environment of ranks that are started as programs, on this host or another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdlab.collectives.bootstrap.launchers import LAUNCHERS
+
+FOREIGN = tuple(
+    sorted(
+        {name for launcher in LAUNCHERS for name in (*launcher.rank, *launcher.local_rank)}
+        | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
+    )
+)
+"""What another launcher told this one about itself; its ranks must not take that for theirs."""
+
+_AT_HOME = frozenset(
+    (
+        "_",
+        "DISPLAY",
+        "HOME",
+        "HOSTNAME",
+        "LOGNAME",
+        "LS_COLORS",
+        "OLDPWD",
+        "PWD",
+        "SHELL",
+        "SHLVL",
+        "TERM",
+        "TMPDIR",
+        "USER",
+    )
+)
+_AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
+
+
+def exported(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go along to another host: all but those that belong to this one or to its terminal."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _AT_HOME and not name.startswith(_AT_HOME_PREFIXES)
+    }
+
+
+def default_python() -> str:
+    """The interpreter of ranks and agents."""
+    return sys.executable or str(Path("python3"))

@@ -1,0 +1,265 @@
+"""``python -m hvdlab.launch.exec_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
+
+It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
+ended, it ends its ranks with everything they started. It has one thread, so that children can be forked with care.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import sys
+import time
+
+from hvdlab.collectives.environment import threads_per_rank
+from hvdlab.collectives.linux import adopt_orphans, living_children
+from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
+
+BACKLOG = 4 << 20
+"""Bytes waiting for the launcher above which the output of ranks is not read; they are held up then."""
+GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when the launcher is gone."""
+
+
+class Agent:
+    """The loop of the process.
+
+    Args:
+        orders: Descriptor that the launcher's messages are read from.
+        reports: Descriptor that answers are written to.
+        stdin: Descriptor that a rank may be given as its standard input, or -1.
+    """
+
+    def __init__(self, orders: int, reports: int, stdin: int) -> None:
+        self._orders, self._reports, self._stdin = orders, reports, stdin
+        self._selector = selectors.DefaultSelector()
+        self._decoder = FrameDecoder()
+        self._out = bytearray(wire.GREETING)
+        self._start: wire.Start | None = None
+        self._children: dict[int, Child] = {}
+        self._by_pid: dict[int, Child] = {}
+        self._open = True
+        self._held = False
+        self._wakeup = -1
+
+    def run(self) -> None:
+        """Serve until the launcher is gone, then end what is left."""
+        wakeup = self._wakeup = _catch_signals()
+        os.set_blocking(self._reports, False)
+        os.set_blocking(self._orders, False)
+        self._selector.register(self._orders, selectors.EVENT_READ, self._read_orders)
+        self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._woken(wakeup))
+        try:
+            while self._open:
+                self._flush()
+                self._hold(len(self._out) > BACKLOG)
+                for key, _ in self._selector.select():
+                    key.data()
+        except BrokenPipeError:
+            pass
+        finally:
+            self._end_all()
+
+    # -- the launcher -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: wire.AgentMessage) -> None:
+        self._out += wire.encode(message)
+
+    def _flush(self) -> None:
+        """Write what can be written; watch for room if something is left."""
+        watched = self._reports in self._selector.get_map()
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                del self._out[: os.write(self._reports, self._out[: wire.PIECE])]
+        if self._out and not watched:
+            self._selector.register(self._reports, selectors.EVENT_WRITE, lambda: None)
+        elif not self._out and watched:
+            self._selector.unregister(self._reports)
+
+    def _read_orders(self) -> None:
+        try:
+            data = os.read(self._orders, wire.PIECE)
+        except BlockingIOError:
+            return
+        if not data:
+            self._open = False
+        for payload in self._decoder.feed(data):
+            order = wire.decode_to_agent(payload)
+            if isinstance(order, wire.Start):
+                self._prepare(order)
+            elif isinstance(order, wire.Spawn):
+                self._spawn(order)
+            else:
+                self._signal(order.ranks, order.number)
+
+    def _prepare(self, order: wire.Start) -> None:
+        self._start = order
+        for name in order.removed:
+            os.environ.pop(name, None)
+        os.environb.update(order.environment)
+        if order.coordinator.startswith("tls:"):
+            os.environ.setdefault("HVDLAB_ADDRESS", _address(order))
+        with contextlib.suppress(OSError):
+            os.chdir(order.directory)
+        if order.threads:
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(order.threads)))
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, order: wire.Spawn) -> None:
+        assert self._start is not None
+        for spec in order.ranks:
+            stdin = self._stdin if spec.rank == self._start.stdin_rank else -1
+            try:
+                child = spawn(self._start, spec, stdin)
+            except SpawnError as error:
+                self._send(wire.RankNotStarted(spec.rank, error.code, str(error)))
+                continue
+            self._children[spec.rank] = self._by_pid[child.pid] = child
+            for fd in child.pipes:
+                self._selector.register(
+                    fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f)
+                )
+            self._send(wire.RankStarted(spec.rank, child.pid))
+        if self._stdin >= 0 and any(spec.rank == self._start.stdin_rank for spec in order.ranks):
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def _signal(self, ranks: tuple[int, ...], number: int) -> None:
+        for rank in ranks:
+            if rank in self._children:
+                self._children[rank].signal(number)
+
+    def _read_output(self, child: Child, fd: int) -> bool:
+        """Pass on what is there; returns whether there may be more."""
+        if fd not in child.pipes:  # closed by another event of the same round
+            return False
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._send(wire.Output(child.rank, child.pipes[fd], data))
+            return True
+        self._selector_drop(fd)
+        del child.pipes[fd]
+        os.close(fd)
+        return False
+
+    def _selector_drop(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _hold(self, wanted: bool) -> None:
+        """Stop reading from ranks, or read again."""
+        if wanted == self._held:
+            return
+        self._held = wanted
+        for child in self._children.values():
+            for fd in child.pipes:
+                if wanted:
+                    self._selector_drop(fd)
+                else:
+                    self._selector.register(
+                        fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f)
+                    )
+
+    def _woken(self, wakeup: int) -> None:
+        numbers = os.read(wakeup, 4096)
+        if signal.SIGTERM in numbers or signal.SIGHUP in numbers:
+            self._open = False
+        while (ended := _ended_child()) > 0:
+            child = self._by_pid.pop(ended, None)
+            if child is None:  # an orphan that was adopted
+                os.waitpid(ended, 0)
+                continue
+            self._reap(child)
+
+    def _reap(self, child: Child) -> None:
+        child.signal(signal.SIGKILL)  # the rest of its group; its number is not free before it is reaped
+        code, number = child.reap()
+        del self._children[child.rank]
+        for fd in list(child.pipes):
+            while self._read_output(child, fd):
+                pass
+        for fd in child.pipes:
+            self._selector_drop(fd)
+            os.close(fd)
+        for piece in child.result():
+            self._send(wire.ResultPiece(child.rank, piece))
+        self._send(wire.RankExited(child.rank, code, number))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        """Nobody listens any more: SIGTERM, a moment, SIGKILL, also for what left its process group."""
+        self._signal(tuple(self._children), signal.SIGTERM)
+        until = time.monotonic() + GRACE
+        while self._by_pid and (left := until - time.monotonic()) > 0:
+            select.select([self._wakeup], [], [], left)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wakeup, 4096)
+            while (ended := _ended_child()) > 0:
+                child = self._by_pid.pop(ended, None)
+                if child is not None:
+                    child.signal(signal.SIGKILL)
+                os.waitpid(ended, 0)
+        for child in self._by_pid.values():
+            child.signal(signal.SIGKILL)
+        while orphans := living_children():
+            for pid in orphans:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+
+def _address(order: wire.Start) -> str:
+    """The address of this host that its ranks are reached by."""
+    from hvdlab.collectives import addresses
+
+    if order.interfaces:
+        return addresses.of_interfaces(order.interfaces)
+    return addresses.own(os.environ, order.coordinator)
+
+
+def _ended_child() -> int:
+    """Process id of a child that has ended and was not reaped, or 0."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return found.si_pid if found is not None else 0
+
+
+def _catch_signals() -> int:
+    """A descriptor that signals can be read from, as bytes."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Not SIG_IGN for SIGINT, which the ranks would inherit.
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    return reader
+
+
+def main() -> None:
+    """Run the agent; ``--stdin FD`` names the descriptor that a rank may be given as its input."""
+    stdin = int(sys.argv[2]) if sys.argv[1:2] == ["--stdin"] else -1
+    orders, reports = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # nothing but messages may get to the launcher
+    os.close(null)
+    adopt_orphans()
+    Agent(orders, reports, stdin).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The launcher's end of the connection to a host's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from typing import IO
+
+from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.launch.exec_agent import wire
+
+
+class AgentLink:
+    """An agent, here or on another host.
+
+    Attributes:
+        host: Name of its host.
+        ranks: Ranks that run there.
+        here: Whether that is this host.
+        inbox, outbox: Descriptors to read from and to write to; both non-blocking.
+        outgoing: What is still to be written.
+
+    Args:
+        errors: A file that the standard error of the agent, or of the shell that reaches it, goes to; closed with this.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ranks: Sequence[int],
+        process: subprocess.Popen[bytes],
+        *,
+        here: bool,
+        errors: IO[bytes] | None = None,
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.host, self.ranks, self.here = host, tuple(ranks), here
+        self.inbox, self.outbox = process.stdout.fileno(), process.stdin.fileno()
+        self.outgoing = bytearray()
+        self._process = process
+        self._errors = errors
+        self._decoder = FrameDecoder()
+        self._preamble: bytes | None = b""
+        os.set_blocking(self.inbox, False)
+        os.set_blocking(self.outbox, False)
+
+    @classmethod
+    def local(
+        cls, host: str, ranks: Sequence[int], python: str, *, stdin: bool, errors: IO[bytes] | None = None
+    ) -> AgentLink:
+        """Start an agent on this host; rank 0 may be given our standard input. ``errors`` takes its standard error."""
+        command = agent_command(python)
+        kept: list[int] = []
+        if stdin:
+            kept = [os.dup(0)]
+            command += ["--stdin", str(kept[0])]
+        try:
+            return cls(host, ranks, _spawn(command, kept, errors), here=True, errors=errors)
+        finally:
+            for fd in kept:
+                os.close(fd)
+
+    @classmethod
+    def remote(
+        cls,
+        host: str,
+        ranks: Sequence[int],
+        python: str,
+        shell: Sequence[str],
+        *,
+        errors: IO[bytes] | None = None,
+    ) -> AgentLink:
+        """Start an agent on another host. Secrets go over its standard input, never on a command line."""
+        command = [*shell, host, *map(shlex.quote, agent_command(python))]
+        return cls(host, ranks, _spawn(command, (), errors), here=False, errors=errors)
+
+    def send(self, message: wire.AgentMessage) -> None:
+        """Queue a message; :meth:`flush` writes it."""
+        self.outgoing += wire.encode(message)
+
+    def flush(self) -> None:
+        """Write what can be written now. A lost agent is noticed when reading."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: os.write(self.outbox, self.outgoing[: wire.PIECE])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.outgoing.clear()
+
+    def receive(self) -> list[wire.FromAgent] | None:
+        """The messages that have arrived; ``None`` if the agent is gone."""
+        try:
+            data = os.read(self.inbox, wire.PIECE)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        if self._preamble is not None:
+            _, found, rest = (self._preamble + data).partition(wire.GREETING)
+            if not found:
+                self._preamble += data
+                return []
+            self._preamble, data = None, rest
+        return [wire.decode_from_agent(payload) for payload in self._decoder.feed(data)] if data else []
+
+    def gone(self) -> str:
+        """In words, how the agent of a lost host ended."""
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return f"the connection to {self.host} is lost"
+        program = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list
+        what = "its launcher process" if self.here else f"`{program}`"
+        said = self._last_words()
+        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "")
+
+    def _last_words(self) -> str:
+        """The last line of its standard error, if that is here."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def hang_up(self) -> None:
+        """Let the agent end: it does when its input ends. :meth:`close` waits for it. Idempotent."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def close(self, timeout: float) -> None:
+        """Let the agent end: it does when its input ends. Kill it if it takes longer. Idempotent."""
+        assert self._process.stdout is not None
+        self.hang_up()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        if self._errors is not None:
+            self._errors.close()
+
+
+def _spawn(
+    command: Sequence[str], kept: Sequence[int], errors: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in the terminal is the launcher's to pass on.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        pass_fds=kept,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def agent_command(python: str) -> list[str]:
+    """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
+    return [python, "-P", "-m", "hvdlab.launch.exec_agent.agent"]

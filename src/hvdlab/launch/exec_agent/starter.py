@@ -1,0 +1,251 @@
+"""Ranks on other hosts, or this one, each host with an agent of ours: the shell around :class:`AgentLink`.
+
+One thread reads what the agents report and writes what they are asked for. An agent is started when its host gets its
+first rank, and again if it was lost and a rank of its host is started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.environment import own_environment
+from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
+from hvdlab.launch.environment import FOREIGN, exported
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent.link import AgentLink
+from hvdlab.launch.exits import Tail, describe_exit
+from hvdlab.launch.hosts import Host, assign, is_local
+from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started
+
+AGENT_ENDS_WITHIN = 5.0
+"""Seconds that an agent is given to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
+
+
+class ExecStarter:
+    """A :class:`~hvdlab.launch.starter.Starter` of programs.
+
+    Args:
+        request: What for; its ``module`` is what ranks run.
+        ranks: Takes what happens to ranks.
+        hosts: Where they run, filled in this order.
+        shell: A command that runs a command on another host: a host's name and a command line are appended.
+        python: The interpreter of agents and ranks, on every host.
+        environment: Variables for the ranks of a host beside those of this process, by the host's name.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        ranks: RankObserver,
+        hosts: Sequence[Host],
+        *,
+        shell: Sequence[str],
+        python: str,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        self._request, self._ranks = request, ranks
+        self._hosts, self._shell, self._python = tuple(hosts), tuple(shell), python
+        self._environment = environment or {}
+        self._lock = threading.Lock()
+        #: Host to its agent, while that runs. With the following, guarded by the lock.
+        self._links: dict[str, AgentLink] = {}
+        #: Rank to its host, from the order to start it to its end.
+        self._host_of: dict[int, str] = {}
+        #: Rank to its process, from the agent's report to its end.
+        self._pids: dict[int, int] = {}
+        #: Links that the thread does not watch yet.
+        self._new: list[AgentLink] = []
+        self._closing = False
+        #: Set while no rank is starting or running.
+        self._idle = threading.Event()
+        self._idle.set()
+        self._tails: defaultdict[int, Tail] = defaultdict(Tail)  # the thread's own
+        self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-exec", daemon=True)
+        self._thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have them started by their hosts' agents.
+
+        Raises:
+            InvalidRequestError: The hosts have too few slots, or this was closed.
+            StartError: The program that starts an agent can't be run.
+        """
+        slots = assign(self._hosts, size)
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts[slots[rank].host].name, []).append(rank)
+        with self._lock:
+            if self._closing:
+                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            for host, those in by_host.items():
+                link = self._links.get(host) or self._connect(
+                    host, sum(s.host == slots[those[0]].host for s in slots)
+                )
+                link.send(wire.Spawn(tuple(self._spec(rank, size, slots[rank].where) for rank in those)))
+                self._host_of |= dict.fromkeys(those, host)
+            self._idle.clear()
+        self._wake()
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the rank's process group, by its host's agent."""
+        with self._lock:
+            link = self._links.get(self._host_of.get(rank, ""))
+            if link is not None:
+                link.send(wire.SignalRanks((rank,), number))
+        self._wake()
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """Where a rank is: hosts are filled one after the other."""
+        return assign(self._hosts, size)[rank].where
+
+    def close(self, timeout: float) -> None:
+        """Wait so long for ranks that were told to leave, then have the agents end what is left. Idempotent."""
+        self._idle.wait(timeout)
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wakeup)
+        os.close(self._wakeup_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(
+            BlockingIOError, OSError
+        ):  # full: it wakes as well; closed: there is no one to wake
+            os.write(self._wakeup_write, b"\0")
+
+    def _connect(self, host: str, ranks: int) -> AgentLink:
+        """Start the agent of a host. The lock is held."""
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
+        here = is_local(host)
+        try:
+            if here:
+                link = AgentLink.local(host, (), self._python, stdin=False, errors=errors)
+            else:
+                link = AgentLink.remote(host, (), self._python, self._shell, errors=errors)
+        except OSError as error:
+            errors.close()
+            program = self._python if here else self._shell[0]
+            raise StartError(
+                f"the agent of {host} could not be started: `{program}`: {error.strerror}"
+            ) from error
+        variables = {**({} if here else exported(os.environ)), **self._environment.get(host, {})}
+        link.send(
+            wire.Start(
+                tuple(map(os.fsencode, (self._python, "-m", self._request.module))),
+                os.fsencode(os.getcwd()),
+                {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
+                removed=FOREIGN,
+                threads=ranks,
+                coordinator=self._request.world.coordinator,
+            )
+        )
+        self._links[host] = link
+        self._new.append(link)
+        return link
+
+    def _spec(self, rank: int, size: int, where: Place) -> wire.RankSpec:
+        return wire.RankSpec(rank, own_environment(self._request.world, rank, size, where))
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while not self._step(selector):
+                pass
+        for link in self._links.values():
+            link.hang_up()  # all at once, so that they end side by side
+        for link in self._links.values():
+            link.close(AGENT_ENDS_WITHIN)
+        for rank in list(self._host_of):
+            self._end(rank, "it was ended with its job")
+
+    def _step(self, selector: selectors.BaseSelector) -> bool:
+        """One round. Returns whether it was the last one."""
+        with self._lock:
+            if self._closing:
+                return True
+            for link in self._new:
+                selector.register(link.inbox, selectors.EVENT_READ, link)
+            self._new.clear()
+            for link in self._links.values():
+                self._flush(link, selector)
+        for key, mask in selector.select():
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            elif mask & selectors.EVENT_READ and key.fd == key.data.inbox:
+                self._receive(key.data, selector)
+        return False
+
+    @staticmethod
+    def _flush(link: AgentLink, selector: selectors.BaseSelector) -> None:
+        """Write what can be written; watch for room if something is left."""
+        link.flush()
+        watched = link.outbox in selector.get_map()
+        if link.outgoing and not watched:
+            selector.register(link.outbox, selectors.EVENT_WRITE, link)
+        elif not link.outgoing and watched:
+            selector.unregister(link.outbox)
+
+    def _receive(self, link: AgentLink, selector: selectors.BaseSelector) -> None:
+        try:
+            messages = link.receive()
+        except ProtocolError as error:
+            self._lost(link, f"the agent of {link.host} sent something else than messages: {error}", selector)
+            return
+        if messages is None:
+            self._lost(link, link.gone(), selector)
+            return
+        for message in messages:
+            self._report(message, link.host)
+
+    def _report(self, message: wire.FromAgent, host: str) -> None:
+        match message:
+            case wire.Output(rank, _, data):
+                self._tails[rank].add(data)
+            case wire.RankStarted(rank, pid):
+                with self._lock:
+                    self._pids[rank] = pid
+                self._ranks.handle(Started(rank, pid, host))
+            case wire.RankNotStarted(rank, _, text):
+                self._end(rank, text)
+            case wire.RankExited(rank, code, number):
+                self._end(rank, describe_exit(code, number))
+            case wire.ResultPiece():
+                pass  # of functions only, which are not started here
+
+    def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
+        """An agent is gone. It has ended its ranks, or they end without it; another one may take its place."""
+        for descriptor in (link.inbox, link.outbox):
+            if descriptor in selector.get_map():
+                selector.unregister(descriptor)
+        with self._lock:
+            del self._links[link.host]
+            lost = [rank for rank, host in self._host_of.items() if host == link.host]
+        link.close(0.0)
+        for rank in lost:
+            self._end(rank, reason)
+
+    def _end(self, rank: int, reason: str) -> None:
+        with self._lock:
+            self._host_of.pop(rank, None)
+            pid = self._pids.pop(rank, 0)
+            idle = not self._host_of
+        tail = self._tails.pop(rank, Tail()).text()
+        self._ranks.handle(Ended(rank, pid, reason, tail))
+        if idle:
+            self._idle.set()

@@ -1,0 +1,147 @@
+"""What the launcher and the agent of a host say to each other: msgspec structs in frames, over the agent's stdin and
+stdout. What comes before :data:`GREETING` (a shell's profile may print) is skipped."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import MALFORMED
+from hvdlab.collectives.protocol.frames import encode_frame
+
+GREETING = b"\x00hvdlab-agent-1\x00"
+PIECE = 1 << 20
+"""Most bytes of output or of a result in one message."""
+
+
+class AgentMessage(
+    msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False
+):
+    """Base of every message."""
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of what messages are made of."""
+
+
+class RankSpec(Part, frozen=True):
+    """A rank to start: its number, and the variables that only it gets."""
+
+    rank: int
+    environment: dict[str, str]
+
+
+# -- launcher to agent ------------------------------------------------------------------------------------------------
+
+
+class Start(AgentMessage, frozen=True):
+    """What to run; ranks are started by :class:`Spawn`.
+
+    Attributes:
+        command: Program and arguments, in bytes, since they need not be UTF-8, as what follows.
+        directory: Working directory; one that does not exist is left out.
+        environment: Variables added to the agent's own.
+        removed: Variables taken out of it.
+        function: A pickled call, or empty. The command then gets two more arguments: descriptors of anonymous memory with
+            the call, and for its outcome.
+        threads: ``OMP_NUM_THREADS`` is set to the host's share if the environment does not say it.
+        stdin_rank: The rank that reads the launcher's standard input, or -1.
+        coordinator: Its address; if it is on the network, the host's address towards it is the ranks'
+            ``HVDLAB_ADDRESS``.
+        interfaces: Network interfaces to take that address from, or empty.
+    """
+
+    command: tuple[bytes, ...]
+    directory: bytes
+    environment: dict[bytes, bytes]
+    removed: tuple[str, ...] = ()
+    function: bytes = b""
+    threads: int = 0
+    stdin_rank: int = -1
+    coordinator: str = ""
+    interfaces: tuple[str, ...] = ()
+
+
+class Spawn(AgentMessage, frozen=True):
+    """Start these ranks."""
+
+    ranks: tuple[RankSpec, ...]
+
+
+class SignalRanks(AgentMessage, frozen=True):
+    """Send a signal to the process groups of these ranks; those that have ended are left out."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+# -- agent to launcher ------------------------------------------------------------------------------------------------
+
+
+class RankStarted(AgentMessage, frozen=True):
+    """A rank runs."""
+
+    rank: int
+    pid: int
+
+
+class RankNotStarted(AgentMessage, frozen=True):
+    """The command can't be run: exit code as of a shell (127 not found, 126 not allowed), and why."""
+
+    rank: int
+    code: int
+    text: str
+
+
+class Output(AgentMessage, frozen=True):
+    """A rank wrote to stdout (1) or stderr (2)."""
+
+    rank: int
+    stream: int
+    data: bytes
+
+
+class ResultPiece(AgentMessage, frozen=True):
+    """The next part of what a rank's function returned; comes before :class:`RankExited`."""
+
+    rank: int
+    data: bytes
+
+
+class RankExited(AgentMessage, frozen=True):
+    """A rank has ended; all its output was sent before. ``signal`` is 0 unless one ended it."""
+
+    rank: int
+    code: int
+    signal: int
+
+
+ToAgent = Start | Spawn | SignalRanks
+FromAgent = RankStarted | RankNotStarted | Output | ResultPiece | RankExited
+
+_encoder = msgspec.msgpack.Encoder()
+_to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(cast("type[ToAgent]", ToAgent))
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(cast("type[FromAgent]", FromAgent))
+
+
+def encode(message: AgentMessage) -> bytes:
+    """The whole frame of a message."""
+    return encode_frame(_encoder.encode(message))
+
+
+def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
+    """A message to the agent. Raises ``ProtocolError``."""
+    try:
+        return _to_agent.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message to an agent: {error}") from error
+
+
+def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
+    """A message of an agent. Raises ``ProtocolError``."""
+    try:
+        return _from_agent.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message of an agent: {error}") from error

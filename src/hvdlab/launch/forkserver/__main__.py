@@ -1,0 +1,52 @@
+"""``python -m hvdlab.launch.forkserver CONTROL POOL LIFELINE PROGRAM``: the fork server.
+
+``CONTROL`` is the number of an inherited socket to the pool, ``POOL`` the process id of the pool's process,
+``LIFELINE`` the number of the writing end of the pipe that children depend on, and ``PROGRAM`` names what children run,
+as ``module:attribute``. Standard input is a pipe that ends when the pool's process does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+
+
+def main() -> None:
+    control, pool, lifeline = (int(word) for word in sys.argv[1:4])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from hvdlab.collectives.linux import adopt_orphans, name_process
+
+    name_process("hvd-forkserver", "hvdlab: fork server")
+    adopt_orphans()
+    os.set_inheritable(control, False)
+    os.set_inheritable(lifeline, False)
+    if os.getppid() != pool:
+        os._exit(1)
+    gc.disable()  # what is imported stays; collecting during imports only costs time
+    from hvdlab.launch.forkserver.link import PoolLink
+    from hvdlab.launch.forkserver.preload import load, modules_to_load
+    from hvdlab.launch.forkserver.program import load_program
+    from hvdlab.launch.forkserver.server import PULSE, ServerShell
+
+    program = load_program(sys.argv[4])
+    environment = dict(os.environ)
+    # A thread that runs at a fork is lost in the child, with the locks that it held.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    # A few descriptors for each rank add up to more than a process usually may have; ranks get the old limit back.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    shell = ServerShell(PoolLink(socket.socket(fileno=control), pool, PULSE), lifeline, program)
+    role = shell.run(lambda: load(program, modules_to_load(program, environment)))
+    if role is None:
+        os._exit(0)  # taking down a framework's modules one by one would take as long as a cell
+    from hvdlab.launch.forkserver.child import become
+
+    become(role, program, open_files=soft)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What ends a child for which nobody is left to care, even if it is stopped, or stuck in C code.
+
+The pool's process and the fork server hold the writing end of one pipe, into which nothing is ever written. Each
+child has the kernel send SIGKILL to its process group when the last writer is gone. So a child outlives either of the
+two, never both; and neither needs to act for that, nor the child to run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import weakref
+
+
+class Lifeline:
+    """The pool's hold of the pipe. Not inherited by what it executes, and given up in what it forks.
+
+    Attributes:
+        descriptor: The writing end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        _held.add(self)
+
+    @classmethod
+    def make(cls) -> Lifeline:
+        """A new pipe."""
+        reader, lifeline = cls.with_reader()
+        os.close(reader)
+        return lifeline
+
+    @classmethod
+    def with_reader(cls) -> tuple[int, Lifeline]:
+        """A new pipe, and its reading end, which is the caller's."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        return reader, cls(writer)
+
+    def close(self) -> None:
+        """Let go of it: children end, unless the fork server holds it too. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def depend_on(descriptor: int) -> None:
+    """In a child that leads its process group: end, with the group, when the pipe has no other writer any more.
+
+    Args:
+        descriptor: The writing end, which is closed.
+    """
+    # Opened anew, since owner and signal belong to the open file, not to the descriptor.
+    reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+    os.close(descriptor)  # were it the last one, that would be the end
+
+
+def wake_on_hangup(descriptor: int) -> None:
+    """Have SIGCONT sent to this process, in case it is stopped, when the other end of this pipe is closed."""
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGCONT)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+_held: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A fork of the pool's process (multiprocessing, say) must not keep the pool's children alive."""
+    for lifeline in list(_held):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -1,0 +1,239 @@
+"""What the pool and its fork server say to each other, as msgspec structs in frames over a socketpair. No pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Self, cast
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import MALFORMED
+from hvdlab.collectives.protocol.frames import encode_frame
+
+CONTROLLER = -1
+"""Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
+
+LAUNCHER = -2
+"""Number of an adopted process that is the program which starts and ends the ranks (``mpiexec``)."""
+
+
+class ForkServerMessage(
+    msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False
+):
+    """Base of every message."""
+
+
+# -- pool to fork server ---------------------------------------------------------------------------------------------
+
+
+class Fork(ForkServerMessage, frozen=True):
+    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
+
+    What comes from the operating system is in bytes: it need not be UTF-8.
+
+    Attributes:
+        environment: The whole environment of the child.
+        directory: Its working directory.
+        path: Its ``sys.path``.
+        argv: Arguments of its main program (ipyparallel's options).
+    """
+
+    number: int
+    environment: dict[bytes, bytes]
+    directory: bytes
+    path: tuple[bytes, ...]
+    argv: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        environment: Mapping[str, str],
+        directory: str,
+        path: Iterable[str],
+        argv: tuple[str, ...] = (),
+    ) -> Self:
+        """From text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
+        variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+        return cls(number, variables, os.fsencode(directory), tuple(map(os.fsencode, path)), argv)
+
+
+class Signal(ForkServerMessage, frozen=True):
+    """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
+
+    number: int
+    signal: int
+    group: bool = False
+
+
+class Guard(ForkServerMessage, frozen=True):
+    """Remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
+
+    paths: tuple[str, ...]
+
+
+class Engine(ForkServerMessage, frozen=True):
+    """Tell the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
+
+    The fork server tells it of its own children's end by itself.
+    """
+
+    rank: int
+    joined: bool
+
+
+class Shutdown(ForkServerMessage, frozen=True):
+    """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
+
+    grace: float = 1.0
+
+
+class Forked(ForkServerMessage, frozen=True):
+    """Child ``number`` runs as ``pid``.
+
+    Attributes:
+        started: When it started, as field 22 of its ``/proc/<pid>/stat`` has it: tells it from a later process with
+            the same number.
+        log, err, out: Its own descriptors of the reading ends of its log and of its captured output.
+        unsent: Its own descriptor of the memory for what it has written and not sent.
+    """
+
+    number: int
+    pid: int
+    started: int = 0
+    log: int = -1
+    err: int = -1
+    out: int = -1
+    unsent: int = -1
+
+
+class Adopt(ForkServerMessage, frozen=True):
+    """Look after these processes, which an earlier fork server forked, as after children.
+
+    How one of them ends may remain unknown (see :class:`Exited`). Those that have ended already are reported at once.
+    """
+
+    children: tuple[Forked, ...]
+
+
+class Keep(ForkServerMessage, frozen=True):
+    """Stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
+
+    An empty path takes that back.
+    """
+
+    path: str
+
+
+# -- fork server to pool ---------------------------------------------------------------------------------------------
+
+
+class Loaded(ForkServerMessage, frozen=True):
+    """The imports are done.
+
+    Attributes:
+        modules: Names that were imported.
+        failed: Name to the import error's text.
+        seconds: How long it took.
+    """
+
+    modules: tuple[str, ...]
+    failed: dict[str, str]
+    seconds: float
+
+
+class ForkFailed(ForkServerMessage, frozen=True):
+    """Child ``number`` could not be forked."""
+
+    number: int
+    text: str
+
+
+class Exited(ForkServerMessage, frozen=True):
+    """A child ended.
+
+    Attributes:
+        code: Exit code, or -1 if a signal ended it, or if nobody knows.
+        signal: The signal, or 0. With ``code`` -1 that means that it is unknown how it ended.
+        max_rss: Most memory it had resident, in bytes.
+        out_of_memory: The kernel killed it for lack of memory.
+        tail: The last lines of its standard error.
+        seen: ``max_rss`` is what was seen up to a second before the end: it was not a child of who tells it.
+        left: What it wrote and may not have sent, as its program encodes that; ``None`` if there is nothing.
+    """
+
+    number: int
+    pid: int
+    code: int
+    signal: int
+    max_rss: int
+    out_of_memory: bool = False
+    tail: str = ""
+    seen: bool = False
+    left: bytes | None = None
+
+
+class ControllerUp(ForkServerMessage, frozen=True):
+    """ipyparallel's controller listens and has written its connection files."""
+
+    pid: int
+
+
+class Kept(ForkServerMessage, frozen=True):
+    """Answer to :class:`Keep`; ``error`` says why it can't be done."""
+
+    path: str
+    error: str = ""
+
+
+class Children(ForkServerMessage, frozen=True):
+    """What a successor gets after ``Loaded``: the living children. The ends of others follow as :class:`Exited`.
+
+    The frame brings the lifeline's writing end along.
+
+    Attributes:
+        children: What lives.
+        guarded: The files of the last :class:`Guard`.
+    """
+
+    children: tuple[Forked, ...]
+    guarded: tuple[str, ...] = ()
+
+
+class Refused(ForkServerMessage, frozen=True):
+    """What a successor gets while the pool's process lives: ``pid`` is that process. The connection ends then."""
+
+    pid: int
+
+
+ToServer = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
+FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_warm: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(cast("type[ToServer]", ToServer))
+_from_warm: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(
+    cast("type[FromServer]", FromServer)
+)
+
+
+def encode(message: ForkServerMessage) -> bytes:
+    """The whole frame of a message."""
+    return encode_frame(_encoder.encode(message))
+
+
+def decode_to_server(payload: bytes | memoryview) -> ToServer:
+    """A message to the fork server. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _to_warm.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message to the fork server: {error}") from error
+
+
+def decode_from_server(payload: bytes | memoryview) -> FromServer:
+    """A message of the fork server. Raises ``ProtocolError`` if it is malformed."""
+    try:
+        return _from_warm.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message of the fork server: {error}") from error

@@ -1,0 +1,350 @@
+"""The fork server's shell: its sockets, pipes, signals, forks. What to do is decided by the supervisor.
+
+While the imports are made on the main thread, it runs on a thread of its own, so that a successor looks after the
+ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.linux import living_children, raise_on_hangup
+from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.launch.forkserver.child_table import ChildTable
+from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
+from hvdlab.launch.forkserver.forking import Role, fork, why_not
+from hvdlab.launch.forkserver.lifeline import wake_on_hangup
+from hvdlab.launch.forkserver.link import Listener, PoolLink
+from hvdlab.launch.forkserver.messages import (
+    Children,
+    Fork,
+    Forked,
+    ForkServerMessage,
+    Loaded,
+    Refused,
+    decode_to_server,
+    encode,
+)
+from hvdlab.launch.forkserver.pipes import READ_SIZE
+from hvdlab.launch.forkserver.preload import load_later
+from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.server_state import (
+    Asked,
+    Do,
+    Effect,
+    Event,
+    Exit,
+    ForkReturned,
+    Imported,
+    Kill,
+    Listen,
+    ListenReturned,
+    PoolFound,
+    PoolLost,
+    Send,
+    ServerState,
+    TellController,
+    Tick,
+    Watch,
+)
+
+PULSE = 0
+"""Standard input: a pipe whose other end only the pool's process holds."""
+
+
+class ServerShell:
+    """Runs the fork server until the pool asks it to end or is gone. Made on the main thread.
+
+    Args:
+        link: Connection to the pool's process.
+        lifeline: The writing end of the pipe that children depend on.
+        program: What children run.
+    """
+
+    def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
+        self._link = link
+        self._lifeline = lifeline
+        self._listener: Listener | None = None
+        self._detached: DetachedSupervisor | None = None
+        self._state = ServerState()
+        self._importing = True
+        self._program = program
+        self._later = deque(program.later)
+        self._answers: list[Event] = []
+        self._unannounced: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._child_table = ChildTable(self._selector, program)
+        self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
+        self._watch_pool()
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)
+
+    def run(self, imports: Callable[[], Loaded]) -> Role | None:
+        """Import and serve. Returns ``None`` when the process is to exit, and in a forked child what that is to be."""
+        # An import may hold the interpreter for seconds: until it is done the pool's end ends this process by itself.
+        raise_on_hangup(PULSE, True)
+        beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
+        beside.start()
+        loaded = imports()
+        self._importing = False
+        os.write(self._wakeup_write, b"\0")
+        beside.join()
+        wake_on_hangup(PULSE)
+        outcome = self._serve(Imported(loaded))
+        if isinstance(outcome, Exit):
+            self._finish(outcome)
+            return None
+        return outcome
+
+    def _serve_beside(self) -> None:
+        try:
+            outcome = self._serve()
+            if isinstance(outcome, Exit):
+                self._finish(outcome)
+                os._exit(0)  # the main thread can't be asked
+        except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self, *first: Event) -> Role | Exit | None:
+        """Serve to the end, or (``None``) of the imports."""
+        events, importing = deque[Event](first), self._importing
+        while True:
+            while events:
+                outcome = self._perform(self._state.handle(events.popleft(), time.monotonic()))
+                if outcome is not None:
+                    return outcome
+                # What a fork's answer brings about comes before what happened meanwhile.
+                events.extendleft(reversed(self._answers))
+                self._answers.clear()
+            if importing and not self._importing:
+                return None
+            events.extend(self._wait())
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> list[Event]:
+        self._watch_backlog()
+        ready = self._selector.select(self._timeout())
+        if not ready and self._later and not self._importing:
+            load_later(self._later.popleft())
+            return []
+        events: list[Event] = []
+        for key, _ in ready:
+            events += key.data()
+        if self._child_table.next_look() == 0.0:
+            self._child_table.look()
+        tick = self._state.next_tick()
+        if tick is not None and time.monotonic() >= tick:
+            events.append(Tick())
+        return events
+
+    def _timeout(self) -> float | None:
+        if self._later and not self._importing:
+            return 0
+        tick = self._state.next_tick()
+        waits = [self._child_table.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _watch_backlog(self) -> None:
+        """Watch for writability while something waits."""
+        endpoint = self._link.endpoint
+        if endpoint.closed:
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if endpoint.backlog else 0)
+        if self._selector.get_key(endpoint).events != wanted:
+            self._selector.modify(endpoint, wanted, self._read_pool)
+
+    def _ignore(self, source: object) -> None:
+        """Watch it no longer, if that was done."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(source)  # type: ignore[arg-type]  # whatever was registered
+
+    # -- the pool's process ---------------------------------------------------------------------------------------
+
+    def _watch_pool(self) -> None:
+        self._selector.register(self._link.endpoint, selectors.EVENT_READ, self._read_pool)
+        for sign in self._link.signs:
+            self._selector.register(sign, selectors.EVENT_READ, self._pool_lost)
+
+    def _read_pool(self) -> list[Event]:
+        endpoint = self._link.endpoint
+        try:
+            if endpoint.backlog:
+                endpoint.flush()
+            return [Asked(decode_to_server(payload)) for payload in endpoint.receive()]
+        except (ConnectionLost, ProtocolError):
+            return self._pool_lost()
+
+    def _pool_lost(self) -> list[Event]:
+        if self._link.endpoint.closed:
+            return []
+        for source in (self._link.endpoint, *self._link.signs):
+            self._ignore(source)
+        self._link.close()
+        if self._detached is not None and self._ranks():
+            self._detached.begin(self._ranks())
+            self._look_after()
+        return [PoolLost()]
+
+    def _listen(self, path: str) -> None:
+        error = ""
+        if self._listener is not None:
+            self._ignore(self._listener.sock)
+            self._listener.close()
+            self._listener = None
+        try:
+            if self._detached is not None:
+                self._leave_coordinator()
+                self._detached.forget()
+                self._detached = None
+            if path:
+                self._listener = Listener(path)
+                self._detached = DetachedSupervisor(Path(path).parent)
+                self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
+                raise_on_hangup(PULSE, False)
+        except OSError as failure:
+            error = failure.strerror or str(failure)
+        self._answers.append(ListenReturned(path, error))
+
+    def _open_door(self) -> list[Event]:
+        """Somebody wants to be the pool's process."""
+        found = self._listener.accept() if self._listener is not None else None
+        if found is None:
+            return []
+        link = PoolLink(*found)
+        if self._link.alive or not self._state.kept:
+            with contextlib.suppress(ConnectionLost):
+                link.endpoint.send_frame(encode(Refused(self._link.pid)))
+            link.close()
+            return []
+        lost = self._pool_lost()
+        self._leave_coordinator()
+        self._link = link
+        self._watch_pool()
+        return [*lost, PoolFound()]
+
+    # -- the coordinator of a kept pool that nobody uses ----------------------------------------------------------
+
+    def _ranks(self) -> int:
+        """One more than the highest rank that lives."""
+        return max(self._state.children(), default=-1) + 1
+
+    def _look_after(self) -> None:
+        if self._detached is not None and self._detached.process >= 0:
+            self._selector.register(self._detached.process, selectors.EVENT_READ, self._coordinator_ended)
+
+    def _coordinator_ended(self) -> list[Event]:
+        if self._detached is not None and self._detached.has_ended():
+            self._ignore(self._detached.process)
+            if self._state.kept and self._ranks():
+                self._detached.replace(self._ranks())
+                self._look_after()
+        return []
+
+    def _leave_coordinator(self) -> None:
+        """Somebody else looks after it from now on."""
+        if self._detached is not None:
+            self._coordinator_ended()
+            if self._detached.process >= 0:
+                self._ignore(self._detached.process)
+            self._detached.end()
+
+    # -- what is done ---------------------------------------------------------------------------------------------
+
+    def _send(self, message: ForkServerMessage) -> None:
+        descriptor = self._lifeline if isinstance(message, Children) else -1
+        with contextlib.suppress(ConnectionLost):
+            self._link.endpoint.send_frame(encode(message), descriptor)
+        if isinstance(message, Forked):
+            announced = self._unannounced.pop(message.pid)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                os.write(announced, b"!")
+            os.close(announced)
+
+    def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    self._send(message)
+                case Kill(pid, number, group):
+                    self._child_table.kill(pid, number, group)
+                case TellController(rank, joined):
+                    self._child_table.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
+                case Watch(child):
+                    self._answers += self._child_table.adopt(child)
+                case Listen(path):
+                    self._listen(path)
+                case Do(order):
+                    role = self._fork(order)
+                    if role is not None:
+                        return role
+                case Exit():
+                    return effect
+        return None
+
+    def _fork(self, order: Fork) -> Role | None:
+        try:
+            outcome = fork(order, self._program, self._lifeline, self._forget)
+        except OSError as error:
+            self._answers.append(ForkReturned(order.number, error=why_not(error)))
+            return None
+        if isinstance(outcome, Role):
+            return outcome
+        self._child_table.add(outcome.pipes)
+        self._unannounced[outcome.record.pid] = outcome.announced
+        self._answers.append(ForkReturned(order.number, outcome.record))
+        return None
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """In a child: close the parent's descriptors without telling the other sides, and take signals as usual."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._link.forget()
+        if self._listener is not None:
+            self._listener.forget()
+        if self._detached is not None:
+            self._detached.forget()
+        for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
+            os.close(descriptor)
+        self._child_table.forget()
+
+    def _reap(self) -> list[Event]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup, READ_SIZE)
+        return self._child_table.reap()
+
+    def _finish(self, exit_: Exit) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for path in exit_.paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        # Adopted orphans of ranks, in process groups of their own.
+        with contextlib.suppress(OSError):
+            for pid in living_children():
+                # The coordinator ends by itself, after the last rank.
+                if self._detached is None or pid != self._detached.successor:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        if self._detached is not None:
+            self._detached.forget()
+        self._link.close()
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """A handler, so that the signal arrives at the wake-up descriptor."""

@@ -1,0 +1,374 @@
+"""Which children the fork server has and what is to be done about them: pure logic, no I/O.
+
+``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.launch.forkserver.server` does it.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import msgspec
+
+from hvdlab.launch.exits import Tail
+from hvdlab.launch.forkserver.messages import (
+    CONTROLLER,
+    Adopt,
+    Children,
+    ControllerUp,
+    Engine,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    ForkServerMessage,
+    Guard,
+    Keep,
+    Kept,
+    Loaded,
+    Shutdown,
+    Signal,
+    ToServer,
+)
+
+GRACE_WITHOUT_POOL = 0.5
+"""Seconds that children get to end by themselves when the pool's process is gone."""
+
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The pool sent a message."""
+
+    message: ToServer
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The imports are done: children can be forked."""
+
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLost:
+    """The pool's process ended, or closed its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFound:
+    """A successor of the pool's process has connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenReturned:
+    """Listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
+
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkReturned:
+    """A fork that was ordered succeeded (``child``) or failed (``error``)."""
+
+    number: int
+    child: Forked | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnded:
+    """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
+
+    ``code`` -1 without a signal: nobody knows how. ``seen`` and ``left`` as of :class:`Exited`.
+    """
+
+    pid: int
+    code: int = -1
+    signal: int = 0
+    max_rss: int = 0
+    out_of_memory: bool = False
+    seen: bool = False
+    left: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildWrote:
+    """Bytes came from a child's log or, after its end, were left in its standard error."""
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerListens:
+    """The controller said that it is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time that :meth:`ServerState.next_tick` named has come."""
+
+
+Event = (
+    Asked
+    | Imported
+    | PoolLost
+    | PoolFound
+    | ListenReturned
+    | ForkReturned
+    | ChildEnded
+    | ChildWrote
+    | ControllerListens
+    | Tick
+)
+
+
+# -- what to do -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Fork a child; answered by :class:`ForkReturned`."""
+
+    order: Fork
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell when this process ends, which is not ours, and read its log; :class:`ChildEnded` if it has."""
+
+    child: Forked
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send a signal to a process, or to its process group."""
+
+    pid: int
+    signal: int
+    group: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the pool, if it is still there."""
+
+    message: ForkServerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class TellController:
+    """Tell the controller that a rank is an engine now, or has ended."""
+
+    rank: int
+    joined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Remove these files and end."""
+
+    paths: tuple[str, ...]
+
+
+Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
+
+
+@dataclass(slots=True)
+class _Child:
+    record: Forked
+    tail: Tail
+
+    @property
+    def number(self) -> int:
+        return self.record.number
+
+    @property
+    def pid(self) -> int:
+        return self.record.pid
+
+
+class ServerState:
+    """The fork server's table of children.
+
+    A child's ``Exited`` is sent once it is reaped and everything that it wrote was handed to :meth:`handle`.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[int, _Child] = {}
+        self._loaded: Loaded | None = None
+        self._early: list[Fork] = []
+        self._kept = False
+        self._alone = False  # kept, and no pool's process is connected
+        # How ranks ended of whose number there is no newer one: a successor of the pool's process must learn it.
+        self._ends: dict[int, Exited] = {}
+        self._guarded: tuple[str, ...] = ()
+        self._stopping = False
+        self._kill_at: float | None = None
+        self._exited = False
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Asked(message):
+                return self._asked(message, now)
+            case Imported(loaded):
+                self._loaded = loaded
+                early, self._early = self._early, []
+                return [Send(loaded), *(effect for order in early for effect in self._order(order))]
+            case PoolLost():
+                self._alone = True
+                return self._leave_if_useless(now) if self._kept else self._stop(GRACE_WITHOUT_POOL, now)
+            case PoolFound():
+                self._alone = False
+                return self._introduce()
+            case ListenReturned(path, error):
+                self._kept = bool(path and not error)
+                return [Send(Kept(path, error))]
+            case ForkReturned():
+                return self._forked(event)
+            case ChildEnded():
+                return self._ended(event) + self._leave_if_useless(now)
+            case ChildWrote(number, data):
+                child = self._children.get(number)
+                if child is not None:
+                    child.tail.add(data)
+                return []
+            case ControllerListens():
+                child = self._children.get(CONTROLLER)
+                return [Send(ControllerUp(child.pid))] if child else []
+            case Tick():
+                return self._tick(now)
+
+    def next_tick(self) -> float | None:
+        """When :class:`Tick` is due, on the clock of ``now``; ``None`` for never."""
+        return self._kill_at
+
+    @property
+    def kept(self) -> bool:
+        """Whether the end of the pool's process is not the end of this one."""
+        return self._kept and not self._stopping
+
+    def children(self) -> dict[int, int]:
+        """Number to process id of the living children."""
+        return {number: child.pid for number, child in self._children.items()}
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _asked(self, message: ToServer, now: float) -> list[Effect]:
+        match message:
+            case Fork():
+                return self._order(message)
+            case Adopt(children):
+                return self._adopt(children)
+            case Keep(path):
+                return [Listen(path)]
+            case Signal(number, wanted, group):
+                child = self._children.get(number)
+                return [Kill(child.pid, wanted, group)] if child else []
+            case Guard(paths):
+                self._guarded = paths
+                return []
+            case Engine(rank, joined):
+                return [TellController(rank, joined)] if CONTROLLER in self._children else []
+            case Shutdown(grace):
+                return self._stop(grace, now)
+
+    def _order(self, order: Fork) -> list[Effect]:
+        number = order.number
+        if self._loaded is None and not self._stopping:
+            self._early.append(order)
+            return []
+        if self._stopping:
+            return [Send(ForkFailed(number, "the fork server is stopping"))]
+        if number in self._children:
+            return [Send(ForkFailed(number, f"it runs already, as process {self._children[number].pid}"))]
+        return [Do(order)]
+
+    def _forked(self, event: ForkReturned) -> list[Effect]:
+        if event.child is None:
+            return [Send(ForkFailed(event.number, event.error))]
+        self._add(event.child)
+        return [Send(event.child)]
+
+    def _adopt(self, children: tuple[Forked, ...]) -> list[Effect]:
+        for child in children:
+            self._add(child)
+        kill: list[Effect] = [Kill(child.pid, signal.SIGTERM) for child in children if self._stopping]
+        return [*(Watch(child) for child in children), *kill]
+
+    def _add(self, child: Forked) -> None:
+        self._children[child.number] = _Child(child, Tail())
+        self._ends.pop(child.number, None)
+
+    def _introduce(self) -> list[Effect]:
+        """What a successor of the pool's process must know."""
+        loaded: list[Effect] = [Send(self._loaded)] if self._loaded is not None else []
+        children = tuple(child.record for child in self._children.values())
+        return [*loaded, Send(Children(children, self._guarded)), *(Send(end) for end in self._ends.values())]
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _ended(self, event: ChildEnded) -> list[Effect]:
+        child = next((c for c in self._children.values() if c.pid == event.pid), None)
+        if child is None:
+            return []  # an orphan of a rank, adopted and reaped
+        del self._children[child.number]
+        end = Exited(
+            child.number,
+            child.pid,
+            event.code,
+            event.signal,
+            event.max_rss,
+            event.out_of_memory,
+            child.tail.text(),
+            event.seen,
+            event.left,
+        )
+        effects: list[Effect] = [Send(end)]
+        if child.number >= 0:
+            # Who comes later waits for no cell of a rank that he did not find.
+            self._ends[child.number] = msgspec.structs.replace(end, left=None)
+        if child.number >= 0 and CONTROLLER in self._children:
+            effects.append(TellController(child.number, False))
+        return effects + self._exit_if_done()
+
+    def _leave_if_useless(self, now: float) -> list[Effect]:
+        """Kept for a successor of the pool's process, who would find no rank."""
+        ranks = any(number >= 0 for number in self._children)
+        return [] if ranks or not self._alone or self._stopping else self._stop(GRACE_WITHOUT_POOL, now)
+
+    def _stop(self, grace: float, now: float) -> list[Effect]:
+        kill_at = now + grace
+        if self._stopping:
+            # A second, shorter wish counts; a longer one does not prolong the first.
+            if self._kill_at is not None:
+                self._kill_at = min(self._kill_at, kill_at)
+            return []
+        self._stopping = True
+        self._kill_at = kill_at
+        effects: list[Effect] = [Kill(child.pid, signal.SIGTERM) for child in self._children.values()]
+        return effects + self._exit_if_done()
+
+    def _tick(self, now: float) -> list[Effect]:
+        if self._kill_at is None or now < self._kill_at:
+            return []
+        self._kill_at = None
+        return [Kill(child.pid, signal.SIGKILL, group=True) for child in self._children.values()]
+
+    def _exit_if_done(self) -> list[Effect]:
+        if not self._stopping or self._children or self._exited:
+            return []
+        self._exited = True
+        self._kill_at = None
+        return [Exit(self._guarded)]

@@ -1,0 +1,152 @@
+"""Ranks on this host, forked by the job's fork server."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.environment import World, rank_environment
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.launch.exits import describe, detail
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import (
+    CONTROLLER,
+    Exited,
+    Fork,
+    Forked,
+    ForkFailed,
+    FromServer,
+    Loaded,
+    Signal,
+)
+from hvdlab.launch.options import Option
+from hvdlab.launch.starter import Capabilities, Ended, LaunchRequest, RankObserver, Started
+
+BYTES_PER_RANK = 24 << 20
+"""What a forked rank takes at least, beside what it shares."""
+
+DESCRIPTORS_PER_RANK = 4
+"""File descriptors that the fork server keeps for each rank."""
+
+
+class LocalLauncher:
+    """The launcher ``local``."""
+
+    name = "local"
+    capabilities = Capabilities.all_but({})
+    forks = True
+
+    def options(self) -> Sequence[Option]:
+        """None: ranks have the notebook's own interpreter and environment."""
+        return ()
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Raises ``InvalidRequestError`` if this host lacks memory or descriptors for so many, or others are named."""
+        if hosts:
+            raise InvalidRequestError(
+                f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
+            )
+        check_room(size, already)
+
+    def is_far(self, hosts: str) -> bool:
+        """Never."""
+        return False
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter:
+        """What forks the ranks of a job. Raises ``InvalidRequestError`` for a job without a fork server."""
+        if request.fork_server is None:
+            raise InvalidRequestError("the launcher `local` forks ranks, and this job has no fork server.")
+        return LocalStarter(request.fork_server, request.world, ranks)
+
+
+class LocalStarter:
+    """Starts ranks by a fork server.
+
+    What the fork server says has to be handed to :meth:`hear`, since it has one listener, which may have to complete it.
+
+    Args:
+        fork_server: Forks them.
+        world: What every rank is told.
+        ranks: Takes what happens to ranks.
+    """
+
+    def __init__(self, fork_server: ForkServer, world: World, ranks: RankObserver) -> None:
+        self._fork_server, self._world, self._ranks = fork_server, world, ranks
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have them forked, with this process's environment, working directory and ``sys.path`` as they are now."""
+        directory = os.getcwd()
+        for rank in ranks:
+            environment = rank_environment(os.environ, self._world, rank, size)
+            self._fork_server.send(Fork.of(rank, environment, directory, sys.path))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal, by the fork server, which knows whether the process still is that rank."""
+        self._fork_server.send(Signal(rank, number))
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """All are on this host."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Nothing: whoever has the fork server ends it, and the ranks with it."""
+
+    def hear(self, event: FromServer) -> None:
+        """A message of the fork server; those that are not about ranks are ignored."""
+        match event:
+            case Forked(number, pid) if number > CONTROLLER:
+                self._ranks.handle(Started(number, pid))
+            case ForkFailed(number, text) if number > CONTROLLER:
+                self._ranks.handle(Ended(number, 0, f"it could not be forked: {text}"))
+            case Exited(number, pid) if number > CONTROLLER:
+                self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event)))
+
+
+def check_room(np: int, already: int = 0, available: int | None = None) -> None:
+    """Whether this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
+
+    Raises:
+        InvalidRequestError: It has not; the text says how many would fit.
+    """
+    new = np - already
+    memory = available_memory() if available is None else available
+    if new > 0 and new * BYTES_PER_RANK > memory:
+        raise InvalidRequestError(
+            f"np={np}: {new} more ranks on this host take at least {new * BYTES_PER_RANK / 2**30:.1f} GiB, but "
+            f"{memory / 2**30:.1f} GiB are available; choose at most {already + memory // BYTES_PER_RANK}."
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(0, (hard - 64) // DESCRIPTORS_PER_RANK)
+    if hard != resource.RLIM_INFINITY and np > most:
+        needed = 64 + np * DESCRIPTORS_PER_RANK
+        raise InvalidRequestError(
+            f"np={np}: a process may have {hard} open files here, enough for {most or 'no'} ranks; start the notebook "
+            f"where `ulimit -Hn` is at least {needed}" + (f", or choose at most {most}." if most else ".")
+        )
+
+
+def available_memory() -> int:
+    """Bytes that can be used without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return 1 << 62
+
+
+def check_loaded(loaded: Loaded) -> None:
+    """Raises ``StartError`` if an import of the fork server failed, with what to do."""
+    if not loaded.failed:
+        return
+    name, text = next(iter(loaded.failed.items()))
+    if name.startswith("hvdlab."):
+        raise StartError(f"hvdlab can't be imported in a new process ({name}): {text}")
+    usable = ",".join(m for m in loaded.modules if "." not in m)
+    raise StartError(
+        f"`import {name}` failed in the process that ranks are made from: {text}. Repair its installation, or set "
+        f"HVDLAB_PRELOAD={usable!r} before the pool starts to do without it."
+    )

@@ -1,0 +1,91 @@
+"""Options that only one launcher has: ``--launcher-option key=value``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hvdlab.collectives.errors import InvalidRequestError
+
+
+class Kind(Enum):
+    """What the text of an option is read as; the value is what a user is told that it has to be."""
+
+    TEXT = "a text"
+    COUNT = "a whole number"
+    SWITCH = "yes or no"
+    WORDS = "words, as a shell would split them"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a launcher.
+
+    Attributes:
+        name: Its name, as in ``name=value``.
+        help: What it is for, in one line.
+        kind: What its value is: ``str``, ``int``, ``bool`` or ``tuple[str, ...]``.
+    """
+
+    name: str
+    help: str
+    kind: Kind = Kind.TEXT
+
+    def read(self, text: str) -> str | int | bool | tuple[str, ...]:
+        """The value of a text. Raises ``ValueError`` if it has none."""
+        match self.kind:
+            case Kind.TEXT:
+                return text
+            case Kind.COUNT:
+                return int(text)
+            case Kind.WORDS:
+                return tuple(shlex.split(text))
+            case Kind.SWITCH:
+                return {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}[
+                    text.lower()
+                ]
+
+
+def split(texts: Iterable[str]) -> dict[str, str]:
+    """``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``; the last of a name counts.
+
+    Raises:
+        InvalidRequestError: One of them is not of this form.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not name.strip():
+            raise InvalidRequestError(f"--launcher-option {text}: write it as key=value.")
+        found[name.strip()] = value
+    return found
+
+
+def parse(launcher: str, known: Sequence[Option], given: Mapping[str, str]) -> dict[str, object]:
+    """The values of a launcher's options.
+
+    Args:
+        launcher: Its name.
+        known: The options that it takes.
+        given: Texts by name. ``-`` and ``_`` in names are the same.
+
+    Raises:
+        InvalidRequestError: The launcher has no such option, or a value is not understood. The text names the options.
+    """
+    by_name = {option.name: option for option in known}
+    values: dict[str, object] = {}
+    for name, text in given.items():
+        option = by_name.get(name.replace("-", "_"))
+        if option is None:
+            names = ", ".join(f"`{each.name}`" for each in known)
+            takes = f"it takes {names}" if names else "it takes none"
+            raise InvalidRequestError(f"the launcher `{launcher}` has no option `{name}`; {takes}.")
+        try:
+            values[option.name] = option.read(text)
+        except (ValueError, KeyError) as error:
+            raise InvalidRequestError(
+                f"the option `{name}` of the launcher `{launcher}` is to be {option.kind.value}, not {text!r}."
+            ) from error
+    return values

@@ -1,0 +1,50 @@
+"""Which launchers there are: ours, and those that installed packages offer as entry points of ``hvdlab.launchers``."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import cast
+
+from hvdlab.collectives.errors import StartError
+from hvdlab.launch.starter import Launcher
+
+GROUP = "hvdlab.launchers"
+"""An entry point of this group names a :class:`~hvdlab.launch.starter.Launcher`, or a class that makes one."""
+
+OURS = {
+    "local": "hvdlab.launch.local:LocalLauncher",
+    "ssh": "hvdlab.launch.ssh:SshLauncher",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all launchers: ours, then others in alphabetical order. Nothing is imported."""
+    others = {entry.name.lower() for entry in entry_points(group=GROUP)} - set(OURS)
+    return (*OURS, *sorted(others))
+
+
+def find(name: str) -> Launcher | None:
+    """The launcher of this name; ``None`` if there is none.
+
+    Raises:
+        StartError: It is offered by a package, but can't be imported.
+    """
+    name = name.lower()
+    if name in OURS:
+        module, _, attribute = OURS[name].partition(":")
+        return _made(getattr(importlib.import_module(module), attribute))
+    for entry in entry_points(group=GROUP):
+        if entry.name.lower() == name:
+            try:
+                return _made(entry.load())
+            # A package of someone else may fail in any way while it is imported.
+            except Exception as error:
+                raise StartError(
+                    f"the launcher `{name}` ({entry.value}) can't be used: {type(error).__name__}: {error}"
+                ) from error
+    return None
+
+
+def _made(found: object) -> Launcher:
+    return cast("Launcher", found() if isinstance(found, type) else found)

@@ -1,0 +1,213 @@
+"""What starts ranks: one protocol for every launcher, what each can do, and what it reports.
+
+A :class:`Launcher` is a way to start ranks, known by a name. It makes a :class:`Starter` for a job, which starts and ends
+processes and reports to a :class:`RankObserver` what becomes of them. What a launcher can do beside starting all ranks
+once is said by its :class:`Capabilities`; whoever wants something else of it gets a refusal that names the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.environment import World
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.options import Option
+
+
+class Capability(StrEnum):
+    """Something that not every launcher can do; the value completes "ranks … can't be …"."""
+
+    SINGLE_RANKS = "started one by one"
+    """A rank can be started while others run: lost ranks can be replaced."""
+    RESIZE = "added or taken away"
+    """Their number can change."""
+    KEEP = "kept when their notebook ends"
+    """They can outlive the process that asked for them, which a later one finds again."""
+    REASONS = "followed to the reason of their end"
+    """How each one ended is reported: exit code or signal, and its last words."""
+    SIGNALS = "sent signals on other hosts"
+    """A signal reaches a rank wherever it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a launcher can do, and why it can't do the rest.
+
+    Attributes:
+        has: What it can do.
+        lacks: What it can't do, each with the reason, as a clause that may follow "because".
+
+    Raises:
+        ValueError: A capability is in neither, or in both.
+    """
+
+    has: frozenset[Capability]
+    lacks: Mapping[Capability, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.has & set(self.lacks) or self.has | set(self.lacks) != set(Capability):
+            raise ValueError("each capability is either there or lacking, with a reason")
+
+    @classmethod
+    def all_but(cls, lacks: Mapping[Capability, str]) -> Capabilities:
+        """Everything but these."""
+        return cls(frozenset(set(Capability) - set(lacks)), dict(lacks))
+
+    def __contains__(self, capability: Capability) -> bool:
+        return capability in self.has
+
+    def require(self, capability: Capability, launcher: str, remedy: str) -> None:
+        """Refuse what needs a capability that is lacking.
+
+        Args:
+            capability: What is needed.
+            launcher: The launcher's name.
+            remedy: What the user can do instead, as a clause.
+
+        Raises:
+            InvalidRequestError: It is lacking; the text says why.
+        """
+        if capability not in self:
+            raise InvalidRequestError(
+                f"ranks of the launcher `{launcher}` can't be {capability.value}, because {self.lacks[capability]}; "
+                f"{remedy}"
+            )
+
+
+# -- what happens to ranks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The rank has a process.
+
+    Attributes:
+        rank: Its number.
+        pid: Its process, in the numbers of its host.
+        host: Name of its host as the launcher knows it; empty for this host, or if the launcher does not know.
+    """
+
+    rank: int
+    pid: int
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rank's process has ended, or could not be started (``pid`` 0).
+
+    Attributes:
+        rank: Its number.
+        pid: Its process.
+        reason: How it ended, in words: ``killed by SIGKILL``.
+        tail: The last lines of its standard error, as far as they went to no one else.
+        detail: What else is known of its end, such as its peak memory.
+    """
+
+    rank: int
+    pid: int
+    reason: str
+    tail: str = ""
+    detail: str = ""
+
+
+class RankObserver(Protocol):
+    """Takes what a starter reports."""
+
+    def handle(self, event: Started | Ended) -> None:
+        """Something happened to a rank. Called on any thread; must not block."""
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """What ranks are to be started for.
+
+    Attributes:
+        world: What every rank is told of the job.
+        client: A connection to the job's coordinator.
+        fork_server: The job's fork server on this host; ``None`` if it has none.
+        module: What a rank runs if it is started as a program: ``python -m module``.
+        hosts: ``a:4,b:4`` as the user gave it, or empty.
+        options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
+    """
+
+    world: World
+    client: Client
+    fork_server: ForkServer | None = None
+    module: str = ""
+    hosts: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class Starter(Protocol):
+    """Starts and ends the ranks of one job."""
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Begin to start these ranks of a job of ``size``; does not wait until they run.
+
+        Raises:
+            StartError: They can't be started.
+            InvalidRequestError: They were started before, and the launcher starts ranks only once.
+        """
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's process; none if it has ended, or can't be reached by this launcher."""
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """Where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
+        ...
+
+    def close(self, timeout: float) -> None:
+        """After ranks were told to leave: wait so long for what started them, end what is left. Idempotent."""
+
+
+class Launcher(Protocol):
+    """A way to start ranks. An entry point of the group ``hvdlab.launchers`` names such an object, or its class.
+
+    Attributes:
+        name: What users call it.
+        capabilities: What it can do.
+        forks: Whether :attr:`LaunchRequest.fork_server` forks the ranks, which then has to import what they share.
+    """
+
+    name: str
+    capabilities: Capabilities
+    forks: bool
+
+    def options(self) -> Sequence[Option]:
+        """The options that it takes."""
+        ...
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Whether ranks can be started so, before anything is.
+
+        Args:
+            size: How many there are to be in all.
+            hosts: As in :class:`LaunchRequest`.
+            already: How many of them run.
+
+        Raises:
+            StartError: What the launcher needs is not installed.
+            InvalidRequestError: There is no room for so many, or ``hosts`` is not understood.
+        """
+
+    def is_far(self, hosts: str) -> bool:
+        """Whether ranks may run on other hosts, so that the coordinator has to be reached over the network."""
+        ...
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:
+        """What starts the ranks of a job.
+
+        Raises:
+            InvalidRequestError: The request can't be met by this launcher.
+        """
+        ...

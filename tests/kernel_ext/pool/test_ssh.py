@@ -1,0 +1,55 @@
+"""A pool whose ranks the agent of a host starts: here on this host, which needs no shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.pool import Pool
+
+StartPool = Callable[..., Pool]
+
+PLACE = "import os; tuple(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))"
+
+
+def test_lost_ranks_are_replaced_and_the_pool_is_resized(start_pool: StartPool) -> None:
+    pool = start_pool(2, launcher="ssh", hosts="localhost:3")
+    pids = list(pool.run("kept = 41; import os; os.getpid()"))
+    run = pool.start_run("import time; time.sleep(60)", ranks=[1])
+    os.kill(pids[1], signal.SIGSEGV)
+    death = run.wait(20).deaths[1]
+    assert death.reason == "segmentation fault"
+    assert "Fatal Python error" in death.tail
+    assert pool.lost == {1: "segmentation fault"}
+    assert pool.repair() == (1,)
+    pool.resize(3)
+    assert list(pool.run(PLACE)) == [("0", "3", "0", "3"), ("1", "3", "1", "3"), ("2", "3", "2", "3")]
+    assert list(pool.run("kept + 1", ranks=[0])) == [42]
+    with pytest.raises(InvalidRequestError, match="needs 4 slots, but the hosts have 3: localhost:3"):
+        pool.resize(4)
+    pool.resize(1)
+    assert list(pool.run(PLACE)) == [("0", "1", "0", "1")]
+
+
+def test_what_can_not_be_had_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        InvalidRequestError, match="can't be kept when their notebook ends, because they end with the"
+    ):
+        Pool.start(2, launcher="ssh", hosts="localhost:2", keep="mine")
+    with pytest.raises(InvalidRequestError, match="needs hosts; name them as hosts='a:4,b:4'"):
+        Pool.start(2, launcher="ssh")
+    with pytest.raises(
+        InvalidRequestError, match="`ssh` has no option `user`; it takes `python`, `shell`, `host_names`"
+    ):
+        Pool.start(2, launcher="ssh", hosts="localhost:2", launcher_options={"user": "me"})
+    with pytest.raises(InvalidRequestError, match="`local` has no option `python`; it takes none"):
+        Pool.start(2, launcher_options={"python": "python3"})
+
+
+def test_an_interpreter_that_can_not_be_run_is_named() -> None:
+    with pytest.raises(StartError, match="agent of localhost could not be started: `/no/such/python`"):
+        Pool.start(2, launcher="ssh", hosts="localhost:2", launcher_options={"python": "/no/such/python"})

@@ -1,0 +1,189 @@
+"""The fork server dies: ranks keep their memory, and a successor looks after them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forked_ranks import ForkedRanks, living, loaded
+from hvdlab.collectives.errors import StartError
+from hvdlab.launch.exits import describe, detail
+from hvdlab.launch.forkserver import client
+from hvdlab.launch.forkserver.messages import Fork, Forked, Signal
+from hvdlab.launch.forkserver.pipes import ChildPipes
+from hvdlab.launch.processes import readable, start_time
+
+
+@pytest.fixture
+def ranks() -> Iterator[ForkedRanks]:
+    found = ForkedRanks()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def kill_server(ranks: ForkedRanks) -> None:
+    before, pid = len(ranks.losses), ranks.warm.pid
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait(lambda: len(ranks.losses) > before)
+    assert ranks.warm.pid != pid
+
+
+def test_ranks_keep_their_memory_and_new_ones_join_them(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    pids = [ranks.pid(0), ranks.pid(1)]
+    ranks.run(0, "x = 41; import sys; print('to the log', file=sys.__stderr__)")
+    for _ in range(2):
+        kill_server(ranks)
+    assert ranks.losses == ["killed by SIGKILL"] * 2
+    assert [ranks.pid(0), ranks.pid(1)] == pids
+    assert ranks.run(0, "x + 1") == "42"
+    ranks.fork([2], expect=[0, 1, 2])
+    assert ranks.run(2, "1 + 1") == "2"
+    assert ranks.run(0, "x") == "41"
+
+
+def test_the_end_of_an_adopted_rank_is_told_with_its_last_words(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1, 2])
+    helper = int(ranks.run(0, "import subprocess; subprocess.Popen(['sleep', '60']).pid"))
+    kill_server(ranks)
+    loaded(ranks.warm)
+    ranks.warm.send(Signal(0, signal.SIGKILL))
+    assert describe(ranks.end_of(0)) in ("killed by SIGKILL", "exit status unknown")
+    assert living({helper}) == []
+    ranks.start(1, "import os; os.write(2, b'words'); os.abort()")
+    crash = ranks.end_of(1)
+    assert (crash.code, crash.signal) in ((-1, signal.SIGABRT), (-1, 0))
+    assert "Fatal Python error: Aborted" in crash.tail
+    ranks.start(2, "import os; os._exit(3)")
+    assert describe(ranks.end_of(2)) in ("exit code 3", "exit status unknown")
+    assert ranks.warm.children() == {}
+
+
+def test_how_much_memory_an_adopted_rank_had_is_told(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.run(0, "x = b'x' * (80 << 20); del x")
+    kill_server(ranks)
+    for rank in (0, 1):
+        os.kill(ranks.pid(rank), signal.SIGKILL)
+    ends = [ranks.end_of(rank) for rank in (0, 1)]
+    assert ends[0].max_rss - ends[1].max_rss > 70 << 20
+    assert detail(ends[0]).startswith("peak memory at least ")
+    assert ends[1].max_rss > 0
+
+
+def test_a_look_sees_what_memory_a_process_has_had_since() -> None:
+    grow = "input(); x = b'x' * (80 << 20); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", grow], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pipes = ChildPipes.adopt(Forked(0, process.pid, start_time(process.pid)))
+        assert pipes is not None
+        before = pipes.peak
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        pipes.look()
+        assert pipes.peak - before > 70 << 20
+        process.kill()
+        readable(pipes.pidfd, 60)
+        pipes.look()
+        assert pipes.peak - before > 70 << 20
+        pipes.close()
+
+
+def test_a_rank_that_dies_together_with_the_fork_server_is_told(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.run(1, "x = 7")
+    gone = ranks.pid(0)
+    os.kill(ranks.warm.pid, signal.SIGSTOP)
+    os.kill(gone, signal.SIGKILL)
+    kill_server(ranks)
+    assert ranks.end_of(0).pid == gone
+    assert ranks.run(1, "x") == "7"
+
+
+def test_what_was_asked_of_the_dead_one_is_done_by_its_successor(ranks: ForkedRanks) -> None:
+    ranks.fork([0])
+    os.kill(ranks.warm.pid, signal.SIGSTOP)
+    ranks.warm.send(Signal(0, signal.SIGKILL))
+    ranks.warm.send(Fork.of(7, os.environ, os.getcwd(), ()))  # ends at once: it finds nothing to import
+    kill_server(ranks)
+    ranks.end_of(0)
+    assert ranks.end_of(7).code == 1
+
+
+def test_a_rank_that_is_stopped_or_stuck_in_c_code_is_adopted_and_can_be_ended(ranks: ForkedRanks) -> None:
+    ranks.fork([0, 1])
+    ranks.start(0, STUCK)
+    os.kill(ranks.pid(1), signal.SIGSTOP)
+    kill_server(ranks)
+    for rank in (0, 1):
+        ranks.warm.send(Signal(rank, signal.SIGKILL))
+        ranks.end_of(rank)
+
+
+def test_without_a_successor_the_ranks_end_with_the_pool(ranks: ForkedRanks) -> None:
+    ranks.rebuild = False
+    ranks.fork([0, 1])
+    ranks.start(0, STUCK)
+    pid = ranks.warm.pid
+    os.kill(pid, signal.SIGKILL)
+    ranks.wait(lambda: bool(ranks.losses))
+    assert ranks.run(1, "5") == "5"
+    ranks.warm.close(grace=0.1)
+    with pytest.raises(StartError, match="closed"):
+        ranks.warm.respawn()
+
+
+def test_successors_that_do_not_come_up_are_not_started_for_ever(
+    ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    ranks.rebuild = False
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    os.kill(ranks.warm.pid, signal.SIGKILL)
+    for losses in range(1, client.TRIES + 1):
+        ranks.wait(lambda losses=losses: len(ranks.losses) == losses)  # type: ignore[misc]  # a default argument
+        ranks.warm.respawn()
+    ranks.wait(lambda: len(ranks.losses) == client.TRIES + 1)
+    with pytest.raises(StartError, match="of no use, the last one: exit code 1"):
+        ranks.warm.respawn()
+    with pytest.raises(StartError, match="gone"):
+        ranks.warm.send(Signal(0, signal.SIGTERM))
+    assert ranks.run(0, "x") == "5"
+
+
+STUCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+"""Holds the interpreter's lock."""
+
+
+def test_a_successor_that_can_not_be_started_is_tried_again(
+    ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host where no more processes are allowed for a moment."""
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    popen, refusals = subprocess.Popen, iter(range(4))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    kill_server(ranks)
+    loaded(ranks.warm)
+    assert ranks.run(0, "x") == "5"

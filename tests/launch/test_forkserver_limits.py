@@ -1,0 +1,84 @@
+"""The fork server meets the limits of its host: what fails is told, and works again when there is room."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from forked_ranks import ForkedRanks, allow_files, loaded
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
+from hvdlab.launch.forkserver import forking
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed
+
+NO_RANK = Fork.of(5, os.environ, "/", ())
+"""Ends at once, since it finds nothing to import."""
+
+
+@pytest.fixture
+def ranks() -> Iterator[ForkedRanks]:
+    found = ForkedRanks()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def test_without_descriptors_nothing_is_forked_and_nothing_breaks(ranks: ForkedRanks) -> None:
+    loaded(ranks.warm)
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    failures = 0
+    for more in range(12):  # at each step of the making of a child
+        allow_files(ranks.warm.pid, more)
+        before = len(ranks.news)
+        ranks.warm.send(NO_RANK)
+        ranks.wait(lambda before=before: any(isinstance(m, ForkFailed | Exited) for m in ranks.news[before:]))  # type: ignore[misc]  # a default argument
+        failures += isinstance(ranks.news[before], ForkFailed)
+        assert len(ranks.warm.children()) == 1
+    assert failures >= 4
+    assert set(ranks.failures()) == {"Too many open files: too many files are open (`ulimit -n`)"}
+    assert isinstance(ranks.news[-1], Exited)
+    allow_files(ranks.warm.pid, 0)
+    os.kill(ranks.pid(0), signal.SIGKILL)
+    assert ranks.end_of(0).signal == signal.SIGKILL
+    allow_files(ranks.warm.pid, 1000)
+    ranks.news.clear()
+    ranks.fork([0])
+
+
+def test_without_descriptors_a_kept_one_turns_a_successor_away_and_takes_it_later(ranks: ForkedRanks) -> None:
+    loaded(ranks.warm)
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        door = f"{directory}/door"
+        ranks.warm.keep(door, Deadline(10))
+        allow_files(ranks.warm.pid, 0)
+        with pytest.raises(StartError, match="can't be attached to"):
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+        allow_files(ranks.warm.pid, 1000)
+        with pytest.raises(StartError, match="has it"):
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+        ranks.warm.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(11, "no more processes are allowed here"), (12, "no memory left"), (5, "Input/output error")],
+)
+def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
+    number: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork() -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fork", fork)
+    for child in (0, -1):
+        with pytest.raises(OSError, match=os.strerror(number)) as raised:
+            forking.fork(Fork.of(child, {}, "/", ()), PROGRAM, -1, lambda: None)
+        assert text in forking.why_not(raised.value)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import NotInitializedError
+from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError
 from hvdlab.collectives.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class _Context:
         self.adopted: Engine | None = None
         self.coordinator: CoordinatorProcess | None = None
         self.found: Found | None = None
+        self.forked_by: int | None = None  # the rank that this process was forked by
 
 
 _context = _Context()
@@ -50,7 +51,7 @@ def init(settings: Settings | None = None) -> Engine:
             engine.wait_for_world(engine.settings.start_timeout)
         else:
             engine = _join(settings or _find(Settings.from_env()))
-        _context.engine = engine
+        _context.engine, _context.forked_by = engine, None
         return engine
 
 
@@ -139,6 +140,8 @@ def engine(what: str = "hvdlab") -> Engine:
     """
     found = _context.engine
     if found is None or found.closed:
+        if _context.forked_by is not None:
+            raise ForkedProcessError(what, _context.forked_by)
         raise NotInitializedError(what)
     return found
 
@@ -146,6 +149,9 @@ def engine(what: str = "hvdlab") -> Engine:
 def _forget_in_child() -> None:
     # The coordinator process and the engine belong to the parent.
     _context.lock = threading.RLock()
+    parents = _context.engine or _context.adopted
+    if parents is not None:
+        _context.forked_by = parents.rank
     _context.engine = _context.adopted = _context.coordinator = _context.found = None
 
 

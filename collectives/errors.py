@@ -4,6 +4,7 @@
 
     HvdlabError                     (a RuntimeError)
     ├── NotInitializedError         (also ValueError) a collective or a query before hvd.init()
+    │   └── ForkedProcessError      … in a process that a rank has forked
     ├── InvalidRequestError         (also ValueError) wrong argument on this rank alone; nothing was sent
     │   ├── UnsupportedError        (also NotImplementedError) this dtype, operator or plane can't do it
     │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
@@ -41,6 +42,28 @@ class NotInitializedError(HvdlabError, ValueError):
         return f"{self.what} was used before hvd.init(); call hvd.init() first, on every rank."
 
 
+class ForkedProcessError(NotInitializedError):
+    """hvdlab was used in a process that a rank has forked, such as the worker of a ``DataLoader``.
+
+    Attributes:
+        rank: The rank that forked it; -1 if ``what`` is the whole text (a ``DataLoader`` makes its error from that).
+    """
+
+    def __init__(self, what: str, rank: int = -1) -> None:
+        super().__init__(what)
+        self.rank = rank
+        self.args = (what, rank)
+
+    def __str__(self) -> str:
+        if self.rank < 0:
+            return self.what
+        return (
+            f"{self.what} was used in a process that rank {self.rank} has forked, such as the worker of a DataLoader. "
+            "That process is no rank: call collectives in the rank itself, with what the process returns to it, and "
+            "hand over hvd.rank() and hvd.size() as arguments."
+        )
+
+
 class InvalidRequestError(HvdlabError, ValueError):
     """An argument is wrong on this rank. Nothing was sent, other ranks are not affected."""
 
@@ -50,16 +73,29 @@ class UnsupportedError(InvalidRequestError, NotImplementedError):
 
 
 class DuplicateNameError(InvalidRequestError):
-    """A tensor of this name is already in flight on this rank."""
+    """A tensor of this name is already in flight on this rank.
 
-    def __init__(self, name: str, first_site: str, second_site: str) -> None:
-        self.name, self.first_site, self.second_site = name, first_site, second_site
-        super().__init__(name, first_site, second_site)
+    Attributes:
+        name: The name.
+        first_site: Where the one in flight was submitted.
+        second_site: Where this one was.
+        advice: What to do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        first_site: str,
+        second_site: str,
+        advice: str = "give each tensor a name of its own, or synchronize() the first one before.",
+    ) -> None:
+        self.name, self.first_site, self.second_site, self.advice = name, first_site, second_site, advice
+        super().__init__(name, first_site, second_site, advice)
 
     def __str__(self) -> str:
         return (
             f"`{self.name}` was submitted at {self.second_site} while the one submitted at {self.first_site} "
-            "is still in flight; give each tensor a name of its own, or synchronize() the first one before."
+            f"is still in flight; {self.advice}"
         )
 
 

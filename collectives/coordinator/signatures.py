@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+import msgspec
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition, Signature
@@ -64,9 +67,10 @@ class SignatureTable:
 
     def define(self, definitions: dict[int, Defined], definition: Definition) -> None:
         """Enter a rank's definition; a local id may be defined anew."""
-        info = self._interned.get(definition.signature)
+        signature = _comparable(definition.signature)
+        info = self._interned.get(signature)
         if info is None:
-            info = self._interned[definition.signature] = Interned(definition.signature)
+            info = self._interned[signature] = Interned(signature)
         info.references += 1
         old = definitions.get(definition.local)
         definitions[definition.local] = Defined(definition.local, info, definition.site)
@@ -83,6 +87,18 @@ class SignatureTable:
         info.references -= 1
         if info.references == 0:
             del self._interned[info.signature]
+
+
+def _comparable(signature: Signature) -> Signature:
+    """The same, but with ``math.nan`` for a factor that is NaN: it equals itself, as no other NaN does.
+
+    A factor such as 1 / loss is NaN on all ranks once the training has diverged, which is no disagreement.
+    """
+    if math.isnan(signature.prescale) or math.isnan(signature.postscale):
+        prescale = math.nan if math.isnan(signature.prescale) else signature.prescale
+        postscale = math.nan if math.isnan(signature.postscale) else signature.postscale
+        return msgspec.structs.replace(signature, prescale=prescale, postscale=postscale)
+    return signature
 
 
 def _nbytes(signature: Signature) -> int:

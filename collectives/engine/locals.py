@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from hvdlab.collectives.engine.entry import (
@@ -37,6 +38,10 @@ class Locals:
         """Give an entry its local id, behind those that have it already."""
         request = entry.request
         shape = matched_shape(request)
+        if request.prescale != request.prescale:
+            request.prescale = math.nan  # which equals itself, so that there is one id for all
+        if request.postscale != request.postscale:
+            request.postscale = math.nan
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.op, entry.site, request.process_set, request.root,
             request.prescale, request.postscale, request.group, request.device, request.ranks,

@@ -12,8 +12,10 @@ from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.planes.base import Buffer, Phases, Plane
+from hvdlab.collectives.reduce.integers import needs_width
 
 Tables = tuple[tuple[int, ...], ...]
 
@@ -46,7 +48,9 @@ def _allreduce(plane: Plane, entries: Sequence[Entry], phases: Phases) -> list[R
         ins.append(source.reshape(-1))
         outs.append(out.reshape(-1))
         results.append(Result(out))
-    if op is ReduceOp.ADASUM:
+    if needs_width(first.dtype, first.op, first.prescale, first.postscale):
+        allreduce_wide(plane, ins, outs, first.dtype, first.op, first.prescale, first.postscale, phases)
+    elif op is ReduceOp.ADASUM:
         allreduce_adasum(plane, ins, outs, first.dtype, first.prescale, postscale, phases)
     else:
         plane.allreduce(ins, outs, first.dtype, op, first.prescale, postscale, phases)
@@ -87,10 +91,21 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / size
     out = _output(request, (rows[index], *rest))
-    plane.reducescatter(
-        source.reshape(-1), [r * width for r in rows], out.reshape(-1), request.dtype, op, request.prescale,
-        postscale, phases,
-    )  # fmt: skip
+    sent, counts, prescale = source.reshape(-1), [r * width for r in rows], request.prescale
+    if needs_width(request.dtype, request.op, prescale, request.postscale):
+        reducescatter_wide(
+            plane,
+            sent,
+            counts,
+            out.reshape(-1),
+            request.dtype,
+            request.op,
+            prescale,
+            request.postscale,
+            phases,
+        )
+    else:
+        plane.reducescatter(sent, counts, out.reshape(-1), request.dtype, op, prescale, postscale, phases)
     return Result(out)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.planes.base import Buffer
 from hvdlab.collectives.reduce.adasum import adasum
-from hvdlab.collectives.reduce.fold import Fold, make_fold
+from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
+from hvdlab.collectives.reduce.integers import WideReduction, needs_width
 
 BYTES = 4096
 """Largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
@@ -41,6 +43,9 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
     if request.op is ReduceOp.ADASUM:
         out.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
         return Result(out)
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        _run_wide(request, parts, out.reshape(-1))
+        return Result(out)
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / len(payloads)
@@ -50,3 +55,10 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
     with np.errstate(all="ignore"):
         fold(parts, out if out.ndim == 1 else out.reshape(-1), request.prescale, postscale)
     return Result(out)
+
+
+def _run_wide(request: Request, parts: list[Buffer], out: Buffer) -> None:
+    wide = WideReduction(request.dtype, request.op, len(parts), request.prescale, request.postscale)
+    encoded = [wide.encode(part) for part in parts]
+    fold_plain(UFUNCS[wide.op], encoded, encoded[0])
+    wide.decode(encoded[0], out)

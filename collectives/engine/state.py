@@ -90,7 +90,12 @@ class RankState:
         if request.name is None:
             entry.name = request.kind.label + ".noname"
             return
-        entry.name = name = request.name
+        name = request.name
+        if type(name) is not str:
+            name = _plain(name)
+        if request.group is not None and type(request.group[0]) is not str:
+            request.group = (_plain(request.group[0]), request.group[1])
+        entry.name = name
         if request.anonymous:
             return
         first = group.names.get(name)
@@ -370,3 +375,10 @@ def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
 
 _REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
 _REACTIONS: dict[type, Reaction] = {**ON_ORDERS, **ON_EPOCHS, m.Regrouped: _on_regrouped}
+
+
+def _plain(name: object) -> str:
+    """A name as it can be sent: that of a subclass of ``str``, such as ``numpy.str_``, as a ``str``."""
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name= takes a text, not {name!r} ({type(name).__name__}).")
+    return str.__str__(name)

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.engine.adasum import allreduce_adasum
+from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
 from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.reduce.integers import needs_width
 
 Array = npt.NDArray[Any]
 
@@ -111,7 +113,11 @@ class PlaneActor(CollectiveActor):
         outs = list(ins) if in_place else [np.empty_like(a) for a in ins]
         if op is ReduceOp.ADASUM:
             allreduce_adasum(self.plane, ins, outs, dtype, prescale, postscale, Phases())
+        elif needs_width(dtype, op, prescale, postscale):
+            allreduce_wide(self.plane, ins, outs, dtype, op, prescale, postscale, Phases())
         else:
+            if op is ReduceOp.AVERAGE:
+                op, postscale = ReduceOp.SUM, postscale / self.size
             self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, Phases())
         return outs
 
@@ -133,7 +139,10 @@ class PlaneActor(CollectiveActor):
         postscale: float,
     ) -> Array:
         out = np.empty(counts[self.index], storage_type(dtype))
-        self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, Phases())
+        if needs_width(dtype, op, prescale, postscale):
+            reducescatter_wide(self.plane, send, counts, out, dtype, op, prescale, postscale, Phases())
+        else:
+            self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, Phases())
         return out
 
     def alltoall(

@@ -8,6 +8,7 @@ import numpy as np
 
 from conformance import inputs
 from conformance.actor import CollectiveActor
+from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 
 
@@ -67,6 +68,30 @@ def reducescatter(
     expected = inputs.reduced(parts, dtype, op, prescale, postscale)[start : start + counts[actor.index]]
     assert len(out) == counts[actor.index]
     inputs.assert_reduced(out, expected, dtype, f"slice {actor.index} of {counts}")
+
+
+def extremes(actor: CollectiveActor, dtype: DType, count: int) -> int:
+    """Averages of integers whose sum does not fit into their type, nor any of whose digits into float64's."""
+    info = np.iinfo(storage_type(dtype))
+    low, high = int(info.min), int(info.max)
+    table = [
+        [high, low, (low, high)[m % 2], high - m, low + m, -(m % 2) if low else m] for m in range(actor.size)
+    ]
+    mine = np.resize(np.array(table[actor.index], storage_type(dtype)), count)
+    sums = [sum(row[i] for row in table) for i in range(len(table[0]))]
+    averages = [abs(total) // actor.size * (1 if total > 0 else -1) for total in sums]
+    expected = np.resize(np.array(averages, storage_type(dtype)), count)
+    (out,) = actor.allreduce([mine], dtype, ReduceOp.AVERAGE, 1.0, 1.0, False)
+    inputs.assert_reduced(out, expected, dtype, "average")
+    counts = even_split(count, actor.size)
+    start = sum(counts[: actor.index])
+    scattered = actor.reducescatter(mine, counts, dtype, ReduceOp.AVERAGE, 1.0, 1.0)
+    inputs.assert_reduced(scattered, expected[start : start + counts[actor.index]], dtype, "its slice")
+    if dtype is not DType.I64:  # a sum that is divided comes to the same
+        (divided,) = actor.allreduce([mine], dtype, ReduceOp.SUM, 1.0, 1.0 / actor.size, False)
+        whole = np.resize(np.array([int(total * (1.0 / actor.size)) for total in sums]), count)
+        inputs.assert_reduced(divided, whole.astype(storage_type(dtype)), dtype, "sum that is divided")
+    return inputs.digest([out])
 
 
 def alltoall(actor: CollectiveActor, table: Sequence[Sequence[int]], dtype: DType, seed: int = 0) -> None:

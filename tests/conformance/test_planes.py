@@ -10,6 +10,7 @@ from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType, ReduceOp
 
 REDUCIBLE = [d for d in DType if d is not DType.BOOL]
+INTEGERS = [d for d in REDUCIBLE if not d.is_floating]
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 COUNTS = sorted({
     0, 1, 2, 3, 7, 64, 1001,
@@ -66,6 +67,24 @@ def test_allreduce_scales_before_and_after(
                 "conformance.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=pre, postscale=post,
                 in_place=in_place,
             ))  # fmt: skip
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)], ids=str)
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=lambda d: d.label)
+def test_allreduce_averages(group: WorkerGroup, dtype: DType, scales: tuple[float, float]) -> None:
+    pre, post = scales
+    for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
+        for in_place in (False, True):
+            same(group.run(
+                "conformance.cases:allreduce", counts=counts, dtype=dtype, op=ReduceOp.AVERAGE, prescale=pre,
+                postscale=post, in_place=in_place,
+            ))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.label)
+def test_averages_of_integers_do_not_overflow(group: WorkerGroup, dtype: DType) -> None:
+    for count in (6, 3 * CHUNK + 1):
+        same(group.run("conformance.cases:extremes", dtype=dtype, count=count))
 
 
 @pytest.mark.parametrize("counts", FUSED, ids=lambda c: f"{len(c)}-tensors")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+import hvdlab.torch as hvd
+from hvdlab.data import AsyncDataLoaderMixin
+from hvdlab.horovod.common.basics import HorovodBasics
+from hvdlab.horovod.common.exceptions import HorovodVersionMismatchError
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "table.py"
 
@@ -59,13 +68,28 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             return 1
 
     class Own(Base):
-        def __init__(self, a: int) -> None: ...
+        shared = 1
+        declared: int
+
+        def __init__(self, a: int) -> None:
+            self.a = a
+            a.other = 1  # type: ignore[attr-defined]
+
+    def makes() -> Own: ...
+
+    def makes_either() -> Own | Base: ...
+
+    for function in (makes, makes_either):
+        function.__annotations__ = {"return": Own if function is makes else Own | Base}
 
     def two(a: int, b: int = 1, c: tuple[int, ...] = ()) -> None: ...
 
     found = ModuleType("standing_in")
-    found.__dict__.update(Base=Base, Own=Own, two=two, value=60, inner=SimpleNamespace())
+    found.__dict__.update(
+        Base=Base, Own=Own, two=two, makes=makes, makes_either=makes_either, value=60, inner=SimpleNamespace()
+    )
     Own.__module__ = Base.__module__ = found.__name__
+    found.__file__ = __file__  # where the source of its classes is
     monkeypatch.setitem(sys.modules, "standing_in", found)
     return found
 
@@ -101,12 +125,85 @@ SEEN = [
     ("Base.moves", "(self, a, b=1)", "different"),
     ("Base.shown", "property", "same"),
     ("Base.moves", "property", "different"),
+    ("Own.a", "attribute", "same"),
+    ("Own.shared", "attribute", "same"),
+    ("Own.declared", "attribute", "same"),
+    ("Own.shown", "attribute", "same"),
+    ("Own.other", "attribute", "absent"),
+    ("Own.moves", "attribute", "different"),
+    ("Own.still", "attribute", "different"),
+    ("inner.gone", "attribute", "absent"),
+    ("makes().a", "attribute", "same"),
+    ("makes().moves", "(a, b=1)", "same"),
+    ("makes().moves", "(b)", "different"),
+    ("makes_either().a", "attribute", "absent"),
+    ("makes_either().shown", "attribute", "same"),
+    ("gone().a", "attribute", "absent"),
 ]
 
 
 @pytest.mark.parametrize(("name", "described", "verdict"), SEEN)
 def test_what_a_look_at_the_code_says(module: ModuleType, name: str, described: str, verdict: str) -> None:
     assert table.look("standing_in", name, described).verdict == verdict
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def _sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+
+
+def _handler(kind: str, value: Callable[[], Any]) -> Callable[[], list[Any]]:
+    return lambda: [getattr(hvd.elastic.state, kind)(value())]
+
+
+MAKERS: dict[str, Callable[[], list[Any]]] = {
+    "AsyncDataLoaderMixin": lambda: [AsyncDataLoaderMixin()],
+    "Compression": lambda: [hvd.Compression],
+    "DistributedOptimizer()": lambda: [
+        hvd.DistributedOptimizer(_sgd(), op=op) for op in (hvd.Average, hvd.Adasum)
+    ],
+    "ElasticSampler": lambda: [hvd.elastic.ElasticSampler([1, 2])],
+    "HorovodBasics": lambda: [HorovodBasics(__file__)],
+    "HorovodVersionMismatchError": lambda: [HorovodVersionMismatchError("torch", "2", "1")],
+    "HostsUpdatedInterrupt": lambda: [hvd.elastic.HostsUpdatedInterrupt(True)],
+    "ModelStateHandler": _handler("ModelStateHandler", lambda: torch.nn.Linear(1, 1)),
+    "OptimizerStateHandler": _handler("OptimizerStateHandler", _sgd),
+    "ProcessSet": lambda: [hvd.ProcessSet([0]), hvd.global_process_set],
+    "SamplerStateHandler": _handler("SamplerStateHandler", lambda: hvd.elastic.ElasticSampler([1])),
+    "StateHandler": _handler("StateHandler", lambda: 1),
+    "SyncBatchNorm": lambda: [hvd.SyncBatchNorm(3), hvd.SyncBatchNorm(3, affine=False)],
+    "TorchState": lambda: [
+        hvd.elastic.TorchState(), hvd.elastic.TorchState(torch.nn.Linear(1, 1), _sgd(), epoch=1)
+    ],
+}  # fmt: skip
+
+
+def test_attributes_are_there_in_objects(world_of_one: None) -> None:
+    api = tomllib.loads((table.HERE / "api.toml").read_text())["names"]
+    rows = {name for names in api.values() for name, described in names.items() if described == "attribute"}
+    absent = {
+        name.strip("`")
+        for line in table.PAGE.read_text().splitlines()
+        if line.startswith("| `")
+        for name, verdict in [[cell.strip() for cell in line.split("|")[1:3]]]
+        if verdict == "absent"
+    }
+    assert len(rows) > 50
+    for name in sorted(rows - absent):
+        owner, _, attribute = name.rpartition(".")
+        for made in MAKERS[owner]():
+            assert hasattr(made, attribute), name
+    for name in sorted(rows & absent):
+        owner, _, attribute = name.rpartition(".")
+        assert not any(hasattr(made, attribute) for made in MAKERS[owner]()), name
 
 
 def test_what_is_seen_and_what_is_declared_must_agree() -> None:

@@ -277,6 +277,31 @@ def test_allgather(ranks: Ranks, dtype: torch.dtype) -> None:
         assert all(equal(a, b) for a, b in zip(outcome, expected, strict=True))
 
 
+def _large_integers(dtype: torch.dtype) -> list[list[int]]:
+    info = torch.iinfo(dtype)
+    given = torch.tensor([info.max, info.min, info.max // 2 + 1], dtype=dtype)
+    several = given.repeat(2000)
+    outcomes = [
+        hvd.allreduce(given),
+        hvd.allreduce_(several.clone())[-3:],
+        hvd.grouped_allreduce([given, several])[1][:3],
+        hvd.grouped_allreduce([given] * 2)[1],
+        hvd.reducescatter(several)[:3],
+        hvd.allreduce(given, process_set=hvd.global_process_set),
+    ]
+    if dtype is not torch.int64:
+        outcomes.append(hvd.allreduce(given, op=hvd.Sum, postscale_factor=1.0 / hvd.size()))
+    return [outcome.tolist() for outcome in outcomes]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_the_average_of_equal_integers_is_that_integer(ranks: Ranks, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    for outcome in ranks.run(_large_integers, dtype):
+        for averages in outcome:
+            assert sorted(averages) == sorted([info.max, info.min, info.max // 2 + 1])
+
+
 def _broadcast(root: int, dtype: torch.dtype) -> list[torch.Tensor]:
     rank = hvd.rank()
     given = tensor_of(rank, (3, 2), dtype)

@@ -129,7 +129,7 @@ def test_its_state_is_a_copy(place: Place) -> None:
     place(0, 1)
     sampler = ElasticSampler(range(5), shuffle=False)
     state = sampler.state_dict()
-    assert state == {"epoch": 0, "processed_indices": set()}
+    assert state == {"epoch": 0, "processed_indices": set(), "processed_num": 0}
     sampler.record_indices([1, 2])
     assert state["processed_indices"] == set()
     state["processed_indices"].add(4)
@@ -140,6 +140,39 @@ def test_its_state_is_a_copy(place: Place) -> None:
     assert list(ElasticSampler(range(5), shuffle=False)) == [0, 1, 2, 3, 4]
     other.reset()
     assert list(other) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_how_many_were_processed(place: Place, shuffle: bool) -> None:
+    place(0, 3)
+    sampler = ElasticSampler(range(20), shuffle)
+    assert sampler.processed_num == 0
+    sampler.record_batch(0, 2)
+    sampler.record_batch(1, 2)
+    assert sampler.processed_num == sampler.state_dict()["processed_num"] == 12
+    others = {index for rank in (1, 2) for index in sampler.remaining_indices[rank:12:3]}
+    state = {"epoch": 0, "processed_indices": sampler.processed_indices | others}
+    place(1, 2)
+    sampler.load_state_dict(state)
+    assert sampler.processed_num == 12
+    sampler.record_batch(0, 3)
+    assert sampler.processed_num == 18
+    sampler.record_batch(1, 3)
+    assert sampler.processed_num == 20  # one was left of this batch
+    sampler.set_epoch(1)
+    assert sampler.processed_num == 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_state_of_horovod_s_sampler(place: Place, shuffle: bool) -> None:
+    place(0, 1)
+    sampler = ElasticSampler(range(10), shuffle, seed=3)
+    sampler.set_epoch(2)
+    order = list(sampler)
+    sampler.load_state_dict({"epoch": 2, "processed_num": 4})
+    assert sampler.processed_indices == set(order[:4])
+    assert sampler.processed_num == 4
+    assert sorted(sampler) == sorted(order[4:])
 
 
 def test_a_data_loader_takes_it(place: Place) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,3 +201,75 @@ def test_everything_asks_for_init_first(call: Callable[[], Any]) -> None:
     assert not hvd.is_initialized()
     with pytest.raises(NotInitializedError, match=r"hvd\.init"):
         call()
+
+
+class _Reducing(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        hvd.allreduce(torch.ones(1))
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_in_a_process_that_a_rank_forked(world_of_one: None) -> None:
+    loader = torch.utils.data.DataLoader(_Reducing(), num_workers=1, multiprocessing_context="fork")
+    said = ""
+    try:
+        list(loader)
+    except NotInitializedError as error:
+        said = str(error)
+    gc.collect()  # the worker's pipes, in what the traceback held
+    assert "a process that rank 0 has forked" in said
+    assert "call collectives in the rank itself" in said
+    assert "hvd.init() first" not in said
+
+
+class _Name(str):
+    __slots__ = ()
+
+
+def _named_by_subclasses() -> list[float]:
+    one = torch.ones(2)
+    name = np.str_ if hvd.rank() else _Name
+    found = [
+        hvd.allreduce(one, name=name("w")),
+        hvd.synchronize(hvd.allreduce_async(one, name=name("async"))),
+        *hvd.grouped_allreduce([one, one], name=name("grouped")),
+        hvd.allgather(one, name=name("w"))[:2],
+        hvd.broadcast(one, 0, name=name("b")),
+        hvd.alltoall(one, name=name("a")),
+        hvd.reducescatter(one, name=name("r"))[:1].expand(2),
+    ]
+    hvd.metric(name("loss"), 1.0)
+    assert hvd.broadcast_object(3, 0, name=name("object")) == 3
+    return [float(each.sum()) for each in found]
+
+
+def test_names_may_be_of_a_subclass_of_str(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_named_by_subclasses) == [[2.0] * 8] * 2
+
+
+def test_a_name_that_is_none_is_refused(world_of_one: None) -> None:
+    with pytest.raises(InvalidRequestError, match=r"name= takes a text, not 5 \(int\)"):
+        hvd.allreduce(torch.ones(1), name=5)  # type: ignore[arg-type]  # it is what is tested
+
+
+def _not_a_number(count: int, dtype: torch.dtype) -> list[float]:
+    given = torch.ones(count, dtype=dtype)
+    return [
+        hvd.allreduce(given, name="before", prescale_factor=float("nan")).sum().item(),
+        hvd.allreduce(given, name="after", op=hvd.Sum, postscale_factor=float("nan")).sum().item(),
+        hvd.grouped_allreduce([given] * 2, prescale_factor=float("nan"))[1].sum().item(),
+        hvd.reducescatter(given, prescale_factor=float("nan")).sum().item(),
+        hvd.allreduce(given, name="before", prescale_factor=1.0).sum().item(),
+    ]
+
+
+@pytest.mark.parametrize("count", [4, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_factor_that_is_not_a_number(two_ranks: Ranks, count: int, dtype: torch.dtype) -> None:
+    for outcome in two_ranks.run(_not_a_number, count, dtype):
+        assert all(math.isnan(value) for value in outcome[:4])
+        assert outcome[4] == count

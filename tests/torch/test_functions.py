@@ -100,7 +100,9 @@ def _broadcast_state(kind: str, steps: list[int], root: int) -> tuple[dict[str, 
     if rank == root:
         assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     for old, parameter in zip(gradients, net.parameters(), strict=True):
-        assert old is None if parameter.grad is None else old is not None and torch.equal(old, parameter.grad)
+        if old is not None:
+            assert parameter.grad is not None
+            assert torch.equal(old, parameter.grad)
     state = optimizer.state_dict()
     _steps(net, optimizer, 2)
     return state, [p.detach().clone() for p in net.parameters()]
@@ -147,6 +149,56 @@ def test_state_of_a_distributed_optimizer(ranks: Ranks) -> None:
     assert all(scheduled for _, scheduled in outcomes)
     steps = [[entry["step"].item() for entry in state["state"].values()] for state, _ in outcomes]
     assert steps == [[3.0] * 6] * ranks.size
+
+
+def _gradients_of_a_fresh_one(distributed: bool, with_steps: bool) -> list[float | None]:
+    net = model(hvd.rank()).eval()
+    net[3].bias.requires_grad_(False)
+    optimizer = OPTIMIZERS["momentum"]([p for p in net.parameters() if p is not net[3].weight])
+    if with_steps and hvd.rank() == 0:
+        _steps(net, optimizer, 1)
+        net.zero_grad()
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    net[0].bias.grad = torch.ones(3)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return [None if p.grad is None else hvd.allreduce(p.grad).sum().item() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_fresh_optimizer_s_parameters_have_gradients(two_ranks: Ranks, distributed: bool) -> None:
+    for gradients in two_ranks.run(_gradients_of_a_fresh_one, distributed, False):
+        # One that was there stays as it is; a frozen parameter, and one of another optimizer, get none.
+        assert gradients == [0, 3, 0, 0, None, None]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_with_state_at_the_root_no_gradient_is_made(two_ranks: Ranks, distributed: bool) -> None:
+    for gradients in two_ranks.run(_gradients_of_a_fresh_one, distributed, True):
+        assert gradients == [None, 3, None, None, None, None]
+
+
+def _sparse_gradients_of_a_fresh_one(kind: str) -> tuple[torch.layout, float]:
+    table = nn.Sequential(nn.Embedding(6, 2, sparse=True))
+    sparse_only = kind == "SparseAdam"
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SparseAdam(table.parameters(), 0.1)
+        if sparse_only
+        else torch.optim.SGD(table.parameters(), 1)
+    )
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    hvd.broadcast_optimizer_state(optimizer, 0, None if sparse_only else table)
+    gradient = table[0].weight.grad
+    assert gradient is not None
+    table(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    return gradient.layout, gradient.to_dense().sum().item()
+
+
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD with the model"])
+def test_where_gradients_are_sparse_those_that_are_made_are_too(two_ranks: Ranks, kind: str) -> None:
+    for layout, _ in two_ranks.run(_sparse_gradients_of_a_fresh_one, kind):
+        assert layout is torch.sparse_coo
 
 
 def _unlike() -> None:

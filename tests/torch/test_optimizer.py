@@ -102,6 +102,42 @@ def test_training_with_each_option(four_ranks: Ranks, form: str) -> None:
     check_equal_models([parameters for parameters, _ in outcomes], in_one_process("sgd", 4))
 
 
+def _names(**arguments: Any) -> tuple[list[str], list[str]]:
+    net = model()
+    sgd = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters()}], 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, **arguments)
+    optimizer.add_param_group({"params": net[3].parameters()})
+    return [optimizer._parameter_names[p] for group in optimizer.param_groups for p in group["params"]], [
+        optimizer._parameter_names[p] for p in net[0].parameters()
+    ]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=lambda op: op.name)
+def test_the_names_of_parameters_can_be_read(world_of_one: None, op: Any) -> None:
+    net = model()
+    named = dict(net.named_parameters())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), named.items(), op=op)
+    assert optimizer._parameter_names == {parameter: name for name, parameter in named.items()}
+    unnamed, first = _names(op=op)
+    assert unnamed == [f"group{g}.param{i}" for g in range(3) for i in range(2)]
+    assert first == ["group0.param0", "group0.param1"]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=lambda op: op.name)
+def test_what_it_was_made_with_can_be_read(world_of_one: None, op: Any) -> None:
+    sgd = torch.optim.SGD(model().parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, op=op, backward_passes_per_step=2)
+    assert (optimizer.op, optimizer.backward_passes_per_step) == (op, 2)
+    assert optimizer.process_set is hvd.global_process_set
+    optimizer.set_backward_passes_per_step(3)
+    assert optimizer.backward_passes_per_step == 3
+    optimizer.backward_passes_per_step = 4
+    assert optimizer._watcher.passes == 4
+    if op is hvd.Average:
+        optimizer = hvd.DistributedOptimizer(sgd, gradient_predivide_factor=2.0, sparse_as_dense=True)
+        assert (optimizer.gradient_predivide_factor, optimizer.sparse_as_dense) == (2.0, True)
+
+
 def _train_compressed() -> list[torch.Tensor]:
     rank, size = hvd.rank(), hvd.size()
     net = model()
@@ -384,10 +420,70 @@ def test_sparse_gradients(ranks: Ranks, as_dense: bool) -> None:
     torch.optim.SGD(net.parameters(), 0.1).step()
     for parameters, sparse in ranks.run(_train_sparse, as_dense):
         torch.testing.assert_close(parameters, values(net))
-        assert sparse is not as_dense
+        assert sparse
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _gan(advised: bool, named: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    sgd = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
+    of_generator = hvd.DistributedOptimizer(sgd[0])
+    of_critic = hvd.DistributedOptimizer(sgd[1], critic.named_parameters() if named else None)
+    noise = torch.full((1, 2), hvd.rank() + 1.0)
+    try:
+        for _ in range(3):
+            of_critic.zero_grad()
+            critic(generator(noise).detach()).sum().backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            if advised:
+                critic.requires_grad_(False)
+            critic(generator(noise)).pow(2).sum().backward()
+            critic.requires_grad_(True)
+            of_generator.step()
+    finally:
+        of_generator._watcher.drop()
+        of_critic._watcher.drop()
+    return values(nn.Sequential(generator, critic)), [p.grad is not None for p in critic.parameters()]
+
+
+def test_another_loss_s_gradients_are_explained(two_ranks: Ranks) -> None:
+    for named, error in ((True, "zero_grad"), (False, "named_parameters=")):
+        text = rf"{error}.* generator loss .* requires_grad_\(False\) on that module before"
+        with pytest.raises(RankFailed, match=text):
+            two_ranks.run(_gan, False, named)
+    (one, _), (other, _) = two_ranks.run(_gan, True, False)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _two_without_names(named: bool) -> None:
+    nets = [model(0), model(1)]
+    names = [
+        [(f"{which}.{name}", p) for name, p in net.named_parameters()] if named else None
+        for which, net in zip("DG", nets, strict=True)
+    ]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), named_parameters)
+        for net, named_parameters in zip(nets, names, strict=True)
+    ]
+    try:
+        torch.stack([net(batch(0, 1)).sum() for net in nets]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    finally:
+        for optimizer in optimizers:
+            optimizer._watcher.drop()
+
+
+def test_two_optimizers_without_names(two_ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailed, match=r"`grad\.group0.* another DistributedOptimizer .* named_parameters="
+    ):
+        two_ranks.run(_two_without_names, False)
+    two_ranks.run(_two_without_names, True)
 
 
 def _misuse(which: str) -> None:

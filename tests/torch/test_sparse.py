@@ -56,6 +56,20 @@ def test_halves_are_rounded_once(four_ranks: Ranks) -> None:
         assert outcome.tolist() == [258.0]  # one by one: 256 + 0.625 stays 256
 
 
+def _large_integers(dtype: torch.dtype) -> list[int]:
+    info = torch.iinfo(dtype)
+    values = torch.tensor([info.max, info.min, -1 if hvd.rank() else 0], dtype=dtype)
+    one = torch.sparse_coo_tensor(torch.arange(3).view(1, 3), values, (3,), check_invariants=True)
+    averaged: list[int] = hvd.allreduce(one).to_dense().tolist()
+    return averaged
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+def test_averages_of_integers_do_not_overflow(four_ranks: Ranks, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    assert four_ranks.run(_large_integers, dtype) == [[info.max, info.min, 0]] * 4
+
+
 class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,4 +122,29 @@ def test_sparse_gradients(two_ranks: Ranks, option: str) -> None:
     for values, are_sparse in two_ranks.run(_train, option):
         for ours, reference in zip(values, expected, strict=True):
             torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
-        assert are_sparse == [option.find("dense") < 0] * 2 + [False] * 2
+        assert are_sparse == [True] * 2 + [False] * 2
+
+
+def _train_sparse_adam(as_dense: bool) -> tuple[list[torch.Tensor], list[int]]:
+    table = nn.Embedding.from_pretrained(torch.ones(6, 3), freeze=False, sparse=True)
+    adam = torch.optim.SparseAdam(table.parameters(), 0.1)
+    optimizer = hvd.DistributedOptimizer(adam, table.named_parameters(), sparse_as_dense=as_dense)
+    entries = []
+    for step in range(3):
+        if step != 1 or hvd.rank() == 0:  # without a gradient on rank 1
+            table(torch.tensor([hvd.rank(), 4])).sum().backward()
+        optimizer.step()
+        assert table.weight.grad is not None
+        entries.append(table.weight.grad.coalesce().indices().shape[1])
+        optimizer.zero_grad()
+    return [table.weight.detach().clone()], entries
+
+
+def test_an_optimizer_that_takes_sparse_gradients_only(two_ranks: Ranks) -> None:
+    gathered = two_ranks.run(_train_sparse_adam, False)
+    reduced = two_ranks.run(_train_sparse_adam, True)
+    for (values,), entries in reduced:
+        torch.testing.assert_close(values, gathered[0][0][0])
+        assert torch.equal(values, reduced[0][0][0]), "ranks differ"
+        assert torch.equal(values[[2, 3, 5]], torch.ones(3, 3))
+        assert entries == [3, 2, 3]

@@ -16,12 +16,16 @@ import ast
 import importlib
 import inspect
 import sys
+import textwrap
 import tomllib
+import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -57,18 +61,34 @@ class Seen:
 
 
 def look(module: str, name: str, described: str) -> Seen:
-    """Compare ``module.name`` with its description in ``api.toml``."""
+    """Compare ``module.name`` with its description in ``api.toml``; ``f().x`` is ``x`` of all that ``f`` may return."""
+    function, made, member = name.partition("().")
     try:
-        found: Any = importlib.import_module(module)
-        owner: Any = None
-        for part in name.split("."):
-            if described == "module":
-                importlib.import_module(f"{module}.{name}")
-            owner, found = found, inspect.getattr_static(found, part) if owner else getattr(found, part)
+        if described == "module":
+            found: Any = importlib.import_module(f"{module}.{name}")
+            return Seen(SAME if inspect.ismodule(found) else DIFFERENT, "it is no module")
+        if made:
+            kinds = _returned(getattr(importlib.import_module(module), function))
+            seen = [_look_at_member(module, kind, member, described) for kind in kinds]
+            return max(seen, key=lambda one: VERDICTS.index(one.verdict))
+        owner_name, _, last = name.rpartition(".")
+        owner = importlib.import_module(module)
+        return _look_at_member(module, getattr(owner, owner_name) if owner_name else owner, last, described)
     except (ImportError, AttributeError):
         return Seen(ABSENT)
-    if described == "module":
-        return Seen(SAME if inspect.ismodule(found) else DIFFERENT, "it is no module")
+
+
+def _returned(function: Any) -> list[type]:
+    """The classes that a function's annotation says it returns."""
+    hint = typing.get_type_hints(function)["return"]
+    return list(typing.get_args(hint)) or [hint]
+
+
+def _look_at_member(module: str, owner: Any, name: str, described: str) -> Seen:
+    if described == "attribute":
+        return look_at_attribute(owner, name)
+    is_member = not inspect.ismodule(owner)
+    found: Any = inspect.getattr_static(owner, name) if is_member else getattr(owner, name)
     if described == "property":
         return Seen(SAME if isinstance(found, property) else DIFFERENT, "it is no property")
     if described.startswith("= "):
@@ -81,10 +101,44 @@ def look(module: str, name: str, described: str) -> Seen:
         return Seen(DIFFERENT, "it is no static method")
     if not callable(function):
         return Seen(DIFFERENT, "it can't be called")
-    bound = "." in name and not is_static
+    bound = is_member and not is_static
     return compare_parameters(
         _reference(described.removeprefix("static ")), _own(function, bound), vars_of(module)
     )
+
+
+def look_at_attribute(owner: Any, name: str) -> Seen:
+    """Whether instances of a class have an attribute, which may be a property; of anything else, whether it has it."""
+    if not inspect.isclass(owner):
+        found: Any = getattr(owner, name)
+    else:
+        found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
+        if found is None and not any(name in _assigned(cls) for cls in owner.__mro__):
+            return Seen(ABSENT)
+    if isinstance(found, FunctionType | staticmethod | classmethod):
+        return Seen(DIFFERENT, "it is a method")
+    return Seen(SAME)
+
+
+@cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Attributes that a class declares, or assigns to its instances."""
+    names = set(vars(cls).get("__annotations__", ()))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # one that is not written in Python
+        return frozenset(names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            first = node.args[0]  # of torch's modules
+            if node.func.attr in ("register_buffer", "register_parameter") and isinstance(
+                first, ast.Constant
+            ):
+                names.add(str(first.value))
+    return frozenset(names)
 
 
 def _look_at_value(found: Any, described: str) -> Seen:

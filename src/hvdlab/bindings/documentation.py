@@ -36,8 +36,8 @@ _ARGUMENTS = {
     "name": "Equal on all ranks, and not in flight twice. Calls without a name are matched in order.",
     "compression": "Applied to what is sent, and undone on what is received; equal on all ranks.",
     "op": (
-        "``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. Integers are averaged and scaled in "
-        "float64 and truncated; float16 and bfloat16 are accumulated in float32; bool has ``Min`` and ``Max``. Adasum "
+        "``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. The average of integers is "
+        "exact and truncated toward zero, and they are scaled in float64; float16 and bfloat16 are accumulated in float32; bool has ``Min`` and ``Max``. Adasum "
         "takes floating-point tensors (its formula is in hvdlab.collectives.reduce.adasum), and reducescatter has none."
     ),
     "prescale_factor": "Multiplies the inputs.",

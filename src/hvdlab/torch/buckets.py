@@ -55,15 +55,24 @@ def checked_names(
     return names
 
 
+def parameter_names(
+    param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
+) -> dict[torch.Tensor, str]:
+    """The names given, and for a parameter of the optimizer that got none its place in there."""
+    places = {
+        parameter: f"group{g}.param{i}"
+        for g, group in enumerate(param_groups)
+        for i, parameter in enumerate(group["params"])
+    }
+    return {**places, **names}
+
+
 def gradient_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
     """The tensor name of every parameter's gradient: by its own name, else by its place in the optimizer."""
-    return {
-        parameter: f"grad.{names.get(parameter, f'group{g}.param{i}')}"
-        for g, group in enumerate(param_groups)
-        for i, parameter in enumerate(group["params"])
-    }
+    every = parameter_names(param_groups, names)
+    return {parameter: f"grad.{every[parameter]}" for group in param_groups for parameter in group["params"]}
 
 
 def bucketed(

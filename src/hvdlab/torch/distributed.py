@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.buckets import Groups, bucketed, gradient_names
-from hvdlab.torch.gradients import GradientReducer
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.buckets import Groups, bucketed, gradient_names, parameter_names
+from hvdlab.torch.gradients import GradientReducer, ReductionSettings
+from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
+from hvdlab.torch.process_sets import ProcessSet
 
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
@@ -23,8 +25,38 @@ class DistributedBase(torch.optim.Optimizer):
 
     _given: type[torch.optim.Optimizer]
     _watcher: Watcher
-    _names: dict[torch.Tensor, str]
+    _settings: ReductionSettings
+    _parameter_names: dict[torch.Tensor, str]  # programs written for Horovod read it
     _included: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """After how many backward passes gradients are reduced. Assign it between steps."""
+        return self._watcher.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
+    @property
+    def op(self) -> ReduceOp:
+        """``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``."""
+        return self._settings.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before the sum, as part of the division of an average."""
+        return self._settings.predivide
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are reduced as dense ones."""
+        return self._settings.sparse_as_dense
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        return self._settings.process_set
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
@@ -36,7 +68,7 @@ class DistributedBase(torch.optim.Optimizer):
         if self._watcher.in_progress:
             raise AssertionError(
                 "zero_grad() was called after a backward pass and before step() or synchronize(), while gradients may "
-                "still be being reduced. Call step() first, or synchronize() to drop this step."
+                f"still be being reduced. Call step() first, or synchronize() to drop this step. {ANOTHER_LOSS}"
             )
         super().zero_grad(set_to_none)
 
@@ -47,6 +79,7 @@ class DistributedBase(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they are reduced like the others."""
         super().add_param_group(param_group)
+        self._parameter_names = parameter_names(self.param_groups, self._parameter_names)
         self._watch(0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,7 +115,8 @@ class DistributedBase(torch.optim.Optimizer):
             if parameter.requires_grad and not self._watcher.watches(parameter)
         ]
         if new:
-            for name, parameters in bucketed(new, gradient_names(self.param_groups, self._names), groups):
+            names = gradient_names(self.param_groups, self._parameter_names)
+            for name, parameters in bucketed(new, names, groups):
                 self._watcher.watch(name, parameters)
 
 

@@ -22,9 +22,15 @@ from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.torch.adapter import BINDING, as_stored
 from hvdlab.torch.announcing import Announcer
 from hvdlab.torch.compression import Compression, Compressor
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
 from hvdlab.torch.sparse import sparse_allreduce_async
+
+_NAMES_TWICE = (
+    "it is a gradient, of which another DistributedOptimizer has one of this name. Give both named_parameters=, with "
+    "names of their own: [(f'D.{name}', p) for name, p in D.named_parameters()]. "
+    f"{ANOTHER_LOSS}"
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class GradientReducer(Watcher):
         self._operation: Operation | None = (
             None  # of this step: a process set's number may be another in the next
         )
-        self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters that have had sparse gradients
+        #: Of each parameter that has had sparse gradients: by how many dimensions its entries are found.
+        self._sparse_dims: dict[torch.Tensor, int] = {}
 
     def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         bucket = _Bucket(name, list(parameters))
@@ -146,6 +153,12 @@ class GradientReducer(Watcher):
     # -- a bucket -----------------------------------------------------------------------------------------------------
 
     def _start(self, bucket: _Bucket) -> None:
+        try:
+            self._submit(bucket)
+        except DuplicateNameError as error:
+            raise DuplicateNameError(error.name, error.first_site, error.second_site, _NAMES_TWICE) from None
+
+    def _submit(self, bucket: _Bucket) -> None:
         parameters = bucket.parameters
         gradients = [self._gradient(parameter) for parameter in parameters]
         if not any(gradient.is_sparse for gradient in gradients):
@@ -180,7 +193,6 @@ class GradientReducer(Watcher):
         return _InFlight(handle, parameters, contexts, sent)
 
     def _start_sparse(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> _InFlight:
-        self._sparse_dims[parameter] = gradient.sparse_dim()
         handle = sparse_allreduce_async(gradient, name, self._settings.op, self._settings.process_set)
         return _InFlight(handle, [parameter], [None])
 
@@ -188,8 +200,8 @@ class GradientReducer(Watcher):
         """What this rank has to give for a parameter: its gradient, or zeros."""
         gradient = parameter.grad
         if gradient is None:
-            if parameter in self._sparse_dims:
-                return _nothing_of(parameter, self._sparse_dims[parameter])
+            if parameter in self._sparse_dims and not self._settings.sparse_as_dense:
+                return nothing_of(parameter, self._sparse_dims[parameter])
             gradient = torch.zeros_like(parameter, requires_grad=False)
             if parameter.requires_grad:
                 parameter.grad = gradient
@@ -198,8 +210,10 @@ class GradientReducer(Watcher):
                 "A gradient that requires gradients itself (create_graph=True) can't be reduced in place; "
                 "detach it before, or use hvd.allreduce in the loss."
             )
-        elif gradient.is_sparse and self._settings.sparse_as_dense:
-            gradient = parameter.grad = gradient.to_dense()
+        elif gradient.is_sparse:
+            self._sparse_dims[parameter] = gradient.sparse_dim()
+            if self._settings.sparse_as_dense:
+                gradient = parameter.grad = gradient.to_dense()
         return gradient
 
     def _collect(self) -> None:
@@ -221,6 +235,9 @@ class GradientReducer(Watcher):
                 reduced = self._settings.compression.decompress(output, context)
                 if reduced.is_sparse:
                     parameter.grad = reduced
+                elif parameter in self._sparse_dims and parameter.grad is not None:
+                    # Reduced as a dense one: some optimizers take sparse gradients only, others what is zero for one.
+                    parameter.grad = reduced.to(parameter.dtype).to_sparse(self._sparse_dims[parameter])
                 elif parameter.grad is None:
                     # Frozen here: it keeps having no gradient, as without hvdlab, unless another rank has one.
                     if reduced.any():
@@ -242,7 +259,7 @@ def _as_stored(parameters: Sequence[torch.Tensor], sent: Sequence[torch.Tensor])
     ]
 
 
-def _nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     """A sparse gradient without entries."""
     values = parameter.new_empty((0, *parameter.shape[sparse_dims:]), requires_grad=False)
     indices = torch.empty((sparse_dims, 0), dtype=torch.long, device=parameter.device)

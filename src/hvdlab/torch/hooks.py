@@ -12,6 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
+ANOTHER_LOSS = (
+    "If it was another loss that reached these parameters, as a GAN's generator loss reaches the discriminator's, keep "
+    "it from making their gradients: call requires_grad_(False) on that module before that loss is computed, and "
+    "requires_grad_(True) after its backward pass."
+)
+"""What may have happened where the gradients of parameters were made once more than expected, and what to do."""
+
 
 class _Hook:
     """Tells a watcher, if there still is one, that a gradient has been accumulated.
@@ -51,11 +58,12 @@ class Watcher(ABC):
     Attributes:
         settled: Whether the gradients have been reduced, and no backward pass was made since.
         stepped: Whether a step has been taken, and no backward pass was made since.
+        passes: How many backward passes make up a step.
     """
 
     def __init__(self, passes: int) -> None:
         self.settled = self.stepped = False
-        self._passes = passes
+        self.passes = passes
         self._left: dict[torch.Tensor, int] = {}
         self._touched = False
         self._unfinished = False  # the reduction was begun, and neither ended nor failed on all ranks
@@ -71,7 +79,7 @@ class Watcher(ABC):
             previous = _watcher_of(parameter)
             if previous is not None and previous is not self:
                 previous.retire()
-            self._left[parameter] = self._passes
+            self._left[parameter] = self.passes
             hook = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]  # torch's
             self._hooks.append(hook)
 
@@ -85,7 +93,7 @@ class Watcher(ABC):
 
     def set_passes(self, passes: int) -> None:
         """Change how many backward passes make up a step; takes effect at once."""
-        self._passes = passes
+        self.passes = passes
         self._left = dict.fromkeys(self._left, passes)
 
     def retire(self) -> None:
@@ -115,7 +123,7 @@ class Watcher(ABC):
             raise AssertionError(
                 "Gradients were computed more often than backward_passes_per_step since the last step(). Call step() "
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
-                "more of them locally."
+                f"more of them locally. {ANOTHER_LOSS}"
             )
         self._left[parameter] = left - 1
         if left == 1:
@@ -140,7 +148,7 @@ class Watcher(ABC):
     def reset(self) -> None:
         """Begin a new step."""
         self._touched = self._unfinished = False
-        self._left = dict.fromkeys(self._left, self._passes)
+        self._left = dict.fromkeys(self._left, self.passes)
 
     def _drop_what_was_given_up(self) -> None:
         """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""

@@ -11,7 +11,7 @@ from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.adasum import AdasumMixin, ChangeReducer
-from hvdlab.torch.buckets import Groups, checked_names
+from hvdlab.torch.buckets import Groups, checked_names, parameter_names
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_passes
 from hvdlab.torch.gradients import GradientReducer, ReductionSettings
@@ -50,12 +50,15 @@ def DistributedOptimizer(
         num_groups: Deprecated form of ``groups``.
         groups: How many groups of gradients to form that are reduced together, or lists of parameters, each a group.
             By default each gradient goes on its own, as soon as it is there.
-        sparse_as_dense: Make sparse gradients dense first; otherwise their entries are gathered and added up.
+        sparse_as_dense: Reduce sparse gradients as dense ones, and make them sparse again: the entries that are not
+            zero. Otherwise their entries are gathered and added up.
         process_set: The ranks that train together; a rank outside takes its steps alone.
 
     Returns:
         The new optimizer, with ``synchronize()`` and ``skip_synchronize()``, see
-        :class:`hvdlab.torch.distributed.DistributedMixin`.
+        :class:`hvdlab.torch.distributed.DistributedMixin`. ``op``, ``backward_passes_per_step``,
+        ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be read from it, and as in Horovod
+        the name of each parameter from the dictionary ``_parameter_names``.
 
     Raises:
         InvalidRequestError: An argument is wrong.
@@ -77,8 +80,9 @@ def DistributedOptimizer(
     distributed = object.__new__(kind)
     # A scheduler made for the given optimizer has put a wrapper of its step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    distributed.__dict__["_watcher"] = watcher
-    distributed._names, distributed._included = names, bool(process_set.included())
+    distributed.__dict__.update(_watcher=watcher, _settings=settings)
+    distributed._parameter_names = parameter_names(optimizer.param_groups, names)
+    distributed._included = bool(process_set.included())
     distributed._watch(groups if groups is not None else 0)
     meter_of(distributed)
     return distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.functions import broadcast_object
+from hvdlab.torch.gradients import nothing_of
 from hvdlab.torch.ops import broadcast_async_, synchronize
 
 
@@ -28,14 +30,18 @@ def broadcast_optimizer_state(
     """Give every rank the optimizer state (momenta, step counts, ...) and settings (lr, ...) of ``root_rank``.
 
     Works also when the state of some ranks, or of the root, is still empty, and with any optimizer whose state is
-    made of tensors and picklable values. No step is taken and no gradient is touched. Tensors that fit are
-    overwritten where they are; what the root does not have is dropped.
+    made of tensors and picklable values. No step is taken. Tensors that fit are overwritten where they are; what the
+    root does not have is dropped.
+
+    If the root has no state yet, parameters without a gradient get one of zeros on every rank, since programs written
+    for Horovod count on that. (Gradients that are there stay as they are.)
 
     Args:
         optimizer: The optimizer, or the one that ``DistributedOptimizer`` returned. Its parameter groups have the
             same parameters, in the same order, on all ranks.
         root_rank: The rank the state comes from.
-        model: Not needed; Horovod has it.
+        model: Tells which of the parameters are embeddings with sparse gradients, which then get sparse zeros. Not
+            needed otherwise, and not for ``SparseAdam``.
     """
     at_root = context.engine().rank == root_rank
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -53,6 +59,29 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if not at_root:
         _install(optimizer, parameters, groups, states)
+    if not states:
+        _make_gradients(parameters, _sparse_parameters(optimizer, model))
+
+
+def _sparse_parameters(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
+) -> Container[torch.Tensor]:
+    """Those whose gradients are to be sparse."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = () if model is None else model.modules()
+    return {module.weight for module in modules if isinstance(module, tables) and module.sparse}
+
+
+def _make_gradients(parameters: list[torch.Tensor], sparse: Container[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = (
+                nothing_of(parameter, 1)
+                if parameter in sparse
+                else torch.zeros_like(parameter, requires_grad=False)
+            )
 
 
 def _contents(

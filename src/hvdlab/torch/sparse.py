@@ -57,10 +57,20 @@ def sparse_allreduce_async(
 def _added_up(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int) -> torch.Tensor:
     dtype = values.dtype
     wide = values.float() if dtype in (torch.float16, torch.bfloat16) else values
+    whole = divisor != 1 and not dtype.is_floating_point
+    if whole:  # quotients and remainders: their sums fit where that of the values may not
+        remainders = wide.long().fmod(divisor)
+        wide = torch.stack([(wide.long() - remainders) // divisor, remainders], -1)
+        shape = torch.Size((*shape, 2))
     total = torch.sparse_coo_tensor(indices, wide, shape, check_invariants=True).coalesce()
     added = total.values()
-    if divisor != 1:
-        added = added / divisor if dtype.is_floating_point else added.double() / divisor
+    if whole:
+        quotients, rest = added.unbind(-1)
+        added = quotients + rest // divisor
+        added += (added < 0) & (rest % divisor > 0)  # truncated
+        shape = shape[:-1]
+    elif divisor != 1:
+        added = added / divisor
     return torch.sparse_coo_tensor(
         total.indices(), added.to(dtype), shape, is_coalesced=True, check_invariants=True
     )

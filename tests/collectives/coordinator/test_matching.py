@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.matching import Matcher
 from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
@@ -393,3 +395,16 @@ def test_thousands_that_wait_behind_each_other_for_a_rank_that_joins() -> None:
             bench.submit(1, "n", shape=(other,))
         bench.join(2)
         assert (len(bench.ready()), len(bench.rejected())) == (ready, rejected)
+
+
+def test_a_factor_that_is_not_a_number_is_the_same_on_all_ranks() -> None:
+    bench = Bench()
+    for rank in range(3):
+        sent = msgspec.structs.replace(signature("x"), prescale=float("nan"), postscale=float("nan"))
+        bench.table.define(bench.definitions[rank], Definition(0, sent, f"line {rank}"))
+        bench.matcher.submit(rank, bench.definitions[rank][0], (), 0.0, b"")
+    assert bench.ready() == ["x"]
+    assert not bench.verdicts()
+    for definitions in bench.definitions:
+        bench.table.forget(definitions)
+    assert not len(bench.table)

@@ -31,6 +31,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Attributes:
         epoch: The present epoch.
         processed_indices: Indices that were recorded in it.
+        processed_num: About how many samples all ranks have processed in it.
         remaining_indices: The others as of the last :meth:`reset`, in the order in which the ranks take turns.
         num_replicas, rank: Ranks among which they are divided, and the position of this one.
         num_samples: How many of them each rank gets; a few are given twice so that all get equally many.
@@ -50,6 +51,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = 0
         self.indices: list[int] = []
         self.reset()
+
+    @property
+    def processed_num(self) -> int:
+        """Samples of this epoch that all ranks have processed, if since the last :meth:`reset` each has as many."""
+        before = len(self.dataset) - len(self.remaining_indices)
+        own = len(self.processed_indices) - before
+        return min(len(self.dataset), before + own * self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: nothing of it was processed yet. Call it when the one before has ended."""
@@ -71,25 +79,43 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.indices[start : start + batch_size]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, perhaps on another rank, and :meth:`reset`."""
+        """Go on from what :meth:`state_dict` returned, perhaps on another rank, and :meth:`reset`.
+
+        The state of Horovod's sampler is taken as well: that one has ``processed_num`` in place of the indices, and
+        processes an epoch in the order of its shuffled indices.
+        """
         self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        if "processed_indices" in state_dict:
+            self.processed_indices = set(state_dict["processed_indices"])
+        else:
+            self.processed_indices = set(
+                self._shuffled(range(len(self.dataset)))[: state_dict["processed_num"]]
+            )
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and what was processed in it by this rank (and by all, when they last began again)."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        return {
+            "epoch": self.epoch,
+            "processed_indices": set(self.processed_indices),
+            "processed_num": self.processed_num,
+        }
 
     def reset(self) -> None:
         """Divide what was not processed among the ranks that live now. Iterators at work go on as they were."""
         self.num_replicas, self.rank = size(), rank()
-        remaining = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(remaining)
+        remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in self.processed_indices)
         self.remaining_indices = remaining
         self.num_samples = math.ceil(len(remaining) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
         self.indices = self._own()
+
+    def _shuffled(self, indices: Iterable[int]) -> list[int]:
+        """In the order of this epoch, which is that of the indices if there is no shuffling."""
+        order = list(indices)
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        return order
 
     def _own(self) -> list[int]:
         padded = islice(cycle(self.remaining_indices), self.total_size)

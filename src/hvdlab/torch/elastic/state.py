@@ -191,6 +191,8 @@ class TorchState(ObjectState):
         kwargs: Further ones, and values such as ``epoch=0``.
     """
 
+    model: Any
+    optimizer: Any
     _handlers: dict[str, StateHandler[Any]]
 
     def __init__(

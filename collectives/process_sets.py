@@ -8,8 +8,12 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 
 GLOBAL_ID = 0
@@ -205,9 +209,11 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     own = tuple(process_set._ranks)
     if process_set.mpi_comm is None:
         return [own]
-    from hvdlab.collectives import api
-
-    rows = api.allgather([len(own), *own], name="process_set.communicators").tolist()
+    mine = np.array([len(own), *own], np.int64)
+    request = Request(OpKind.ALLGATHER, "process_set.communicators", mine, dtype=DType.I64)
+    gathered = context.engine().run(request).output
+    assert gathered is not None
+    rows = gathered.tolist()
     found: dict[tuple[int, ...], None] = {}
     while rows:
         length = rows.pop(0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from hvdlab.collectives import api, context
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic.interrupts import HostUpdateResult
 from hvdlab.collectives.elastic.state import News
+from hvdlab.collectives.engine.request import Request
 
 _RANKS = 1 << 20
 """More than there ever are."""
@@ -30,7 +35,7 @@ def elect(saves: int) -> tuple[int, int]:
     if engine.size == 1:
         return engine.rank, saves
     mine = np.array([engine.rank - saves * _RANKS], dtype=np.int64)
-    least = int(api.allreduce(mine, "elastic.root", api.Min)[0])
+    least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
     return least % _RANKS, -(least // _RANKS)
 
 
@@ -41,5 +46,12 @@ def united(news: News) -> News:
     before, latest, changes = news
     removed, added = bool(changes & HostUpdateResult.removed), bool(changes & HostUpdateResult.added)
     mine = np.array([before, latest, removed, added], dtype=np.float64)
-    before, latest, removed, added = api.allreduce(mine, "elastic.news", api.Max).tolist()
+    before, latest, removed, added = _reduced(mine, DType.F64, "elastic.news", ReduceOp.MAX).tolist()
     return before, latest, HostUpdateResult.removed * int(removed) | HostUpdateResult.added * int(added)
+
+
+def _reduced(values: npt.NDArray[Any], dtype: DType, name: str, op: ReduceOp) -> npt.NDArray[Any]:
+    """What an allreduce makes of a few numbers."""
+    result = context.engine().run(Request(OpKind.ALLREDUCE, name, values, dtype=dtype, op=op))
+    assert result.output is not None
+    return result.output

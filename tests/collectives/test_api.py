@@ -100,6 +100,10 @@ def in_place() -> None:
     frozen.setflags(write=False)
     with pytest.raises(InvalidRequestError, match="read-only"):
         api.allreduce_(frozen)
+    with pytest.raises(InvalidRequestError, match="list has no memory"):
+        api.allreduce_([1.0, 2.0])
+    buffer = bytearray(b"\x01\x02")
+    assert api.allreduce_(buffer, op=api.Max) is buffer
     assert (api.allreduce(frozen, op=api.Sum) == size).all()
 
 

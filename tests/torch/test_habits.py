@@ -289,7 +289,7 @@ def channels_last(ranks: list[int], wrap: Wrap, groups: int) -> Any:
         optimizer.zero_grad()
         loss_of(net, images(step, ranks).contiguous(memory_format=torch.channels_last)).backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hvdlab.torch.submission.staged", None)
+            patch.setattr("hvdlab.torch.adapter.TorchAdapter.stage", None)
             optimizer.step()
         assert net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
     return values(net)

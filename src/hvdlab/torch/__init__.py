@@ -1,11 +1,13 @@
 """Horovod's torch API on hvdlab's collective core: ``import hvdlab.torch as hvd``.
 
 Names and signatures are Horovod's; what the collectives do with shapes, dtypes, gradients and errors is described
-in :mod:`hvdlab.torch.allreducing` and its neighbours.
+in :mod:`hvdlab.torch.ops`.
 """
 
 from __future__ import annotations
 
+from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.bindings.handles import Handle
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
@@ -14,17 +16,6 @@ from hvdlab.collectives.metrics.record import metric
 from hvdlab.collectives.stopping import breakpoint as breakpoint
 from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch import elastic, mpi_ops
-from hvdlab.torch.allreducing import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from hvdlab.torch.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.torch.basics import (
     barrier,
     ccl_built,
@@ -50,24 +41,40 @@ from hvdlab.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.torch.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvdlab.torch.compression import Compression
 from hvdlab.torch.divergence import DivergenceError, watch_divergence
-from hvdlab.torch.exchanging import alltoall, alltoall_async
 from hvdlab.torch.functions import allgather_object, broadcast_object, broadcast_parameters
-from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from hvdlab.torch.handles import Handle, poll, synchronize
-from hvdlab.torch.joining import join
+from hvdlab.torch.ops import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
+)
 from hvdlab.torch.optimizer import DistributedOptimizer
 from hvdlab.torch.optimizer_state import broadcast_optimizer_state
 from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdlab.torch.recording import record
-from hvdlab.torch.scattering import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
 from hvdlab.torch.sparse import sparse_allreduce_async
 from hvdlab.torch.sync_batch_norm import SyncBatchNorm
 from hvdlab.torch.watch import watch

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from hvdlab.bindings.handles import Handle
+from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.torch.adapter import BINDING
 from hvdlab.torch.compression import Compressor
 from hvdlab.torch.distributed import DistributedBase
-from hvdlab.torch.handles import Handle
 from hvdlab.torch.hooks import Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
-from hvdlab.torch.submission import Operation, submit, submit_group
 
 
 class ChangeReducer(Watcher):
@@ -74,9 +75,9 @@ class ChangeReducer(Watcher):
             compressed = [self._compression.compress(changes[parameter]) for parameter in bucket]
             sent = [tensor for tensor, _ in compressed]
             handle = (
-                submit(operation, sent[0], name, in_place=True)
+                BINDING.submit(operation, sent[0], name, in_place=True)
                 if len(sent) == 1
-                else submit_group(operation, sent, name, in_place=True)
+                else BINDING.submit_group(operation, sent, name, in_place=True)
             )
             started.append((bucket, handle, [context for _, context in compressed]))
         for bucket, handle, contexts in started:

@@ -1,12 +1,4 @@
-"""Compression of tensors for the way between ranks.
-
-A compressor is a pair of functions, used as ``compression=`` of the collectives and of ``DistributedOptimizer``::
-
-    small, context = compressor.compress(tensor)      # before the collective
-    tensor = compressor.decompress(small, context)    # after it
-
-Subclass :class:`Compressor` for one of your own; every rank must use the same.
-"""
+"""The compressors of torch tensors; see :mod:`hvdlab.bindings.compression`."""
 
 from __future__ import annotations
 
@@ -14,31 +6,9 @@ from typing import Any
 
 import torch
 
+from hvdlab.bindings.compression import Compressor, NoneCompressor
 
-class Compressor:
-    """Interface of a compressor. Its functions must be differentiable if the collective is to be."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what is sent, and whatever :meth:`decompress` needs besides."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Undo :meth:`compress` on what was received."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class FP16Compressor(Compressor):

@@ -16,7 +16,7 @@ from hvdlab.collectives.fingerprint import SIZE, fingerprint, threads_for
 from hvdlab.torch.compiling import untraced
 from hvdlab.torch.fingerprints import of_tensor
 from hvdlab.torch.functions import allgather_object
-from hvdlab.torch.gathering import allgather
+from hvdlab.torch.ops import allgather
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
 
 MOST_SAMPLED = 32

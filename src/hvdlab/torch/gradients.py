@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from hvdlab.bindings.arguments import Average
+from hvdlab.bindings.handles import FAILURES, Handle, synchronize
+from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
+from hvdlab.torch.adapter import BINDING, as_stored
 from hvdlab.torch.announcing import Announcer
-from hvdlab.torch.arguments import Average
 from hvdlab.torch.compression import Compression, Compressor
-from hvdlab.torch.conversion import as_stored
-from hvdlab.torch.handles import FAILURES, Handle, synchronize
 from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
 from hvdlab.torch.process_sets import ProcessSet, set_id
 from hvdlab.torch.sparse import sparse_allreduce_async
-from hvdlab.torch.submission import Operation, submit, submit_group
 
 _NAMES_TWICE = (
     "it is a gradient, of which another DistributedOptimizer has one of this name. Give both named_parameters=, with "
@@ -186,9 +186,9 @@ class GradientReducer(Watcher):
             sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
         views = _as_stored(parameters, sent)
         if len(views) == 1:
-            handle = submit(operation, views[0], name, in_place=True, announce=False)
+            handle = BINDING.submit(operation, views[0], name, in_place=True, announce=False)
         else:
-            handle = submit_group(operation, views, name, in_place=True, announce=False)
+            handle = BINDING.submit_group(operation, views, name, in_place=True, announce=False)
         self._announcer.hold(sum([tensor.nbytes for tensor in sent]))
         return _InFlight(handle, parameters, contexts, sent)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hvdlab.bindings import arguments
+from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.horovod.common.util import (
     get_average_backwards_compatibility_fun,
@@ -9,18 +11,6 @@ from hvdlab.horovod.common.util import (
 from hvdlab.horovod.common.util import (
     num_rank_is_power_2 as check_num_rank_power_of_2,
 )
-from hvdlab.torch import arguments
-from hvdlab.torch.allreducing import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from hvdlab.torch.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.torch.basics import (
     barrier,
     ccl_built,
@@ -46,19 +36,35 @@ from hvdlab.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.torch.broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvdlab.torch.compression import Compression
-from hvdlab.torch.exchanging import alltoall, alltoall_async
-from hvdlab.torch.gathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from hvdlab.torch.handles import poll, synchronize
-from hvdlab.torch.joining import join
-from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdlab.torch.scattering import (
+from hvdlab.torch.ops import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
+    poll,
     reducescatter,
     reducescatter_async,
+    synchronize,
 )
+from hvdlab.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hvdlab.torch.sparse import sparse_allreduce_async
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(arguments)

@@ -11,8 +11,6 @@ import torch
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.reduce.adasum import levels
 
-LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 

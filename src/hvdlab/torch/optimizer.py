@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.adasum import AdasumMixin, ChangeReducer
-from hvdlab.torch.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.torch.buckets import Groups, checked_names, parameter_names
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_passes

@@ -10,10 +10,9 @@ import torch
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.broadcasting import broadcast_async_
 from hvdlab.torch.functions import broadcast_object
 from hvdlab.torch.gradients import nothing_of
-from hvdlab.torch.handles import synchronize
+from hvdlab.torch.ops import broadcast_async_, synchronize
 
 
 @dataclass(frozen=True)

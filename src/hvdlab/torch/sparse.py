@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdlab.bindings.arguments import Average, Sum, checked_operator
+from hvdlab.bindings.handles import Handle, Part
+from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.torch.arguments import Average, Sum, checked_operator
+from hvdlab.torch.adapter import BINDING
 from hvdlab.torch.compiling import untraced
-from hvdlab.torch.handles import Handle, Part
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
-from hvdlab.torch.submission import Operation, submit_group
 
 
 @untraced
@@ -26,9 +27,9 @@ def sparse_allreduce_async(
 
     Args:
         tensor: Equal shape, dtype and number of sparse dimensions on all ranks; any number of entries.
-        name: See :mod:`hvdlab.torch.allreducing`.
+        name: Equal on all ranks, and not in flight twice; calls without a name are matched in order.
         op: ``hvd.Average`` or ``hvd.Sum``.
-        process_set: Who takes part.
+        process_set: The ranks that take part; all by default.
 
     Returns:
         A handle for ``hvd.synchronize``, which gives a coalesced sparse tensor of the same shape and dtype; calling the
@@ -44,13 +45,13 @@ def sparse_allreduce_async(
     entries = tensor.detach().coalesce()
     shape = entries.shape
 
-    def finish(outputs: list[torch.Tensor], parts: Sequence[Part]) -> torch.Tensor:
+    def finish(outputs: list[torch.Tensor], parts: Sequence[Part[torch.Tensor]]) -> torch.Tensor:
         divisor = len(parts[0].result.tables) if chosen is Average else 1
         return _added_up(outputs[0].t(), outputs[1], shape, divisor)
 
     # Entries are the rows of an allgather, so the indices go transposed.
     operation = Operation(OpKind.ALLGATHER, process_set=set_id(process_set))
-    return submit_group(operation, [entries.indices().t(), entries.values()], name, finish=finish)
+    return BINDING.submit_group(operation, [entries.indices().t(), entries.values()], name, finish=finish)
 
 
 def _added_up(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int) -> torch.Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.torch.autograd import collective
 from hvdlab.torch.compiling import untraced
 from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
-from hvdlab.torch.submission import Operation
 
 _HALVES = (torch.float16, torch.bfloat16)
 

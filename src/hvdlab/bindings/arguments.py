@@ -6,14 +6,14 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
+from hvdlab.bindings.adapter import Adapter
+from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.process_sets import ProcessSet, set_id
-from hvdlab.torch.submission import Operation
+
+T = TypeVar("T")
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -21,6 +21,9 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+
+_NOT_THE_USERS = ("hvdlab.", "torch.")
+"""Modules whose lines a warning does not name: ours, and those of frameworks that may stand between."""
 
 
 def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
@@ -54,29 +57,77 @@ def checked_operator(op: ReduceOp | int) -> ReduceOp:
         ) from None
 
 
-def reduction(
-    kind: OpKind,
+# -- operations -------------------------------------------------------------------------------------------------------
+# Process sets come as ids here: see hvdlab.collectives.process_sets.set_id.
+
+
+def allreducing(
     average: bool | None,
     op: ReduceOp | int | None,
     prescale_factor: float,
     postscale_factor: float,
-    process_set: ProcessSet,
+    process_set: int,
 ) -> Operation:
-    """The operation of an allreduce or a reducescatter."""
+    """The operation of an allreduce."""
     chosen = chosen_operator(average, op)
     return Operation(
-        kind, chosen, float(prescale_factor), float(postscale_factor), process_set=set_id(process_set)
+        OpKind.ALLREDUCE, chosen, float(prescale_factor), float(postscale_factor), process_set=process_set
     )
 
 
-def tensor_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def gathering(process_set: int) -> Operation:
+    """The operation of an allgather."""
+    return Operation(OpKind.ALLGATHER, process_set=process_set)
+
+
+def broadcasting(root_rank: int, process_set: int) -> Operation:
+    """The operation of a broadcast; raises ``InvalidRequestError`` if ``root_rank`` is no number."""
+    try:
+        root = operator.index(root_rank)
+    except TypeError:
+        raise InvalidRequestError(f"root_rank takes the number of a rank, not {root_rank!r}.") from None
+    return Operation(OpKind.BROADCAST, root=root, process_set=process_set)
+
+
+def scattering(
+    adapter: Adapter[T],
+    tensors: Sequence[Any],
+    op: ReduceOp | int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: int,
+) -> Operation:
+    """The operation of a reducescatter of these tensors; raises ``InvalidRequestError`` if one is 0-d."""
+    _refuse_scalars(adapter, tensors, OpKind.REDUCESCATTER)
+    chosen = checked_operator(op)
+    return Operation(
+        OpKind.REDUCESCATTER,
+        chosen,
+        float(prescale_factor),
+        float(postscale_factor),
+        process_set=process_set,
+    )
+
+
+def exchanging(adapter: Adapter[T], tensor: Any, splits: Any, process_set: int) -> Operation:
+    """The operation of an alltoall; raises ``InvalidRequestError`` for a 0-d tensor, or splits that are no counts."""
+    _refuse_scalars(adapter, (tensor,), OpKind.ALLTOALL)
+    return Operation(OpKind.ALLTOALL, process_set=process_set, splits=row_counts(splits))
+
+
+def _refuse_scalars(adapter: Adapter[T], tensors: Sequence[Any], kind: OpKind) -> None:
+    if any(adapter.is_tensor(tensor) and not adapter.shape(tensor) for tensor in tensors):
+        raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
+
+
+def tensor_list(adapter: Adapter[T], tensors: Iterable[Any]) -> list[Any]:
     """The tensors of a grouped collective; one tensor, which could be iterated over as well, is refused."""
-    if isinstance(tensors, torch.Tensor):
+    if adapter.is_tensor(tensors):
         raise InvalidRequestError("A grouped collective takes a list of tensors, not one tensor.")
     return list(tensors)
 
 
-def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] | None:
+def row_counts(splits: Any) -> tuple[int, ...] | None:
     """The ``splits`` of an alltoall as numbers; they may come as a tensor, an array or a list."""
     if splits is None:
         return None
@@ -91,7 +142,7 @@ def row_counts(splits: torch.Tensor | Sequence[int] | None) -> tuple[int, ...] |
     return counts
 
 
-def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
+def _listed(splits: Any) -> Sequence[int]:
     tolist = getattr(splits, "tolist", None)  # of tensors and arrays
     listed: Any = splits if tolist is None else tolist()
     return listed if isinstance(listed, Sequence) else [listed]
@@ -100,6 +151,6 @@ def _listed(splits: torch.Tensor | Sequence[int]) -> Sequence[int]:
 def _levels_to_the_user() -> int:
     """``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and torch."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("hvdlab.", "torch.")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back
     return level

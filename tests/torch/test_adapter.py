@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from hvdlab.bindings.handles import OutputAllocator
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.torch.conversion import OutputAllocator, as_stored, core_dtype, is_direct, staged, storage_view
+from hvdlab.torch.adapter import ADAPTER, as_stored
 
 DTYPES = {
     torch.bool: DType.BOOL,
@@ -25,8 +26,8 @@ DTYPES = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_view_shares_memory_with_the_tensor(dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1, 1, 0, 1], dtype=dtype)
-    view = storage_view(tensor)
-    assert core_dtype(tensor) is DTYPES[dtype]
+    view = ADAPTER.host_view(tensor)
+    assert ADAPTER.dtype(tensor) is DTYPES[dtype]
     assert view.itemsize == DTYPES[dtype].itemsize
     assert view.ctypes.data == tensor.data_ptr()
     view[:] = view[::-1].copy()
@@ -34,24 +35,24 @@ def test_view_shares_memory_with_the_tensor(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_seen_as_its_bits() -> None:
-    assert storage_view(torch.tensor([1.0, -2.0], dtype=torch.bfloat16)).tolist() == [0x3F80, 0xC000]
+    assert ADAPTER.host_view(torch.tensor([1.0, -2.0], dtype=torch.bfloat16)).tolist() == [0x3F80, 0xC000]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_view_has_the_tensor_s_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.ones(shape, dtype=dtype)
-    assert is_direct(tensor)
-    assert storage_view(tensor).shape == shape
+    assert ADAPTER.is_direct(tensor)
+    assert ADAPTER.host_view(tensor).shape == shape
 
 
 def test_view_of_a_leaf_that_requires_gradients() -> None:
     leaf = torch.ones(3, requires_grad=True)
-    assert storage_view(leaf).ctypes.data == leaf.data_ptr()
+    assert ADAPTER.host_view(leaf).ctypes.data == leaf.data_ptr()
 
 
 def test_view_keeps_the_memory_alive() -> None:
-    view = storage_view(torch.full((1000,), 7.0))
+    view = ADAPTER.host_view(torch.full((1000,), 7.0))
     torch.full((1000,), 3.0)  # takes the place of freed memory, if there is any
     assert np.all(view == 7.0)
 
@@ -66,9 +67,9 @@ def test_view_keeps_the_memory_alive() -> None:
     ids=["transposed", "strided", "channels_last"],
 )
 def test_tensors_that_are_not_contiguous_are_staged(tensor: torch.Tensor) -> None:
-    assert not is_direct(tensor)
-    copy = staged(tensor)
-    assert is_direct(copy)
+    assert not ADAPTER.is_direct(tensor)
+    copy = ADAPTER.stage(tensor)
+    assert ADAPTER.is_direct(copy)
     assert torch.equal(copy, tensor)
     assert copy.data_ptr() != tensor.data_ptr()
 
@@ -76,25 +77,25 @@ def test_tensors_that_are_not_contiguous_are_staged(tensor: torch.Tensor) -> Non
 def test_a_negated_view_is_staged_with_its_values() -> None:
     negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert negated.is_neg()
-    assert not is_direct(negated)
-    assert storage_view(staged(negated)).tolist() == [-2.0, 4.0]
+    assert not ADAPTER.is_direct(negated)
+    assert ADAPTER.host_view(ADAPTER.stage(negated)).tolist() == [-2.0, 4.0]
 
 
 def test_complex_tensors_are_refused_with_a_way_out() -> None:
     with pytest.raises(UnsupportedError, match="view_as_real"):
-        core_dtype(torch.ones(2, dtype=torch.complex64))
+        ADAPTER.dtype(torch.ones(2, dtype=torch.complex64))
 
 
 def test_sparse_and_meta_tensors_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="to_dense"):
-        staged(torch.eye(3).to_sparse())
+        ADAPTER.stage(torch.eye(3).to_sparse())
     with pytest.raises(UnsupportedError, match="meta"):
-        staged(torch.ones(2, device="meta"))
+        ADAPTER.stage(torch.ones(2, device="meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_allocator_gives_memory_of_its_tensor(dtype: torch.dtype) -> None:
-    allocate = OutputAllocator(dtype)
+    allocate = OutputAllocator(ADAPTER, torch.empty(0, dtype=dtype))
     view = allocate((2, 3))
     assert allocate.allocated.shape == (2, 3)
     assert allocate.allocated.dtype is dtype
@@ -105,7 +106,7 @@ def test_what_fills_its_memory_in_another_order_is_viewed_as_it_lies() -> None:
     tensor = torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     view = as_stored(tensor)
     assert view.shape == (2, 4, 5, 3, 1)
-    assert is_direct(view)
+    assert ADAPTER.is_direct(view)
     assert view.data_ptr() == tensor.data_ptr()
     assert as_stored(torch.ones(3, 2).t()).shape == (3, 2, 1)
     for given in (

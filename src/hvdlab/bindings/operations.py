@@ -1,0 +1,176 @@
+"""From a framework's tensors to requests of the collective core: the one place where bindings submit anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hvdlab.bindings.adapter import Adapter
+from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Part, delivered, every, only
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.reduce.support import check_supported
+
+T = TypeVar("T")
+
+_SHAPED_BY_RANKS = frozenset({OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.ALLTOALL})
+"""Collectives whose output's shape depends on the other ranks, or on how many there are."""
+
+_LABELS = {kind: kind.label for kind in OpKind}
+
+
+class Operation(NamedTuple):
+    """What is asked for, apart from the tensors.
+
+    Attributes:
+        kind: Which collective.
+        op: Reduction operator.
+        prescale: Factor for the inputs.
+        postscale: Factor for the result.
+        root: Rank a broadcast comes from.
+        process_set: Id of the process set.
+        splits: Rows for each rank of an alltoall.
+    """
+
+    kind: OpKind
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    process_set: int = 0
+    splits: tuple[int, ...] | None = None
+
+
+class Binding(Generic[T]):
+    """Runs collectives on the tensors of one framework.
+
+    Args:
+        adapter: What the framework tells of its tensors.
+    """
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        self.adapter = adapter
+
+    def submit(
+        self,
+        operation: Operation,
+        tensor: Any,
+        name: str | None,
+        *,
+        in_place: bool = False,
+        announce: bool = True,
+    ) -> Handle:
+        """Start a collective on one tensor; ``in_place`` writes the result to it.
+
+        Without ``announce`` the caller is to see to it that it is announced; see ``Engine.submit``.
+
+        The handle yields the output (in place: the very ``tensor``), or for an alltoall the output and the received
+        splits.
+        """
+        request, output, deliver = self._request(operation, tensor, in_place)
+        request.name = name
+        core = context.engine(_LABELS[operation.kind]).submit(request, announce=announce)
+        part = Part(core, output, deliver)
+        return Handle((part,), self._with_splits if operation.kind is OpKind.ALLTOALL else only)
+
+    def run(
+        self, operation: Operation, tensor: Any, name: str | None, *, in_place: bool = False
+    ) -> tuple[T, Result]:
+        """Run a collective on one tensor and wait: cheaper than a handle, as no other thread has to wake this one.
+
+        Returns:
+            The output, and what the core said of it.
+        """
+        request, output, deliver = self._request(operation, tensor, in_place)
+        request.name = name
+        result = context.engine(_LABELS[operation.kind]).run(request)
+        return delivered(output, deliver), result
+
+    def submit_group(
+        self,
+        operation: Operation,
+        tensors: Sequence[Any],
+        name: str | None,
+        *,
+        in_place: bool = False,
+        finish: Finish[T] = every,
+        announce: bool = True,
+    ) -> Handle:
+        """Start a collective on tensors that are executed together; the handle yields the list of outputs.
+
+        All arguments are checked before the first tensor is sent, so that an error here leaves no half a group behind.
+        """
+        label = _LABELS[operation.kind]
+        engine = context.engine(f"grouped_{label}")
+        base = name or f"grouped_{label}.noname"
+        prepared = [self._request(operation, tensor, in_place) for tensor in tensors]
+        for number, (request, _, _) in enumerate(prepared):
+            request.name = f"{base}.{number}"
+            request.anonymous = name is None
+            request.group = (base, len(prepared))
+        handles = engine.submit_group([request for request, _, _ in prepared], announce=announce)
+        parts = [
+            Part(handle, output, deliver)
+            for handle, (_, output, deliver) in zip(handles, prepared, strict=True)
+        ]
+        return Handle(parts, finish)
+
+    def _request(
+        self, operation: Operation, given: Any, in_place: bool
+    ) -> tuple[Request, T | OutputAllocator[T], Deliver[T] | None]:
+        """A request without a name, what its output will be in, and how that gets to the user."""
+        adapter, kind = self.adapter, operation.kind
+        tensor = adapter.check(given, kind, in_place)
+        dtype = adapter.dtype(tensor)
+        check_supported(kind, dtype, operation.op)
+        direct = adapter.is_direct(tensor)
+        source = tensor if direct else adapter.stage(tensor)
+        request = Request(
+            kind,
+            dtype=dtype,
+            op=operation.op,
+            prescale=operation.prescale,
+            postscale=operation.postscale,
+            root=operation.root,
+            splits=operation.splits,
+            process_set=operation.process_set,
+        )
+        output: T | OutputAllocator[T]
+        if kind in _SHAPED_BY_RANKS:
+            request.input = adapter.host_view(source)
+            request.allocate = output = OutputAllocator(adapter, source)
+        elif in_place or not direct:
+            request.input = request.output = adapter.host_view(source)
+            output = source
+        elif kind is OpKind.BROADCAST:
+            output = self._broadcast_buffer(source, operation.root)
+            request.input = request.output = adapter.host_view(output)
+        else:
+            output = adapter.empty_like(source)
+            request.input, request.output = adapter.host_view(source), adapter.host_view(output)
+        if not in_place:
+            return request, output, None if direct else partial(adapter.placed, like=tensor)
+        if direct:
+            adapter.mark_written(tensor)
+            return request, given, None
+        return request, output, partial(self._written_back, into=tensor, given=given)
+
+    def _broadcast_buffer(self, tensor: T, root: int) -> T:
+        """What a broadcast that leaves its argument alone works on: read at the root, written elsewhere."""
+        if context.engine("broadcast").rank == root:
+            return self.adapter.stage(tensor)
+        return self.adapter.empty_like(tensor)
+
+    def _written_back(self, output: T, into: T, given: Any) -> Any:
+        self.adapter.deliver(output, into)
+        return given
+
+    def _with_splits(self, outputs: list[T], parts: Sequence[Part[T]]) -> tuple[T, Any]:
+        """Finish an alltoall: the output, and how many of its rows came from each member."""
+        return outputs[0], self.received_splits(parts[0].result)
+
+    def received_splits(self, result: Result) -> Any:
+        """What an alltoall returns besides its output: one number for each member."""
+        return self.adapter.received_splits(result.received_splits or ())

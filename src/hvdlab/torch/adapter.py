@@ -1,0 +1,130 @@
+"""What hvdlab's bindings know of torch tensors.
+
+A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. Any other one is
+*staged*: the core works on a contiguous copy in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hvdlab.bindings.operations import Binding
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.bool: DType.BOOL,
+    torch.uint8: DType.U8,
+    torch.int8: DType.I8,
+    torch.int16: DType.I16,
+    torch.int32: DType.I32,
+    torch.int64: DType.I64,
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.F32,
+    torch.float64: DType.F64,
+}
+_BITS = np.dtype(np.uint16)
+
+
+class TorchAdapter:
+    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+
+    def check(self, value: Any, kind: OpKind, in_place: bool) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise InvalidRequestError(f"{kind.label} takes a torch.Tensor, not {type(value).__name__}.")
+        return value
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def dtype(self, tensor: torch.Tensor) -> DType:
+        """The core's element type; raises ``UnsupportedError`` if it has none (complex, quantised, ...)."""
+        try:
+            return _DTYPES[tensor.dtype]
+        except KeyError:
+            known = ", ".join(dtype.label for dtype in DType)
+            hint = " Send torch.view_as_real(tensor) instead." if tensor.is_complex() else ""
+            raise UnsupportedError(
+                f"Collectives take {known}; this tensor is {tensor.dtype}.{hint}"
+            ) from None
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tensor.shape
+
+    def is_direct(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        )
+
+    def host_view(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        if tensor.dtype is torch.bfloat16:
+            return tensor.detach().view(torch.int16).numpy().view(_BITS)
+        return tensor.numpy(force=True)
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
+
+        Raises ``UnsupportedError`` for tensors without plain elements: sparse ones and those on the meta device.
+        """
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"This collective takes dense tensors; this one has layout {tensor.layout}. Use hvd.allreduce or "
+                "hvd.sparse_allreduce_async for a sparse COO tensor, or give tensor.to_dense()."
+            )
+        if tensor.is_meta:
+            raise UnsupportedError("A tensor on the meta device has no data to communicate.")
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor.detach())
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, requires_grad=False)
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype)
+
+    def deliver(self, output: torch.Tensor, into: torch.Tensor) -> None:
+        into.detach().copy_(output)
+
+    def placed(self, output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return output if like.is_cpu else output.to(like.device)
+
+    def mark_written(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_inference():
+            # With this a backward pass that saved the tensor complains.
+            torch.autograd.graph.increment_version(tensor)
+
+    def requires_grad(self, tensors: Sequence[Any]) -> bool:
+        return torch.is_grad_enabled() and any(
+            isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+        )
+
+    def received_splits(self, counts: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(counts, dtype=torch.int32)
+
+
+ADAPTER = TorchAdapter()
+BINDING = Binding(ADAPTER)
+"""Runs collectives on torch tensors."""
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
+
+    The view has an extent of 1 behind the others, so its shape is not that of any tensor of the same dimensions: ranks
+    whose memory is in different orders disagree, instead of mixing up elements. What can't be viewed so, or is
+    contiguous, is returned as it is.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    view = tensor.permute(order)
+    return view.unsqueeze(-1) if view.is_contiguous() else tensor

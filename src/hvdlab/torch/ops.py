@@ -1,0 +1,477 @@
+"""The collectives on torch tensors.
+
+Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType`` and on any device. CPU tensors that are contiguous are
+read and written where they are; others are copied to host memory and back.
+
+The forms that wait and return new tensors are differentiable; every rank must then run the backward pass. Each
+docstring is completed by :func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlab.bindings import arguments, handles
+from hvdlab.bindings.arguments import Average
+from hvdlab.bindings.compression import all_compressed, compressed
+from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.handles import Handle
+from hvdlab.bindings.operations import Operation
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.torch.adapter import ADAPTER, BINDING
+from hvdlab.torch.autograd import collective, collectives, exchange
+from hvdlab.torch.compiling import untraced
+from hvdlab.torch.compression import Compression, Compressor
+from hvdlab.torch.sparse import sparse_allreduce_async
+
+# -- allreduce --------------------------------------------------------------------------------------------------------
+
+
+@untraced
+@documented
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks into a new one of its shape, dtype and device.
+
+    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients, that of the
+    other operators the derivative of the sum of the ranks' losses. Every rank must run the backward pass.
+
+    A sparse COO tensor is gathered and summed or averaged, and is not differentiable.
+    """
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
+        output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, operation.op, process_set))
+        factor = operation.prescale * operation.postscale
+        return output if factor == 1.0 else (output * factor).to(output.dtype)
+    return compressed(compression, tensor, lambda sent: collective(operation, sent, name))
+
+
+@untraced
+@documented
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`allreduce` (without gradients)."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    return BINDING.submit(operation, tensor, name)
+
+
+@untraced
+@documented
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks in place and return it. No gradients."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    return BINDING.run(operation, tensor, name, in_place=True)[0]
+
+
+@untraced
+@documented
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`allreduce_`."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    return BINDING.submit(operation, tensor, name, in_place=True)
+
+
+@untraced
+@documented
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce` of several tensors, executed together once each of them is there on every rank."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    given = arguments.tensor_list(ADAPTER, tensors)
+    return all_compressed(compression, given, lambda sent: collectives(operation, sent, name))
+
+
+@untraced
+@documented
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`grouped_allreduce` (without gradients); ``synchronize`` gives the list of outputs."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    return BINDING.submit_group(operation, arguments.tensor_list(ADAPTER, tensors), name)
+
+
+@untraced
+@documented
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce_` of several tensors, executed together; returns them as a list."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    outputs: list[torch.Tensor] = BINDING.submit_group(
+        operation, arguments.tensor_list(ADAPTER, tensors), name, in_place=True
+    ).wait()
+    return outputs
+
+
+@untraced
+@documented
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`grouped_allreduce_`."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    return BINDING.submit_group(operation, arguments.tensor_list(ADAPTER, tensors), name, in_place=True)
+
+
+# -- allgather --------------------------------------------------------------------------------------------------------
+
+
+@untraced
+@documented
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets all of it.
+
+    Differentiable: a rank's gradient is its own rows of the *average* of the gradients over all ranks.
+    """
+    return collective(_gathering(process_set), tensor, name)
+
+
+@untraced
+@documented
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start :func:`allgather` (without gradients)."""
+    return BINDING.submit(_gathering(process_set), tensor, name)
+
+
+@untraced
+@documented
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """:func:`allgather` of several tensors, executed together."""
+    return collectives(_gathering(process_set), arguments.tensor_list(ADAPTER, tensors), name)
+
+
+@untraced
+@documented
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start :func:`grouped_allgather` (without gradients); ``synchronize`` gives the list of outputs."""
+    return BINDING.submit_group(_gathering(process_set), arguments.tensor_list(ADAPTER, tensors), name)
+
+
+# -- broadcast --------------------------------------------------------------------------------------------------------
+
+
+@untraced
+@documented
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return a new tensor with the values of ``root_rank``'s on every rank; ``tensor`` gives the shape and dtype.
+
+    Differentiable: the root's gradient is the *average* of the gradients over all ranks, the others' is zero.
+    """
+    return collective(_broadcasting(root_rank, process_set), tensor, name)
+
+
+@untraced
+@documented
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`broadcast` (without gradients)."""
+    return BINDING.submit(_broadcasting(root_rank, process_set), tensor, name)
+
+
+@untraced
+@documented
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrite the tensor with ``root_rank``'s on every other rank, and return it. No gradients."""
+    return BINDING.run(_broadcasting(root_rank, process_set), tensor, name, in_place=True)[0]
+
+
+@untraced
+@documented
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`broadcast_`."""
+    return BINDING.submit(_broadcasting(root_rank, process_set), tensor, name, in_place=True)
+
+
+# -- reducescatter ----------------------------------------------------------------------------------------------------
+
+
+@untraced
+@documented
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor of at least one dimension over all ranks, and return this rank's rows of the result.
+
+    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the allgather of the gradients, times the number
+    of ranks for ``hvd.Sum``, times the scale factors; that of the other operators is the derivative of the sum of the
+    ranks' losses.
+    """
+    operation = _scattering(op, prescale_factor, postscale_factor, process_set, [tensor])
+    return compressed(compression, tensor, lambda sent: collective(operation, sent, name))
+
+
+@untraced
+@documented
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`reducescatter` (without gradients)."""
+    return BINDING.submit(
+        _scattering(op, prescale_factor, postscale_factor, process_set, [tensor]), tensor, name
+    )
+
+
+@untraced
+@documented
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`reducescatter` of several tensors, executed together."""
+    given = arguments.tensor_list(ADAPTER, tensors)
+    operation = _scattering(op, prescale_factor, postscale_factor, process_set, given)
+    return all_compressed(compression, given, lambda sent: collectives(operation, sent, name))
+
+
+@untraced
+@documented
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start :func:`grouped_reducescatter` (without gradients); ``synchronize`` gives the list of outputs."""
+    given = arguments.tensor_list(ADAPTER, tensors)
+    operation = _scattering(op, prescale_factor, postscale_factor, process_set, given)
+    return BINDING.submit_group(operation, given, name)
+
+
+# -- alltoall ---------------------------------------------------------------------------------------------------------
+
+
+@untraced
+@documented
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send rows to every rank, and return the rows received, in the order of the ranks they came from.
+
+    Differentiable: gradients go back the way the rows came.
+
+    Returns:
+        The output; with ``splits`` the pair of the output and the number of rows received from each rank (int32).
+    """
+    output, received = exchange(_exchanging(tensor, splits, process_set), tensor, name)
+    return output if splits is None else (output, received)
+
+
+@untraced
+@documented
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start :func:`alltoall` (without gradients); ``synchronize`` always gives the pair, as Horovod does."""
+    return BINDING.submit(_exchanging(tensor, splits, process_set), tensor, name)
+
+
+# -- join, and handles ------------------------------------------------------------------------------------------------
+
+
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Say that this rank has no data left, and wait until no rank has.
+
+    Meanwhile the others need not wait for it: this rank takes part with zeros in their allreduces with ``hvd.Sum`` or
+    ``hvd.Average`` (which divides by all ranks, those that have joined included), single, grouped or by a
+    ``DistributedOptimizer``; barriers count it as present. Any other collective, and any other operator, raises
+    ``HorovodInternalError`` on the ranks that submit it while some rank has joined; nothing else is touched by that.
+
+    It can be used again and again, for example after each epoch of training.
+
+    Args:
+        device: Horovod's device for the zeros; of no effect, since they live in host memory.
+        process_set: Ranks that join; all by default.
+
+    Returns:
+        The rank that joined last, the same on all ranks. It is the one that has seen most data.
+
+    Raises:
+        AbortedError: Another rank died, failed, left or was interrupted before all had joined.
+    """
+    return context.engine("hvd.join()").join(set_id(process_set))
+
+
+@untraced
+def poll(handle: Handle) -> bool:
+    """Whether ``synchronize(handle)`` would return, or raise, without waiting.
+
+    Args:
+        handle: What an ``*_async`` function returned.
+
+    Raises:
+        InvalidRequestError: It is no handle.
+    """
+    return handles.poll(handle)
+
+
+@untraced
+def synchronize(handle: Handle) -> Any:
+    """Wait for an asynchronous collective and return its result.
+
+    Args:
+        handle: What an ``*_async`` function returned.
+
+    Returns:
+        The output tensor (the given one for in-place functions); for a grouped function the list of outputs; for
+        ``alltoall_async`` the pair of the output and the received splits. Asking again gives the same.
+
+    Raises:
+        InvalidRequestError: It is no handle.
+        MismatchError: The ranks disagree about the collective.
+        AbortedError: It can't complete (a rank failed, left, was interrupted, ...); the group goes on.
+        DuplicateNameError: Another rank submitted its name twice.
+
+    After an error the outputs, and tensors given in place, are undefined.
+    """
+    return handles.synchronize(handle)
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+def _allreducing(
+    average: bool | None,
+    op: ReduceOp | int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Operation:
+    return arguments.allreducing(average, op, prescale_factor, postscale_factor, set_id(process_set))
+
+
+def _gathering(process_set: ProcessSet) -> Operation:
+    return arguments.gathering(set_id(process_set))
+
+
+def _broadcasting(root_rank: int, process_set: ProcessSet) -> Operation:
+    return arguments.broadcasting(root_rank, set_id(process_set))
+
+
+def _scattering(
+    op: ReduceOp | int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    tensors: Sequence[torch.Tensor],
+) -> Operation:
+    return arguments.scattering(ADAPTER, tensors, op, prescale_factor, postscale_factor, set_id(process_set))
+
+
+def _exchanging(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet
+) -> Operation:
+    return arguments.exchanging(ADAPTER, tensor, splits, set_id(process_set))

@@ -1,0 +1,55 @@
+"""Handles of groups, on parts that end when a test says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.bindings.handles import CoreHandle, Handle, Part, every
+from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.errors import CollectiveError
+
+
+class ScriptedCore(CoreHandle):
+    """A core handle that writes down when it is waited for, and then does what it was given."""
+
+    def __init__(self, name: str, waited: list[str], outcome: Exception | None = None) -> None:
+        self.name, self.waited, self.outcome = name, waited, outcome
+
+    def done(self) -> bool:
+        return self.name in self.waited
+
+    def wait(self, timeout: float | None = None) -> Result:
+        self.waited.append(self.name)
+        if self.outcome is not None:
+            raise self.outcome
+        return Result(tables=((len(self.waited),),))
+
+
+def handle_of(*cores: ScriptedCore) -> Handle:
+    return Handle([Part(core, core.name, None) for core in cores], every)
+
+
+def test_a_group_waits_for_all_tensors_before_it_raises_the_first_error() -> None:
+    waited: list[str] = []
+    first, second = CollectiveError("first"), CollectiveError("second")
+    handle = handle_of(
+        ScriptedCore("a", waited, first), ScriptedCore("b", waited), ScriptedCore("c", waited, second)
+    )
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="first"):
+            handle.wait()
+    assert waited == ["a", "b", "c"]
+    assert handle.done()
+
+
+def test_a_timeout_leaves_the_handle_as_it_was() -> None:
+    waited: list[str] = []
+    slow = ScriptedCore("b", waited, TimeoutError("still in flight"))
+    handle = handle_of(ScriptedCore("a", waited), slow)
+    with pytest.raises(TimeoutError):
+        handle.wait(1.0)
+    slow.outcome = None
+    assert handle.wait() == ["a", "b"]
+    assert handle.wait() == ["a", "b"]
+    assert waited == ["a", "b", "a", "b"]
+    assert [table for table in handle.tables] == [((3,),), ((4,),)]

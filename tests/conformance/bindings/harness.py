@@ -1,0 +1,112 @@
+"""What the conformance suite must know of a binding. A new one brings a subclass, and its name in ``BINDINGS``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.dtypes import DType
+
+Values = npt.NDArray[Any]
+
+BINDINGS = {
+    "torch": "conformance.bindings.torch_binding",
+    "numpy": "conformance.bindings.numpy_binding",
+}
+"""Modules that have a ``BINDING``."""
+
+SIZES = (1, 3)
+"""Worlds that every binding is tried in."""
+
+
+class BindingUnderTest(ABC):
+    """One framework.
+
+    Attributes:
+        module: Name of the module that users import as ``hvd``.
+        lacks: What it does not have, of ``average`` and ``compression`` (the arguments) and ``gradients``.
+        scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
+        dtypes: Element types that its tensors have.
+        not_a_tensor: A value that it does not take, and the text that says so after the name of the collective.
+    """
+
+    module: str
+    lacks: frozenset[str] = frozenset()
+    scalars_are_rows = False
+    dtypes: tuple[DType, ...] = tuple(DType)
+    not_a_tensor: tuple[Any, str]
+
+    @property
+    def hvd(self) -> Any:
+        return import_module(self.module)
+
+    @abstractmethod
+    def tensor(self, values: Values, dtype: DType) -> Any:
+        """A tensor of these whole numbers."""
+
+    @abstractmethod
+    def values(self, tensor: Any) -> Values:
+        """The numbers in a tensor, as an array of its shape, of float64."""
+
+    @abstractmethod
+    def dtype(self, tensor: Any) -> DType:
+        """The element type of a tensor."""
+
+    @abstractmethod
+    def layouts(self, values: Values) -> dict[str, Any]:
+        """float32 tensors of these values (of two dimensions) that the core can't work on as they lie in memory."""
+
+    @abstractmethod
+    def unsupported(self) -> dict[str, tuple[Any, str]]:
+        """Tensors whose elements can't be sent, and a part of the text that says what to do."""
+
+    @abstractmethod
+    def gradients(
+        self, function: Callable[..., Any], tensors: list[Any], weights: list[Values]
+    ) -> list[Values]:
+        """The gradients of the sum of ``weights`` times what ``function(*tensors)`` returns, for each tensor."""
+
+
+def binding(name: str) -> BindingUnderTest:
+    found: BindingUnderTest = import_module(BINDINGS[name]).BINDING
+    return found
+
+
+class Problems(list[str]):
+    """What went wrong on this rank. The other cases are tried all the same, so that no rank waits for this one."""
+
+    def expect(self, condition: bool, case: object) -> None:
+        if not condition:
+            self.append(f"{case}")
+
+    @contextmanager
+    def of(self, case: object) -> Iterator[None]:
+        """Whatever is raised is a problem of this case."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # the test shows it
+            self.append(f"{case}: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def refused(self, case: object, kind: type[Exception], text: str) -> Iterator[None]:
+        """This case must raise an error of exactly this class, whose text has this part."""
+        try:
+            yield
+        except kind as error:
+            if type(error) is not kind or text not in str(error):
+                self.append(f"{case}: expected {kind.__name__} with {text!r}, got {error!r}")
+        except Exception as error:  # noqa: BLE001
+            self.append(f"{case}: expected {kind.__name__}, got {error!r}")
+        else:
+            self.append(f"{case}: nothing was raised")
+
+
+def values_of(rank: int, shape: tuple[int, ...], seed: int = 0) -> Values:
+    """What a rank contributes: small whole numbers, so that every dtype holds sums and products exactly."""
+    return np.random.default_rng((seed, rank)).integers(0, 4, shape).astype(np.float64)

@@ -15,6 +15,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.planes.buffers import host_view
 
 GLOBAL_ID = 0
 
@@ -213,7 +214,7 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     request = Request(OpKind.ALLGATHER, "process_set.communicators", mine, dtype=DType.I64)
     gathered = context.engine().run(request).output
     assert gathered is not None
-    rows = gathered.tolist()
+    rows = host_view(gathered).tolist()
     found: dict[tuple[int, ...], None] = {}
     while rows:
         length = rows.pop(0)

@@ -12,6 +12,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic.interrupts import HostUpdateResult
 from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.planes.buffers import host_view
 
 _RANKS = 1 << 20
 """More than there ever are."""
@@ -54,4 +55,4 @@ def _reduced(values: npt.NDArray[Any], dtype: DType, name: str, op: ReduceOp) ->
     """What an allreduce makes of a few numbers."""
     result = context.engine().run(Request(OpKind.ALLREDUCE, name, values, dtype=dtype, op=op))
     assert result.output is not None
-    return result.output
+    return host_view(result.output)

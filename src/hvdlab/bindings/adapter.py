@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Adapter(Protocol[T]):
         """Whether the core can read and write its own memory: C-contiguous and in host memory."""
         ...
 
-    def host_view(self, tensor: T) -> Buffer:
+    def host_view(self, tensor: T) -> HostArray:
         """The memory of a direct tensor, in the core's storage type; the view keeps that memory alive."""
         ...
 

@@ -9,7 +9,7 @@ from hvdlab.bindings.adapter import Adapter
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
-from hvdlab.collectives.planes.base import Buffer
+from hvdlab.collectives.planes.buffers import HostArray
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class OutputAllocator(Generic[T]):
         self._like = like
         self._tensor: T | None = None
 
-    def __call__(self, shape: tuple[int, ...]) -> Buffer:
+    def __call__(self, shape: tuple[int, ...]) -> HostArray:
         tensor = self._tensor = self._adapter.empty(shape, self._like)
         return self._adapter.host_view(tensor)
 

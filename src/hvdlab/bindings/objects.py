@@ -15,6 +15,7 @@ from hvdlab.bindings.arguments import broadcasting
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 
 Bytes = npt.NDArray[np.uint8]
@@ -71,7 +72,7 @@ def allgather_object(
     )
     result = context.engine("allgather_object").run(request)
     assert result.output is not None
-    gathered, ends = result.output, np.cumsum([rows for (rows,) in result.tables])
+    gathered, ends = host_view(result.output), np.cumsum([rows for (rows,) in result.tables])
     return [
         cloudpickle.loads(gathered[end - rows : end].data)
         for (rows,), end in zip(result.tables, ends, strict=True)

@@ -258,7 +258,7 @@ class Client:
         self._fill(recording)
 
     def _fill(self, recording: Recording) -> None:
-        recording.label = lambda cell: self._labels.get(cell, cell)
+        recording.label = self._label_of
         if self._closing:
             recording.close()
             return
@@ -268,6 +268,9 @@ class Client:
         # If the coordinator is lost, its successor is told.
         with contextlib.suppress(CoordinatorLostError):
             self.on_events(recording.feed)
+
+    def _label_of(self, cell: str) -> str:
+        return self._labels.get(cell, cell)
 
     def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
         """:attr:`recording` with what every rank has recorded by now, but for those that do not answer in time.

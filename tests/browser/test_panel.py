@@ -64,14 +64,14 @@ def wait(lab: LabPage, condition: str) -> None:
     )
 
 
-def command(lab: LabPage, name: str) -> None:
-    """Choose a command in the palette."""
+def command(lab: LabPage, name: str, typed: str = "") -> None:
+    """Choose a command in the palette, by its name or by what is typed."""
     box = lab.page.locator(".lm-CommandPalette-input")
     for _ in range(10):
         lab.page.keyboard.press("Control+Shift+C")
         # It closes again when something else takes the focus, as pages that are just loaded may.
         with contextlib.suppress(TimeoutError):
-            box.fill(name, timeout=4000)
+            box.fill(typed or name, timeout=4000)
             lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click(timeout=4000)
             return
     pytest.fail(f"the palette does not stay open: {name}")
@@ -85,6 +85,11 @@ def status(lab: LabPage, text: str) -> None:
 def lab(tmp_path: Path) -> Iterator[LabPage]:
     with lab_page(tmp_path, notebook(CELLS), width=1280, height=900, many=True) as page:
         yield page
+
+
+def test_the_palette_finds_the_commands_by_the_name_of_the_package(lab: LabPage) -> None:
+    command(lab, "Timeline of the Ranks", typed="hvdlab")
+    lab.page.locator(".jp-HvdlabPanel-empty", has_text="has no ranks yet").wait_for(timeout=WAIT_MS)
 
 
 def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:

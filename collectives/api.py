@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.handles import Handle, poll, synchronize
+from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
 from hvdlab.numpy.ops import (
@@ -45,6 +46,7 @@ __all__ = [
     "Min",
     "Operation",
     "Product",
+    "ReduceOp",
     "Sum",
     "allgather",
     "allgather_async",

@@ -242,6 +242,8 @@ def _server(root: Path) -> Iterator[_Server]:
     (kernels / "hvdlab").symlink_to(KERNELSPEC)
     environment = _environment()
     places = {
+        # Importing torch takes longer than most of what is looked at: notebooks that need it say so.
+        "HVDLAB_PRELOAD": os.environ.get("HVDLAB_PRELOAD", "numpy"),
         "JUPYTER_PATH": root / "share",
         "JUPYTERLAB_SETTINGS_DIR": root / "settings",
         "JUPYTERLAB_WORKSPACES_DIR": root / "workspaces",

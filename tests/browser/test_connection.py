@@ -26,7 +26,7 @@ WAIT_MS = 60_000
 INIT, VIEW, TRAIN, COUNT, CLEAR = range(5)
 
 CELLS = [
-    "import hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, torch, hvdlab.torch as hvd; hvd.init()",
+    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, torch, hvdlab.torch as hvd; hvd.init()",
     "view = hvdlab.timeline(); view",
     """\
 %%hvd_run

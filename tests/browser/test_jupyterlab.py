@@ -32,7 +32,7 @@ print('rank', hvd.rank(), 'is done')
 """
 
 CELLS = [
-    "%load_ext hvdlab",
+    "%env HVDLAB_PRELOAD=torch\n%load_ext hvdlab",
     FIRST_CELL,
     "%%hvd_run\nif hvd.rank() == 1:\n    raise ValueError('bad batch')\nhvd.allreduce(torch.ones(1), name='loss')",
     "%%hvd_run\nprint('stuck')\nif hvd.rank() == 0:\n    hvd.barrier()\nelse:\n    time.sleep(1000)",

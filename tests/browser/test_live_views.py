@@ -63,7 +63,7 @@ print(json.dumps({
 """
 
 CELLS = [
-    "import hvdlab\n%load_ext hvdlab",
+    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab",
     "%%hvd_run -np 4\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
     "view = hvdlab.timeline()\nview",
     "hvdlab.ranks()",

@@ -45,7 +45,7 @@ print(json.dumps({str(rank): value for rank, value in late.items()}))
 """
 
 CELLS = [
-    "import hvdlab\n%load_ext hvdlab",
+    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab",
     "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()",
     "view = hvdlab.metrics()\nview",
     TRAINING,

@@ -77,13 +77,11 @@ class StoreServer:
 
 
 def _hang_up(connection: Connection) -> None:
-    if connection.closed:
-        return
-    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
-        try:
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as channel:
             channel.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+    except OSError:  # its thread has closed it, maybe just now; or the worker has
+        return
 
 
 class StoreClient(KeyValue):

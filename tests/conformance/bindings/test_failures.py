@@ -17,6 +17,7 @@ from conformance.bindings.conftest import World
 from conformance.bindings.harness import BindingUnderTest, Problems, binding
 from conformance.bindings.test_arguments import ones, works
 from hvdlab.bindings.handles import FAILURES
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, MismatchError
 
@@ -140,28 +141,54 @@ INTERRUPTED: dict[str, Callable[[BindingUnderTest], Any]] = {
 }
 
 
+PATIENCE = 60.0
+"""Seconds for what takes none, on a machine that has other work."""
+
+_both_wait = threading.Event()
+"""On rank 0: rank 1's part has reached the coordinator."""
+
+
+def listens() -> None:
+    """Before :func:`waits`, so that rank 0 hears of rank 1's wait however slow it is itself."""
+    _both_wait.clear()
+    context.engine().on_mail("waits", lambda sender, body: _both_wait.set())
+
+
 def waits(name: str, form: str) -> str:
-    """Wait for a collective that rank 2 does not call; rank 0 is interrupted once it waits."""
+    """Wait for a collective that rank 2 does not call; rank 0 is interrupted once ranks 0 and 1 wait."""
     under_test = binding(name)
-    interrupt = _interrupt_the_wait() if under_test.hvd.rank() == 0 else None
+    watcher = _when_this_thread_waits(_interrupt_once_both_wait if under_test.hvd.rank() == 0 else _say_so)
     try:
         INTERRUPTED[form](under_test)
     except (KeyboardInterrupt, AbortedError) as error:
         return type(error).__name__
     finally:
-        if interrupt is not None:
-            interrupt.join()
+        watcher.join()
     return "nothing was raised"
 
 
-def _interrupt_the_wait() -> threading.Thread:
-    """Ctrl-C for this process as soon as this thread waits for a collective, and not before."""
+def _say_so() -> None:
+    """The connection keeps the order: what this rank waits for is at the coordinator before this is."""
+    context.engine().post("waits", b"", to=[0])
+
+
+def _interrupt_once_both_wait() -> None:
+    assert _both_wait.wait(PATIENCE)
+    _press_ctrl_c()
+
+
+def _press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _when_this_thread_waits(action: Callable[[], None]) -> threading.Thread:
+    """Do this as soon as the calling thread waits for a collective, and not before."""
     waiting = threading.get_ident()
 
     def watch() -> None:
         while not _stack_of(waiting) & {"lead", "_wait_long"}:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
+        action()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -183,7 +210,8 @@ def after(name: str) -> bool:
 
 @pytest.mark.parametrize("form", INTERRUPTED)
 def test_an_interrupt_frees_all_ranks(three: World, form: str) -> None:
-    outcomes = three.ranks.run(waits, three.name, form, ranks=[0, 1])
+    three.ranks.run(listens)
+    outcomes = three.ranks.run(waits, three.name, form, ranks=[0, 1], timeout=2 * PATIENCE)
     assert outcomes == ["KeyboardInterrupt", "AbortedError"]
     three.ranks.catch_up()
     assert three.ranks.run(after, three.name) == [True] * 3
@@ -194,7 +222,7 @@ def interrupted_handle(name: str) -> list[str]:
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     handle = hvd.allreduce_async_(under_test.tensor(np.ones(3), DType.F32), name="kept")
-    interrupt = _interrupt_the_wait()
+    interrupt = _when_this_thread_waits(_press_ctrl_c)
     try:
         hvd.synchronize(handle)
     except KeyboardInterrupt:

@@ -146,6 +146,10 @@ def lab_page(
             server = stack.enter_context(_server(directory / "server"))
         stack.callback(server.end_kernels)
         path = server.settle_in(directory, theme)
+        if kernel:
+            # Without it a page that does not know the kernels yet, on a busy machine, asks in a dialog for one.
+            spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+            notebook.metadata.setdefault("kernelspec", spec)
         nbformat.write(notebook, directory / "work" / path.name)
         address = server.address
         if wire is not None:

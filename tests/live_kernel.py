@@ -74,6 +74,8 @@ class LiveKernel:
         self._name, self._prepare = name, prepare
         preload = os.environ.get("HVDLAB_PRELOAD", "numpy")
         given = {"HVDLAB_STRIP": str(int(strip)), "HVDLAB_PRELOAD": preload, **(environment or {})}
+        # Not the user's: kernels that run at the same time would wait for each other to write their history.
+        given.setdefault("IPYTHONDIR", os.environ.get("IPYTHONDIR", str(directory / ".ipython")))
         self._environment = os.environ | given
         self.closed = False
         self._start()

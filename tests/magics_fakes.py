@@ -25,6 +25,7 @@ from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Names, Stream
 from hvdlab.magics.extension import Extension
+from patience import PATIENCE
 
 
 class _Died(BaseException):
@@ -49,7 +50,7 @@ class FakeRank:
         }
 
     def _block(self) -> None:
-        self.stop.wait(20)
+        self.stop.wait(PATIENCE)
         raise KeyboardInterrupt
 
     def _die(self) -> None:

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import forked_workers
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from patience import PATIENCE
 
 Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -139,7 +140,10 @@ class Ranks:
 
     def _begin_coordinator(self) -> None:
         self.coordinator = CoordinatorProcess.start(
-            size=self.size, tcp_host="127.0.0.1" if self._tls else None, keep=self._keep
+            size=self.size,
+            tcp_host="127.0.0.1" if self._tls else None,
+            keep=self._keep,
+            timeout=PATIENCE,
         )
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
@@ -213,7 +217,7 @@ class Ranks:
         """Send a signal to the process of a rank; after SIGKILL also wait for its end."""
         self.processes[rank].send_signal(number)
         if number == signal.SIGKILL:
-            self.processes[rank].wait(10)
+            self.processes[rank].wait(PATIENCE)
 
     def respawn(self, rank: int) -> None:
         """Start a new process under an old number (not initialized)."""
@@ -264,4 +268,4 @@ def _hear_from_oneself() -> None:
     engine, there = context.engine(), threading.Event()
     engine.on_mail(f"to oneself {id(there)}", lambda sender, body: there.set())
     engine.post(f"to oneself {id(there)}", b"", to=[engine.rank])
-    assert there.wait(20), "the coordinator does not pass on what a rank says to itself"
+    assert there.wait(PATIENCE), "the coordinator does not pass on what a rank says to itself"

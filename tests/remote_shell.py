@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from patience import PATIENCE
+
 if TYPE_CHECKING:
     from hosts import Network, Process
 
@@ -84,7 +86,7 @@ class RemoteShell:
     def wait(self) -> None:
         """Wait until every command that was started has ended."""
         for thread in self._threads[1:]:
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
     def close(self) -> None:
@@ -92,7 +94,7 @@ class RemoteShell:
         with socket.socket(socket.AF_UNIX) as last:  # wakes the thread that accepts
             last.connect(path)
         for thread in self._threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         self._listener.close()
 
     def __enter__(self) -> Self:

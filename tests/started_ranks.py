@@ -42,7 +42,7 @@ class StartedRanks:
         self._changed = threading.Condition()
         self._pids: set[int] = set()
         self._cells = 0
-        self.coordinator = CoordinatorProcess.start()
+        self.coordinator = CoordinatorProcess.start(timeout=PATIENCE)
         self.client = Client.connect(self.coordinator.address, self.coordinator.token)
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})

@@ -25,6 +25,7 @@ from chaos.figures import Outcome
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from chaos.views import OpenViews
@@ -263,7 +264,7 @@ class Campaign:
                     os.kill(pid, 9)
         if not census.settled(lambda: bool(census.files(self.temporary)), SETTLE):
             left += [f"file {name}" for name in sorted(census.files(self.temporary))]
-        left += [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - self._shm)]
+        left += census.left_in_memory(self._shm, self.mark)
         return left
 
     def discard(self) -> None:
@@ -274,7 +275,7 @@ class Campaign:
         self._close_views()
         done = threading.Thread(target=pool.stop, daemon=True)
         done.start()
-        done.join(10)
+        done.join(PATIENCE)
         self.leftovers()
 
     # -- cells ----------------------------------------------------------------------------------------------------
@@ -372,7 +373,7 @@ class Campaign:
                 # Threads come and go with what a library does; one more is a leak only if it is ours, and then it shows
                 # at the end of the process.
                 found += [f"{name} ({pid}): {n} x {kind}" for kind, n in extra.items()]
-        return found + [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - self._shm)]
+        return found + census.left_in_memory(self._shm, self.mark)
 
     # -- trials ---------------------------------------------------------------------------------------------------
 

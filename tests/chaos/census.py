@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import shared_memory as shared
+
 MARK = "HVDLAB_CHAOS"
 """Variable by which everything that a campaign started is found again, whoever its parent is by now."""
 
@@ -71,10 +73,13 @@ def more(now: Count, before: Count) -> Count:
 
 
 def shared_memory() -> set[str]:
-    try:
-        return set(os.listdir("/dev/shm"))
-    except OSError:
-        return set()
+    return shared.entries()
+
+
+def left_in_memory(before: set[str], mark: str) -> list[str]:
+    """What came into shared memory since and is there still, unless it is in use by others than this campaign."""
+    found = shared.left(before, {os.getpid(), *marked(mark)})
+    return [f"/dev/shm/{name}" for name in sorted(found)]
 
 
 def files(directory: Path) -> set[str]:

@@ -94,4 +94,4 @@ class Owners(Pieces):
         if not census.settled(lambda: bool(census.marked(mark) or census.files(temporary)), 5.0):
             self.outcome.leaks += [f"process {pid} {name}" for pid, name in census.marked(mark).items()]
             self.outcome.leaks += [f"file {name}" for name in sorted(census.files(temporary))]
-        self.outcome.leaks += [f"/dev/shm/{name}" for name in sorted(census.shared_memory() - shm)]
+        self.outcome.leaks += census.left_in_memory(shm, mark)

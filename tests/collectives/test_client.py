@@ -21,13 +21,14 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from patience import GONE, PATIENCE
 
 M = TypeVar("M", bound=m.Message)
 
 
 @pytest.fixture
 def coordinator() -> Iterator[CoordinatorProcess]:
-    with CoordinatorProcess.start(stall_seconds=0.2) as process:
+    with CoordinatorProcess.start(stall_seconds=0.2, timeout=PATIENCE) as process:
         yield process
 
 
@@ -41,7 +42,7 @@ def join(coordinator: CoordinatorProcess, rank: int, *, tracked: bool = False) -
     hello = m.Hello(
         m.PROTOCOL_VERSION, coordinator.token, "rank", rank, "h", os.getpid(), planes=("gloo",), cells_tracked=tracked
     )  # fmt: skip
-    return connect(coordinator.address, hello, deadline=Deadline(10))[0]
+    return connect(coordinator.address, hello, deadline=Deadline(PATIENCE))[0]
 
 
 def wait_for(endpoint: Endpoint, kind: type[M]) -> M:
@@ -57,11 +58,11 @@ def test_membership_follows_the_ranks(coordinator: CoordinatorProcess, client: C
     assert client.membership() == Membership()
     client.expect([0, 1])
     ranks = [join(coordinator, rank) for rank in (0, 1)]
-    membership = client.wait_for(lambda now: now.complete, 10)
+    membership = client.wait_for(lambda now: now.complete, PATIENCE)
     assert membership.ranks == (0, 1)
     assert membership.members[0].pid == os.getpid()
     ranks[1].close()
-    membership = client.wait_for(lambda now: bool(now.deaths), 10)
+    membership = client.wait_for(lambda now: bool(now.deaths), PATIENCE)
     assert membership.missing == (1,)
     client.rank_lost(1, os.getpid(), "killed by SIGKILL")
     client.flush()
@@ -74,9 +75,9 @@ def test_callbacks_get_the_present_membership_and_each_new_one(
 ) -> None:
     seen: queue.SimpleQueue[tuple[Membership, threading.Thread]] = queue.SimpleQueue()
     client.on_membership(lambda membership: seen.put((membership, threading.current_thread())))
-    assert seen.get(timeout=10)[0] == Membership()
+    assert seen.get(timeout=PATIENCE)[0] == Membership()
     client.expect([3])
-    membership, thread = seen.get(timeout=10)
+    membership, thread = seen.get(timeout=PATIENCE)
     assert membership.expected == (3,)
     assert thread is not threading.current_thread()
 
@@ -84,7 +85,7 @@ def test_callbacks_get_the_present_membership_and_each_new_one(
 def test_a_cell_is_known_before_cell_started_returns(coordinator: CoordinatorProcess, client: Client) -> None:
     client.expect([0, 1])
     ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
-    client.wait_for(lambda now: now.complete, 10)
+    client.wait_for(lambda now: now.complete, PATIENCE)
     definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
     for number in range(50):
         client.cell_started(str(number), [0, 1])
@@ -100,18 +101,18 @@ def test_a_cell_is_known_before_cell_started_returns(coordinator: CoordinatorPro
 def test_mail_interrupts_and_events(coordinator: CoordinatorProcess, client: Client) -> None:
     client.expect([0])
     rank = join(coordinator, 0)
-    client.wait_for(lambda now: now.complete, 10)
+    client.wait_for(lambda now: now.complete, PATIENCE)
     mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     events: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     client.on_mail("topic", lambda sender, body: mail.put((sender, body)))
     rank.send(m.Events(b"early"))
     rank.send(m.Post("topic", b"from the rank"))
     rank.send(m.Post("other", b"nobody listens"))
-    assert mail.get(timeout=10) == (0, b"from the rank")
+    assert mail.get(timeout=PATIENCE) == (0, b"from the rank")
     client.on_events(lambda number, batch: events.put((number, batch)))
-    assert events.get(timeout=10) == (0, b"early")
+    assert events.get(timeout=PATIENCE) == (0, b"early")
     rank.send(m.Events(b"late"))
-    assert events.get(timeout=10) == (0, b"late")
+    assert events.get(timeout=PATIENCE) == (0, b"late")
     client.post("topic", b"from the client", [0])
     assert wait_for(rank, m.Mail) == m.Mail("topic", -1, b"from the client")
     client.interrupt([0])
@@ -126,7 +127,7 @@ def test_stalls_are_reported(coordinator: CoordinatorProcess, client: Client) ->
     ranks = [join(coordinator, rank) for rank in (0, 1)]
     wait_for(ranks[0], m.Configure)
     ranks[0].send(m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "slow", 8, 1, (1,)), "line 1"),)))
-    stall = stalls.get(timeout=10)
+    stall = stalls.get(timeout=PATIENCE)
     assert (stall.name, stall.waited, stall.missing, stall.sites) == ("slow", (0,), (1,), ("line 1",))
     for rank in ranks:
         rank.close()
@@ -135,7 +136,7 @@ def test_stalls_are_reported(coordinator: CoordinatorProcess, client: Client) ->
 def test_large_mail_goes_through(coordinator: CoordinatorProcess, client: Client) -> None:
     client.expect([0])
     rank = join(coordinator, 0)
-    client.wait_for(lambda now: now.complete, 10)
+    client.wait_for(lambda now: now.complete, PATIENCE)
     body = os.urandom(20_000_000)
     client.post("t", body, [0])
     assert wait_for(rank, m.Mail).body == body
@@ -152,7 +153,7 @@ def test_a_callback_that_fails_is_logged_and_concerns_nobody_else(
 
     client.on_membership(fail)
     client.on_membership(seen.put)
-    seen.get(timeout=10)
+    seen.get(timeout=PATIENCE)
     assert "a user's mistake" in caplog.text
 
 
@@ -166,7 +167,7 @@ def test_waiting_in_a_callback_is_refused(client: Client, caplog: pytest.LogCapt
             done.set()
 
     client.on_membership(wait)
-    assert done.wait(10)
+    assert done.wait(PATIENCE)
     client.flush()
     assert "inside a callback" in caplog.text
 
@@ -176,12 +177,12 @@ def test_the_loss_of_the_coordinator_is_told(coordinator: CoordinatorProcess, cl
     client.on_lost(reasons.put)
     client.flush()
     coordinator.close()
-    assert "lost" in reasons.get(timeout=10)
+    assert "lost" in reasons.get(timeout=GONE)
     assert client.closed
     with pytest.raises(CoordinatorLostError):
         client.cell_started("x", [0])
     with pytest.raises(CoordinatorLostError):
-        client.wait_for(lambda now: False, 10)
+        client.wait_for(lambda now: False, PATIENCE)
     client.close()
 
 
@@ -190,7 +191,7 @@ def test_who_asks_too_late_is_told_of_the_loss_at_once(
 ) -> None:
     """The coordinator may end between connecting and the first question."""
     coordinator.close()
-    client._link.thread.join(10)
+    client._link.thread.join(PATIENCE)
     assert client.closed
     reasons: list[str] = []
     client.on_lost(reasons.append)
@@ -239,7 +240,7 @@ def test_a_wrong_token(coordinator: CoordinatorProcess) -> None:
 
 @pytest.fixture
 def kept() -> Iterator[CoordinatorProcess]:
-    with CoordinatorProcess.start(keep=True) as process:
+    with CoordinatorProcess.start(keep=True, timeout=PATIENCE) as process:
         yield process
 
 
@@ -247,7 +248,7 @@ def come_back(kept: CoordinatorProcess, rank: int, alive: tuple[int, ...]) -> En
     hello = m.Hello(
         m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=0
     )
-    endpoint, _ = connect(kept.address, hello, deadline=Deadline(10))
+    endpoint, _ = connect(kept.address, hello, deadline=Deadline(PATIENCE))
     endpoint.send(m.Resume((m.KnownSet(0, 1, alive),), alive))
     return endpoint
 
@@ -263,12 +264,12 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
         client.on_reconnected(again.put)
         client.expect([0, 1])
         old = [join(kept, rank) for rank in (0, 1)]
-        client.wait_for(lambda now: now.complete, 10)
+        client.wait_for(lambda now: now.complete, PATIENCE)
         client.on_membership(seen.append)
         client.flush()
         process = os.pidfd_open(kept.pid)
         os.kill(kept.pid, signal.SIGKILL)
-        assert "lost" in lost.get(timeout=10)
+        assert "lost" in lost.get(timeout=GONE)
         with pytest.raises(CoordinatorLostError):
             client.post("t", b"", [0])
         assert client.membership().ranks == (0, 1), "as it was"
@@ -276,16 +277,16 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
         assert select.select([process], [], [], 10)[0]  # a process ends a moment after its connections
         os.close(process)
         assert kept.ending() == "killed by SIGKILL"
-        kept.respawn()
+        kept.respawn(PATIENCE)
         assert (kept.ending(), kept.generation) == ("", 1)
         new = come_back(kept, 0, (0, 1))
         membership = client.reconnect()
         assert membership.ranks == (0,)
         assert [(death.rank, death.reason) for death in membership.deaths] == [(1, "killed by SIGBUS")]
-        assert again.get(timeout=10) == membership
+        assert again.get(timeout=PATIENCE) == membership
         assert client.generation == 1
         new.send(m.Post("t", b"hello"))
-        assert mail.get(timeout=10) == (0, b"hello")
+        assert mail.get(timeout=PATIENCE) == (0, b"hello")
         client.flush()
         assert all(0 in now.ranks for now in seen), "nobody sees ranks on their way as missing"
         for endpoint in (*old, new):
@@ -296,8 +297,8 @@ def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
     with Client.connect(kept.address, kept.token) as client:
         client.expect([0, 1])
         os.kill(kept.pid, signal.SIGKILL)
-        kept.respawn()
-        client.reconnect({"cell": [0, 1]}, timeout=10)  # no rank was there
+        kept.respawn(PATIENCE)
+        client.reconnect({"cell": [0, 1]}, timeout=PATIENCE)  # no rank was there
         ranks = [join(kept, rank, tracked=True) for rank in (0, 1)]
         configure = wait_for(ranks[0], m.Configure)
         ranks[0].send(m.CellBegin("cell"))
@@ -323,24 +324,24 @@ def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProc
         client.on_mail("t", lambda sender, body: mail.put((sender, body)))
         client.expect([0, 1])
         ranks = [join(coordinator, rank) for rank in (0, 1)]
-        epoch = client.wait_for(lambda now: now.complete, 10).epoch
+        epoch = client.wait_for(lambda now: now.complete, PATIENCE).epoch
         ranks[0].send(m.Events(b"first"))
-        assert events.get(timeout=10) == (0, b"first")
+        assert events.get(timeout=PATIENCE) == (0, b"first")
         cut(client)
-        lost.get(timeout=10)
+        lost.get(timeout=GONE)
         ranks[0].send(m.Events(b"meanwhile"))
-        membership = client.reconnect(timeout=10)
+        membership = client.reconnect(timeout=PATIENCE)
         assert (membership.ranks, membership.epoch) == ((0, 1), epoch), "nothing has happened to the ranks"
         assert client.generation == 0
         ranks[0].send(m.Events(b"later"))
-        assert [events.get(timeout=10) for _ in range(2)] == [(0, b"meanwhile"), (0, b"later")]
+        assert [events.get(timeout=PATIENCE) for _ in range(2)] == [(0, b"meanwhile"), (0, b"later")]
         ranks[0].send(m.Post("t", b"hello"))
-        assert mail.get(timeout=10) == (0, b"hello")
+        assert mail.get(timeout=PATIENCE) == (0, b"hello")
         cut(client)
-        lost.get(timeout=10)
+        lost.get(timeout=GONE)
         client.rank_lost(1, os.getpid(), "killed by SIGBUS")
-        client.reconnect(timeout=10)
-        (death,) = client.wait_for(lambda now: bool(now.deaths), 10).deaths
+        client.reconnect(timeout=PATIENCE)
+        (death,) = client.wait_for(lambda now: bool(now.deaths), PATIENCE).deaths
         assert (death.rank, death.reason) == (1, "killed by SIGBUS")
         client.flush()
         assert events.empty()
@@ -354,15 +355,15 @@ def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: Co
         client.on_lost(lost.put)
         client.expect([0, 1])
         ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
-        client.wait_for(lambda now: now.complete, 10)
+        client.wait_for(lambda now: now.complete, PATIENCE)
         epoch = wait_for(ranks[0], m.Configure).epoch
         client.cell_started("cell", [0, 1])
         ranks[1].send(m.CellEnd("cell"))
         ranks[1].send(m.Ping(7))
         wait_for(ranks[1], m.Pong)
         cut(client)
-        lost.get(timeout=10)
-        client.reconnect({"cell": [0, 1]}, timeout=10)
+        lost.get(timeout=GONE)
+        client.reconnect({"cell": [0, 1]}, timeout=PATIENCE)
         client.flush()
         definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
         ranks[0].send(m.Announce(0, epoch, (0,), (definition,)))
@@ -390,7 +391,7 @@ def test_without_a_successor_there_is_an_error(coordinator: CoordinatorProcess) 
         with pytest.raises(StartError, match="No coordinator answers"):
             client.reconnect()
     with pytest.raises(InvalidRequestError, match="keep=True"):
-        coordinator.respawn()
+        coordinator.respawn(PATIENCE)
 
 
 def test_a_stopped_coordinator_is_lost(kept: CoordinatorProcess) -> None:
@@ -399,6 +400,6 @@ def test_a_stopped_coordinator_is_lost(kept: CoordinatorProcess) -> None:
         client.on_lost(reasons.put)
         os.kill(kept.pid, signal.SIGSTOP)
         assert "stopped (SIGSTOP)" in reasons.get(timeout=30)
-        kept.respawn()
+        kept.respawn(PATIENCE)
         client.reconnect()
         client.flush()

@@ -17,6 +17,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recovery import OFTEN, Cells, Recovery
+from patience import GONE, PATIENCE
 
 CELLS = {"cell": (0, 1)}
 
@@ -101,19 +102,19 @@ def test_one_that_loses_its_client_again_and_again_is_replaced(living: int) -> N
 def test_with_a_coordinator() -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
-        CoordinatorProcess.start(keep=True) as coordinator,
+        CoordinatorProcess.start(keep=True, timeout=PATIENCE) as coordinator,
         Client.connect(coordinator.address, coordinator.token) as client,
     ):
         client.on_lost(lost.put)
         recovery = Recovery(coordinator, client)
         first = coordinator.pid
         client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
-        lost.get(timeout=10)
+        lost.get(timeout=GONE)
         assert not recovery.run().replaced
         assert (coordinator.pid, client.generation, recovery.ending) == (first, 0, "")
         client.flush()
         os.kill(first, signal.SIGKILL)
-        lost.get(timeout=10)
+        lost.get(timeout=GONE)
         assert recovery.run().replaced
         assert (client.generation, recovery.ending) == (1, "killed by SIGKILL")
         client.flush()

@@ -43,31 +43,26 @@ def start(actor: CollectiveActor, what: str, count: int) -> None:
         actor.barrier()
 
 
-def abort_while_waiting(actor: CollectiveActor, what: str, count: int) -> float:
-    """Enter an operation that not all enter; abort it once this thread sleeps. Returns seconds from abort to return."""
+def abort_while_waiting(actor: CollectiveActor, what: str, count: int) -> None:
+    """Enter an operation that not all enter; abort it once this thread sleeps. Without that the wait has no end."""
     waiter = threading.get_native_id()
-    called = [0.0]
 
     def abort() -> None:
         until_asleep(waiter)
-        called[0] = time.monotonic()
         actor.abort()
 
     with helper(abort):
-        ended = aborted_at(lambda: start(actor, what, count))
+        is_aborted(lambda: start(actor, what, count))
     assert_spent(actor)
-    return ended - called[0]
 
 
-def abort_at_random(actor: CollectiveActor, seed: int) -> float:
-    """Abort a sequence of operations somewhere; returns seconds from abort to return."""
-    called = [0.0]
+def abort_at_random(actor: CollectiveActor, seed: int) -> None:
+    """Abort a sequence of operations somewhere."""
 
     def abort() -> None:
         time.sleep(
             np.random.default_rng([seed, actor.index]).uniform(0, 0.02)
         )  # a moment, not a synchronisation
-        called[0] = time.monotonic()
         actor.abort()
 
     def operations() -> None:
@@ -75,9 +70,8 @@ def abort_at_random(actor: CollectiveActor, seed: int) -> float:
             cases.mixture(actor, seed + round_, 10)
 
     with helper(abort):
-        ended = aborted_at(operations)
+        is_aborted(operations)
     assert_spent(actor)
-    return ended - called[0]
 
 
 def abort_first(actor: CollectiveActor) -> None:
@@ -90,9 +84,8 @@ def abort_first(actor: CollectiveActor) -> None:
     actor.abort()
 
 
-def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> float | None:
-    """Work until the victim has killed itself and someone told this member so; returns seconds from then on, negative if it noticed first."""
-    called = [0.0]
+def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> None:
+    """Work until the victim has killed itself, and someone told this member so if it did not notice by itself."""
 
     def die() -> None:
         time.sleep(0.05)  # somewhere in the middle
@@ -104,7 +97,6 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
             fd = os.pidfd_open(victim_pid)
             select.select([fd], [], [])
             os.close(fd)
-        called[0] = time.monotonic()
         actor.abort()
 
     def operations() -> None:
@@ -113,23 +105,22 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
 
     with helper(die if actor.index == victim else hear):
         # A plane of connections may notice by itself that one is lost.
-        ended = aborted_at(operations, PlaneBroken)
-    return ended - called[0]
+        is_aborted(operations, PlaneBroken)
 
 
-def aborted_at(operation: Callable[[], None], *errors: type[Exception]) -> float:
-    """When the operation raised ``PlaneAborted`` or one of ``errors``; it must."""
+def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:
+    """The operation raises ``PlaneAborted`` or one of ``errors``; it must."""
     try:
         operation()
     except (PlaneAborted, *errors):
-        return time.monotonic()
+        return
     raise AssertionError("the operation was not aborted")
 
 
 def assert_spent(actor: CollectiveActor) -> None:
     """After an abort every operation is refused, without waiting for anybody."""
     for what in WAITING:
-        aborted_at(lambda w=what: start(actor, w, 100))  # type: ignore[misc]  # mypy can't infer a lambda's default
+        is_aborted(lambda w=what: start(actor, w, 100))  # type: ignore[misc]  # mypy can't infer a lambda's default
 
 
 @contextmanager

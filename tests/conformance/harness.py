@@ -43,7 +43,7 @@ from ranks import Process
 
 TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
-CALL_TIMEOUT = 20.0
+CALL_TIMEOUT = 60.0
 CONFIGURE_TIMEOUT = 60.0
 """Seconds for connecting; the first time every worker imports what its plane stands on."""
 START_TIMEOUT = 120.0

@@ -1,4 +1,8 @@
-"""A member that does not get what it waits for is let go at once, and the next epoch works."""
+"""A member that does not get what it waits for is let go, and the next epoch works.
+
+Nothing else would end its wait: Gloo, which has a limit of its own, waits for an hour. A member that is not let go hangs, and
+the call fails.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,6 @@ from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
 from hvdlab.collectives.dtypes import DType
 
-PROMPT = 5.0
-"""Seconds that an abort may take, on a busy machine; without one the wait would have no end."""
-
 
 def works(group: WorkerGroup) -> None:
     checksums = group.run("conformance.cases:allreduce", counts=[CHUNK], dtype=DType.F32)
@@ -28,10 +29,10 @@ def test_abort_ends_a_wait(group: WorkerGroup, matrix: Matrix) -> None:
     early = list(range(group.size - 1))
 
     def case(what: str, count: int) -> None:
-        delays = group.outcomes(
+        outcomes = group.outcomes(
             "conformance.failures:abort_while_waiting", only=early, what=what, count=count
         )
-        assert all(isinstance(d, float) and d < PROMPT for d in delays), delays
+        assert outcomes == [None] * len(early)
         group.configure()
         works(group)
 
@@ -43,8 +44,7 @@ def test_abort_ends_whatever_runs(group: WorkerGroup, matrix: Matrix) -> None:
     skip_unless_available(group.plane, "abort")
 
     def case(seed: int) -> None:
-        delays = group.run("conformance.failures:abort_at_random", seed=seed)
-        assert all(d < PROMPT for d in delays), delays
+        group.run("conformance.failures:abort_at_random", seed=seed)
         group.configure()
         works(group)
 
@@ -70,7 +70,7 @@ def test_survivors_of_a_killed_member_go_on(mortal_group: WorkerGroup, what: str
         count=5 * CHUNK,
     )
     assert outcomes.pop(victim) == Died(-9)
-    assert all(isinstance(d, float) and d < PROMPT for d in outcomes), outcomes
+    assert outcomes == [None] * (group.size - 1)
     group.configure()
     works(group)
 

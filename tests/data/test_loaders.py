@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hvdlab.data import AsyncDataLoaderMixin, BaseDataLoader
+from patience import PATIENCE
 
 
 class Plain(BaseDataLoader):
@@ -97,7 +98,7 @@ def test_no_more_is_loaded_ahead_than_the_queue_takes() -> None:
     batches = iter(Counting(async_loader_queue_size=2))
     assert next(batches) == 0
     for _ in range(4):  # one taken, two in the queue, one in the thread's hand
-        assert loaded.acquire(timeout=10)
+        assert loaded.acquire(timeout=PATIENCE)
     assert not loaded.acquire(timeout=0.05)
     assert len(count) == 4
     batches.close()
@@ -159,19 +160,19 @@ def test_closing_from_another_thread_wakes_who_waits_for_a_batch() -> None:
     class Slow(AsyncDataLoaderMixin, BaseDataLoader):
         def _iterate(self) -> Iterator[int]:
             asked.set()
-            go_on.wait(10)
+            go_on.wait(PATIENCE)
             yield 1
 
     loader = Slow()
     found: list[list[int]] = []
     consumer = threading.Thread(target=lambda: found.append(list(iter(loader))))
     consumer.start()
-    assert asked.wait(10)
+    assert asked.wait(PATIENCE)
     closer = threading.Thread(target=loader.close_async_loader)
     closer.start()
     go_on.set()
-    consumer.join(10)
-    closer.join(10)
+    consumer.join(PATIENCE)
+    closer.join(PATIENCE)
     assert found in ([[]], [[1]])
     assert threads() == []
 

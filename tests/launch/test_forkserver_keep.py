@@ -20,6 +20,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forked import PROGRAM_NAME
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
+from patience import PATIENCE
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def door() -> Iterator[str]:
 def take_over(ranks: ForkedRanks, door: str) -> ForkServer:
     """Let go of the fork server as if this process had ended, and come back."""
     ranks.warm.detach()
-    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
     ranks.news.clear()
     return ranks.warm
 
@@ -51,7 +52,7 @@ def listen(ranks: ForkedRanks) -> None:
 
 
 def test_a_successor_gets_the_children_and_what_it_missed(door: str, ranks: ForkedRanks) -> None:
-    ranks.warm.keep(door, Deadline(10))
+    ranks.warm.keep(door, Deadline(PATIENCE))
     ranks.fork([0, 1])
     ranks.run(0, "x = 5")
     pids, pid = {number: child.pid for number, child in ranks.warm.children().items()}, ranks.warm.pid
@@ -72,7 +73,7 @@ def test_a_successor_gets_the_children_and_what_it_missed(door: str, ranks: Fork
 def test_a_successor_s_ranks_survive_the_fork_server_too_and_are_still_kept(
     door: str, ranks: ForkedRanks
 ) -> None:
-    ranks.warm.keep(door, Deadline(10))
+    ranks.warm.keep(door, Deadline(PATIENCE))
     ranks.fork([0])
     ranks.run(0, "x = 5")
     take_over(ranks, door)
@@ -89,21 +90,21 @@ def test_a_successor_s_ranks_survive_the_fork_server_too_and_are_still_kept(
 
 
 def test_only_one_has_it(door: str, ranks: ForkedRanks) -> None:
-    ranks.warm.keep(door, Deadline(10))
+    ranks.warm.keep(door, Deadline(PATIENCE))
     ranks.fork([0])
     with pytest.raises(StartError, match=f"process {os.getpid()} has it"):
-        ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+        ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
     assert ranks.run(0, "1") == "1"
 
 
 def test_no_pool_waits_where_there_is_none(door: str) -> None:
     with pytest.raises(StartError, match="no pool waits"):
-        ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+        ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
 
 
 def test_a_place_where_none_can_wait_is_told(ranks: ForkedRanks) -> None:
     with pytest.raises(StartError, match="can't be kept at /proc/none: "):
-        ranks.warm.keep("/proc/none", Deadline(10))
+        ranks.warm.keep("/proc/none", Deadline(PATIENCE))
     assert living({ranks.warm.pid}, timeout=0) == [ranks.warm.pid]
 
 
@@ -115,7 +116,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 ranks = ForkedRanks()
 if sys.argv[2]:
-    ranks.warm.keep(sys.argv[2], Deadline(10))
+    ranks.warm.keep(sys.argv[2], Deadline(60))
 ranks.fork([0, 1])
 print(ranks.warm.pid, *(child.pid for child in ranks.warm.children().values()), flush=True)
 input()
@@ -132,7 +133,7 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
         warm, *others = (int(word) for word in process.stdout.readline().split())
         os.kill(others[0], signal.SIGSTOP)
         process.kill()
-    found = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+    found = ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
     assert found.children()[0].pid == others[0]
     found.detach()
     os.kill(warm, signal.SIGKILL)
@@ -141,7 +142,7 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
 
 
 def test_a_stranger_s_bytes_do_no_harm(door: str, ranks: ForkedRanks) -> None:
-    ranks.warm.keep(door, Deadline(10))
+    ranks.warm.keep(door, Deadline(PATIENCE))
     loaded(ranks.warm)
     ranks.fork([0])  # without any it would end
     ranks.warm.detach()
@@ -154,7 +155,7 @@ def test_a_stranger_s_bytes_do_no_harm(door: str, ranks: ForkedRanks) -> None:
             with contextlib.suppress(ConnectionResetError):  # not all of it was read
                 while stranger.recv(4096):
                     pass
-    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
 
 
 GARBAGE = (

@@ -16,6 +16,7 @@ from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import forking
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed
+from patience import PATIENCE
 
 NO_RANK = Fork.of(5, os.environ, "/", ())
 """Ends at once, since it finds nothing to import."""
@@ -57,13 +58,13 @@ def test_without_descriptors_a_kept_one_turns_a_successor_away_and_takes_it_late
     loaded(ranks.warm)
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         door = f"{directory}/door"
-        ranks.warm.keep(door, Deadline(10))
+        ranks.warm.keep(door, Deadline(PATIENCE))
         allow_files(ranks.warm.pid, 0)
         with pytest.raises(StartError, match="can't be attached to"):
-            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
         allow_files(ranks.warm.pid, 1000)
         with pytest.raises(StartError, match="has it"):
-            ForkServer.attach(door, PROGRAM_NAME, Deadline(10))
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
         ranks.warm.close()
 
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from live_kernel import LiveKernel
+from patience import GONE, PATIENCE
 
 SET_UP = "%%hvd_run\nimport os\nx = {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nx['pid']"
 LATER = "%%hvd_run --background\nprint('began')\nopen(os.environ['DOOR']).read()\nprint('meanwhile')\n6 * 7"
@@ -42,7 +43,9 @@ def test_variables_outlive_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             if end == "kill":
                 (pid,) = kernel.run("import os\nprint(os.getpid())").lines()
                 os.kill(int(pid), signal.SIGKILL)
-                psutil.wait_procs([p for p in psutil.Process().children() if p.pid == int(pid)], timeout=10)
+                psutil.wait_procs(
+                    [p for p in psutil.Process().children() if p.pid == int(pid)], timeout=PATIENCE
+                )
             kernel.manager.restart_kernel(now=end == "kill")
             kernel.client.wait_for_ready(timeout=60)
             kernel.run("%load_ext hvdlab")
@@ -53,7 +56,7 @@ def test_variables_outlive_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             assert cell.lines() == ["[0,1] intact"]
         assert kernel.run("%hvd_pool stop").lines() == ["all ranks have ended"]
         kernel.run("%unload_ext hvdlab")
-        _, alive = psutil.wait_procs(ranks_of(tmp_path), timeout=5)
+        _, alive = psutil.wait_procs(ranks_of(tmp_path), timeout=GONE)
         assert alive == []
     finally:
         kernel.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from magics_fakes import Notebook
+from patience import PATIENCE
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_a_cell_in_the_background_goes_on_where_it_was_asked_for(
     job = started.shell.user_ns["job"]
     job.interrupt()
     with pytest.raises(KeyboardInterrupt):
-        job.wait(20)
-    assert ended.wait(20)
+        job.wait(PATIENCE)
+    assert ended.wait(PATIENCE)
     assert written[0] == "[0,1] early\n"
 
 

@@ -17,6 +17,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording import Recording
 from hvdlab.kernel_ext import registry
 from hvdlab.magics.panel import NotebookDesk, load_panel
+from patience import PATIENCE
 from timeline_traces import steps
 
 
@@ -118,11 +119,13 @@ def test_perfetto_is_served_as_long_as_the_extension_is_loaded(session: Any, rec
     assert desk.do("features", {}) == {"perfetto": True}
     desk._last = lambda: recording  # type: ignore[assignment]  # as if it had been shown
     url = desk.do("perfetto", {})["url"]
-    with urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(url, timeout=10) as page:
+    with urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(
+        url, timeout=PATIENCE
+    ) as page:
         assert b"erfetto" in page.read()
     desk.close()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=10)
+        urllib.request.urlopen(url, timeout=PATIENCE)
 
 
 def test_a_shell_that_is_no_kernel_has_no_comms(session: Any) -> None:

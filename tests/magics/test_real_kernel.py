@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from live_kernel import LiveKernel
+from patience import PATIENCE
 
 SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\nx = rank * 10"
 
@@ -37,13 +39,26 @@ def kernel(started: LiveKernel) -> LiveKernel:
     return started
 
 
-def test_loading_is_quick_and_silent(started: LiveKernel) -> None:
-    started.run("import time")
-    cell = started.run(
-        "begin = time.process_time()\nget_ipython().run_line_magic('load_ext', 'hvdlab')\nused = time.process_time() - begin"
-    )
+LISTEN = """
+import sys, threading
+imported, loading, user = set(), False, threading.get_ident()
+def hear(event, arguments):
+    if event == 'import' and loading and threading.get_ident() == user:
+        imported.add(arguments[0])
+sys.addaudithook(hear)
+"""
+
+
+def test_loading_is_silent_and_leaves_what_is_heavy_to_another_thread(started: LiveKernel) -> None:
+    started.run(LISTEN)
+    cell = started.run("loading = True\nget_ipython().run_line_magic('load_ext', 'hvdlab')\nloading = False")
+    assert cell.error is None
     assert cell.text() == ""
-    assert float(started.run("print(used)").text()) < 0.25  # 0.02 s on an idle machine
+    found = set(json.loads(started.run("import json; print(json.dumps(sorted(imported)))").text()))
+    assert "hvdlab.magics.extension" in found
+    assert "hvdlab.kernel_ext.pool" not in found
+    foreign = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
+    assert foreign <= {"hvdlab", "IPython", "msgspec", "numpy", "typing_extensions"}
 
 
 def test_output_comes_while_the_cell_runs(kernel: LiveKernel) -> None:
@@ -82,7 +97,6 @@ def test_80000_lines_are_complete_and_in_order(kernel: LiveKernel, alike: bool) 
     assert all(numbers == list(range(20000)) for numbers in seen.values())
     streams = cell.of("stream")
     assert len(streams) < 1000, "Jupyter's server drops messages above 1000 a second"
-    assert cell.seconds < 30
 
 
 def wait_for(name: str) -> str:
@@ -131,8 +145,7 @@ def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
 
 
 def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:
-    cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(30)")
-    assert cell.seconds < 15
+    cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(3600)")
     assert cell.error is not None
     assert (cell.error["ename"], cell.error["evalue"]) == ("ValueError", "bad")
     lines = _plain("\n".join(cell.error["traceback"])).split("\n")
@@ -167,12 +180,10 @@ def test_a_syntax_error_is_told_once(kernel: LiveKernel) -> None:
 
 
 def test_an_interrupt_stops_all_ranks_and_loses_nothing(kernel: LiveKernel) -> None:
-    cell = kernel.send("%%hvd_run\nprint('begin')\ntime.sleep(60)")
+    cell = kernel.send("%%hvd_run\nprint('begin')\ntime.sleep(3600)")
     kernel.until(lambda: "[0-3] begin" in cell.lines())
-    at = time.monotonic()
     kernel.interrupt()
     kernel.finish(cell)
-    assert cell.ended - at < 10
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert cell.error["evalue"] == "ranks 0-3 were interrupted"
@@ -183,10 +194,8 @@ def test_an_interrupt_stops_all_ranks_and_loses_nothing(kernel: LiveKernel) -> N
 def test_output_without_end_can_be_interrupted(kernel: LiveKernel) -> None:
     cell = kernel.send("%%hvd_run\nwhile True: print('rank', rank, 'x' * 80)")
     kernel.until(lambda: len(cell.lines()) > 1000)
-    at = time.monotonic()
     kernel.interrupt()
     kernel.finish(cell)
-    assert cell.ended - at < 20
     assert cell.error is not None
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert kernel.run("%%hvd_run\nprint(1)").lines() == ["[0-3] 1"]
@@ -205,10 +214,9 @@ def test_ranks_can_be_chosen(kernel: LiveKernel) -> None:
 
 
 def test_the_time_limit_ends_the_cell(kernel: LiveKernel) -> None:
-    cell = kernel.run("%%hvd_run --timeout 0.5\ntime.sleep(30)")
+    cell = kernel.run("%%hvd_run --timeout 0.5\ntime.sleep(3600)")
     assert cell.error is not None
     assert cell.error["ename"] == "TimeoutError"
-    assert cell.seconds < 15
 
 
 def test_a_background_cell_writes_to_its_own_place(kernel: LiveKernel) -> None:
@@ -259,17 +267,17 @@ def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) 
     kernel.run("%%hvd_run\nonly_on_ranks = {'key': 1}")
     code = "%%hvd_run\nonly_on_r"
     reply: dict[str, Any] = {"matches": []}
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while not reply["matches"] and time.monotonic() < until:  # a rank has a second to answer
         kernel.client.complete(code, len(code))
-        reply = kernel.client.get_shell_msg(timeout=10)["content"]
+        reply = kernel.client.get_shell_msg(timeout=PATIENCE)["content"]
     assert "only_on_ranks" in reply["matches"]
     assert code[reply["cursor_start"] : reply["cursor_end"]] == "only_on_r"
     code = "%%hvd_run\nonly_on_ranks"
     reply = {"found": False}
     while not reply["found"] and time.monotonic() < until:
         kernel.client.inspect(code, len(code))
-        reply = kernel.client.get_shell_msg(timeout=10)["content"]
+        reply = kernel.client.get_shell_msg(timeout=PATIENCE)["content"]
     assert reply["found"]
     assert "dict" in reply["data"]["text/plain"]
 
@@ -324,8 +332,8 @@ def test_what_was_recorded_is_shown_saved_and_forgotten(kernel: LiveKernel) -> N
     assert url is not None
     assert url.group() in link["data"]["text/plain"]
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    assert b"Perfetto" in opener.open(url.group(), timeout=10).read()
-    trace = opener.open(url.group().partition("?")[0] + "localtrace", timeout=10).read()
+    assert b"Perfetto" in opener.open(url.group(), timeout=PATIENCE).read()
+    trace = opener.open(url.group().partition("?")[0] + "localtrace", timeout=PATIENCE).read()
     assert len(trace) > 500
 
     assert re.fullmatch(r"forgot \d+ spans; .*", kernel.run("%hvd_timeline clear").lines()[0])

@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from live_kernel import LiveKernel
+from patience import GONE
 
 
 def test_a_notebook_stops_at_a_failed_cell_and_leaves_no_process(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_ending_the_kernel_ends_the_ranks(tmp_path: Path) -> None:
     pids = [int(p) for p in kernel.run("print(*pids)").text().split()]
     processes = [psutil.Process(pid) for pid in pids]
     kernel.close()
-    gone, alive = psutil.wait_procs(processes, timeout=5)
+    gone, alive = psutil.wait_procs(processes, timeout=GONE)
     assert len(gone) == 2, alive
 
 

@@ -19,6 +19,7 @@ from hvdlab.magics.screens.publisher import Watched
 from hvdlab.magics.screens.strip import COST, DELAY, INTERVAL, Strip, StripSink
 from hvdlab.magics.strips import wanted
 from notebook_recorder import Clock, Recorder
+from patience import PATIENCE
 
 EMPTY = {"text/plain": "", "text/html": ""}
 SUMMARY = {"text/plain": "2 ranks · 9 s"}
@@ -82,7 +83,7 @@ class Cell:
     def loaded(self) -> None:
         for thread in threading.enumerate():
             if thread.name == "hvdlab-strip":
-                thread.join(5)
+                thread.join(PATIENCE)
 
     def end(self) -> None:
         for rank in range(self.ranks):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hosts import Host, HostFailed, Network
+from patience import PATIENCE
 
 _SERVER = """
 import socket
@@ -69,7 +70,7 @@ def test_a_cable_is_cut_and_mended(network: Network, server: Host) -> None:
     server.cut()
     assert not reaches(network, server)
     server.mend()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while not reaches(network, server):
         assert time.monotonic() < deadline
 
@@ -79,7 +80,7 @@ def test_a_process_there_takes_signals_and_tells_how_it_ended(network: Network) 
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == -signal.SIGTERM
+        assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_closing_ends_all_processes() -> None:
@@ -90,7 +91,7 @@ def test_closing_ends_all_processes() -> None:
         process.stdout.readline()
         pid = network.hosts[0].pid
     with process:
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(PATIENCE) == -signal.SIGKILL
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -101,7 +102,7 @@ def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
         pids = owner.stdout.readline().split()
         assert len(pids) == 2
         owner.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while any(Path(f"/proc/{int(pid)}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)

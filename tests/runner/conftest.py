@@ -123,7 +123,7 @@ class Launcher:
 
     def wait_for_none(self) -> None:
         """Fail unless all of them end."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + WITHIN
         while self.descendants():
             assert time.monotonic() < until, [
                 Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in self.descendants()

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from patience import HOUR
 
 PARTS = """
     import os, signal, sys, time
@@ -72,11 +73,9 @@ def test_a_rank_that_ends_before_it_joins(launcher) -> None:
             sys.exit(5)
         context.init()
     """
-    start = time.monotonic()
-    ran = launcher.python(3, script)
+    ran = launcher.python(3, script, flags=("--start-timeout", f"{HOUR:g}"))
     assert ran.launcher[0] == "rank 2 failed first: exit code 5"
     assert ran.code == 5
-    assert time.monotonic() - start < 30  # not the minute that init() would wait
 
 
 def test_a_rank_that_leaves_well_before_it_joins(launcher) -> None:
@@ -103,8 +102,8 @@ def test_ranks_that_do_not_come_are_named(launcher) -> None:
             time.sleep(100)
         context.init()
     """
-    ran = launcher.python(4, script, flags=("--start-timeout", "2"))
-    assert ran.launcher == ["ranks 1,2 did not come to hvd.init() within 2 s"]
+    ran = launcher.python(4, script, flags=("--start-timeout", "8"))
+    assert ran.launcher == ["ranks 1,2 did not come to hvd.init() within 8 s"]
     assert ran.code == 1
 
 

@@ -17,6 +17,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
 from hvdlab.torch import elastic
+from patience import PATIENCE
 from ranks import RankGone, Ranks
 
 SAMPLES, BATCH, EPOCHS = 36, 2, 2
@@ -344,7 +345,7 @@ def test_a_rank_that_comes_back_takes_part_again(world: Ranks, lost: int, tmp_pa
         for rank in range(3)
     }
     assert isinstance(running[lost].outcomes()[0], RankGone)
-    world.processes[lost].wait(10)
+    world.processes[lost].wait(PATIENCE)
     # Not before the others go on without it: they would begin again with it at once.
     assert select.select([ready], [], [], 60)[0]
     os.close(ready)

@@ -13,6 +13,7 @@ import pytest
 from hvdlab.collectives.recording import Recording, saving
 from hvdlab.collectives.recording.export import trace_events
 from hvdlab.widgets.download import Downloads
+from patience import PATIENCE
 from timeline_traces import steps
 
 
@@ -26,7 +27,7 @@ class Browser:
         self.came.set()
 
     def wait(self) -> tuple[dict[str, Any], list[bytes]]:
-        assert self.came.wait(20)
+        assert self.came.wait(PATIENCE)
         self.came.clear()
         return self.got[-1]
 

@@ -16,6 +16,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.widgets import metrics, metrics_picture, picture, publisher, rank_rows, ranks, strip, timeline
 from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.publisher import Publisher
+from patience import PATIENCE
 from timeline_traces import steps
 
 TEXT = "IndexError: index 0 is out of bounds"
@@ -39,7 +40,7 @@ class Page:
 
     def wait(self, condition: Callable[[], object]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, 10), self.messages
+            assert self.changed.wait_for(condition, PATIENCE), self.messages
 
     @property
     def rows(self) -> int:
@@ -183,7 +184,7 @@ def test_the_table_of_ranks_says_what_failed_and_goes_on(
     monkeypatch.undo()
     table.observe(lambda _: changed.set(), "rows")
     feed(recording)
-    assert changed.wait(10)
+    assert changed.wait(PATIENCE)
     assert [row["rank"] for row in table.rows] == [0, 1]
     table.close()
 

@@ -14,6 +14,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.widgets import panel as panel_module
 from hvdlab.widgets import publisher, rank_rows
 from hvdlab.widgets.panel import Panel
+from patience import PATIENCE
 from timeline_traces import steps
 
 
@@ -49,7 +50,7 @@ class Page:
 
     def wait(self, condition: Callable[[], object]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, 10), self.messages
+            assert self.changed.wait_for(condition, PATIENCE), self.messages
 
     def rows(self, pool: str = "", since: int = 0) -> int:
         return sum(m["count"] for m in self.messages[since:] if m["type"] == "rows" and m["pool"] == pool)
@@ -155,7 +156,7 @@ def test_who_falls_silent_gets_nothing_any_more(desk: Desk, page: Page) -> None:
     try:
         panel.receive(hello())
         for thread in [t for t in threading.enumerate() if t.name == "hvdlab-timeline"]:
-            thread.join(10)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         assert page.rows() == 0
         panel.receive(hello(), lease=100.0)

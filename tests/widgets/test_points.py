@@ -15,6 +15,7 @@ from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import publisher
 from hvdlab.widgets.points import POINT_BYTES
 from hvdlab.widgets.publisher import Publisher
+from patience import PATIENCE
 
 START = 5_000_000_000
 COLUMNS = [("time", "<f8"), ("value", "<f8"), ("step", "<f8"), ("series", "<u4"), ("number", "<u4")]
@@ -49,7 +50,9 @@ class Browser:
 
     def wait(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.points) >= count, 10), f"{len(self.points)} points"
+            assert self.changed.wait_for(lambda: len(self.points) >= count, PATIENCE), (
+                f"{len(self.points)} points"
+            )
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets.publisher import Publisher
+from patience import PATIENCE
 
 
 def test_a_view_gets_the_line_of_each_name() -> None:
@@ -27,7 +28,7 @@ def test_a_view_gets_the_line_of_each_name() -> None:
 
     publisher = Publisher(recording, send, lambda: None)
     try:
-        assert came.wait(10)
+        assert came.wait(PATIENCE)
     finally:
         publisher.close()
     assert messages[0]["names"] == ["", "loss", "loss", "x"]

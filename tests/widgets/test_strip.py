@@ -59,7 +59,7 @@ def test_before_the_first_collective_no_share_is_claimed(strip: StripWidget) -> 
 
 def test_it_follows_the_recording(strip: StripWidget) -> None:
     feed(strip)
-    strip.refresh(time.monotonic() + 3, "rank 2 is late\nand more")
+    strip.refresh(strip._begun + 3, "rank 2 is late\nand more")
     now = strip.pace
     assert all(one["known"] for one in now["ranks"])
     assert all(
@@ -68,7 +68,7 @@ def test_it_follows_the_recording(strip: StripWidget) -> None:
     assert [one["slowest"] for one in now["ranks"]].count(True) == 1
     assert now["rate"].endswith("collectives/s")
     assert now["stalled"] == "rank 2 is late"
-    assert 3 <= now["elapsed"] < 60
+    assert now["elapsed"] == 3
     assert now["silent"] == 0
 
 

@@ -23,6 +23,7 @@ from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
 from hvdlab.widgets.publisher import Publisher
+from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
 COLUMNS = [
@@ -90,7 +91,7 @@ class Browser:
 
     def wait(self, condition: Any) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, 10)
+            assert self.changed.wait_for(condition, PATIENCE)
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
     recording.close()
     browser.wait(lambda: browser.quiet == 1)
     assert len(browser.rows) == 800
-    sender._thread.join(10)
+    sender._thread.join(PATIENCE)
     assert not sender._thread.is_alive()
     browser.rows.clear()
     sender.hello(0)  # the page was loaded again
@@ -333,7 +334,7 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
 
     def wait(condition: Any) -> None:
         with changed:
-            assert changed.wait_for(condition, 10)
+            assert changed.wait_for(condition, PATIENCE)
 
     recording.take_membership(Membership(expected=(0, 1)))
     one = Publisher(recording, take, lambda: None)

@@ -16,6 +16,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
+from patience import PATIENCE
 
 
 def board(parent: Path, key: str = "job", *, shared: bool = False) -> Directory:
@@ -95,19 +96,19 @@ def card_of(coordinator: CoordinatorProcess, size: int = 2) -> Card:
 
 
 def test_the_card_of_an_earlier_job_is_passed_over(tmp_path: Path) -> None:
-    with CoordinatorProcess.start(size=2) as earlier:
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE) as earlier:
         stale = card_of(earlier)
     board(tmp_path).publish(stale.encode())
-    with CoordinatorProcess.start(size=2) as coordinator:
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE) as coordinator:
         good = card_of(coordinator)
         publish = threading.Timer(0.3, board(tmp_path).publish, (good.encode(),))
         publish.start()
-        assert await_card(board(tmp_path), 2, Deadline(10)) == good
+        assert await_card(board(tmp_path), 2, Deadline(PATIENCE)) == good
         publish.join()
 
 
 def test_if_only_the_earlier_one_is_there_the_text_says_so(tmp_path: Path) -> None:
-    with CoordinatorProcess.start(size=2) as earlier:
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE) as earlier:
         stale = card_of(earlier)
     board(tmp_path).publish(stale.encode())
     with pytest.raises(StartError, match="does not answer"):
@@ -126,11 +127,11 @@ def test_a_missing_rank_0_is_named_in_time(tmp_path: Path) -> None:
 def test_rank_0s_failure_is_everybodys(tmp_path: Path) -> None:
     board(tmp_path).publish(Card(2, error="it rained").encode())
     with pytest.raises(StartError, match="Rank 0 could not start the coordinator: it rained"):
-        await_card(board(tmp_path), 2, Deadline(10))
+        await_card(board(tmp_path), 2, Deadline(PATIENCE))
 
 
 def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
-    with CoordinatorProcess.start(size=3) as coordinator:
+    with CoordinatorProcess.start(size=3, timeout=PATIENCE) as coordinator:
         board(tmp_path).publish(card_of(coordinator, 3).encode())
         with pytest.raises(StartError, match="has 3 ranks, this one 2"):
-            await_card(board(tmp_path), 2, Deadline(10))
+            await_card(board(tmp_path), 2, Deadline(PATIENCE))

@@ -12,6 +12,7 @@ import pytest
 from hvdlab.collectives.bootstrap import keeper
 from hvdlab.collectives.bootstrap.keeper import OFTEN, Keeper
 from hvdlab.collectives.errors import StartError
+from patience import PATIENCE
 
 
 class FakeCoordinator:
@@ -49,9 +50,9 @@ def test_a_successor_each_time_but_not_for_ever(caplog: pytest.LogCaptureFixture
     watching = Keeper(fake)
     for _ in range(OFTEN):
         fake.process.kill()
-        assert fake.did.get(timeout=10) == "respawn"
+        assert fake.did.get(timeout=PATIENCE) == "respawn"
     fake.process.kill()
-    assert fake.did.get(timeout=10) == "close"
+    assert fake.did.get(timeout=PATIENCE) == "close"
     watching.close()
     assert "it has ended 5 times within a minute" in caplog.text
 
@@ -60,7 +61,7 @@ def test_nobody_waits_for_one_that_does_not_come_up(caplog: pytest.LogCaptureFix
     fake: Any = FakeCoordinator(broken=True)
     watching = Keeper(fake)
     fake.process.kill()
-    assert fake.did.get(timeout=10) == "close"
+    assert fake.did.get(timeout=PATIENCE) == "close"
     watching.close()
     assert "no other one can take its place: there is no memory" in caplog.text
 
@@ -74,7 +75,7 @@ def test_one_whose_end_can_not_be_waited_for_is_looked_at(monkeypatch: pytest.Mo
     fake: Any = FakeCoordinator()
     watching = Keeper(fake)
     fake.process.kill()
-    assert fake.did.get(timeout=10) == "respawn"
+    assert fake.did.get(timeout=PATIENCE) == "respawn"
     watching.close()
     watching.close()
     assert fake.did.empty()

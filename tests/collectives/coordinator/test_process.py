@@ -19,6 +19,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol import tls
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import connect
+from patience import PATIENCE
 
 STARTER = """
 import os, sys, time
@@ -40,7 +41,7 @@ def ended(descriptor: int, timeout: float = 10) -> bool:
 def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:
     coordinator = CoordinatorProcess.start(size=1, directory=tmp_path)
     hello = m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", 0)
-    endpoint, welcome = connect(coordinator.address, hello, deadline=Deadline(10))
+    endpoint, welcome = connect(coordinator.address, hello, deadline=Deadline(PATIENCE))
     assert welcome.rank == 0
     endpoint.close()
     assert coordinator.running
@@ -60,7 +61,7 @@ def test_a_death_is_in_the_log_file_and_not_on_stderr(
             connect(
                 coordinator.address,
                 m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", rank),
-                deadline=Deadline(10),
+                deadline=Deadline(PATIENCE),
             )[0]
             for rank in (0, 1)
         )
@@ -161,7 +162,7 @@ def test_ranks_of_other_hosts_come_over_tls(tmp_path: Path) -> None:
         ]  # no key is left there
         hello = m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", 0)
         endpoint, _ = connect(
-            coordinator.tls_address, hello, certificate=coordinator.certificate, deadline=Deadline(10)
+            coordinator.tls_address, hello, certificate=coordinator.certificate, deadline=Deadline(PATIENCE)
         )
         endpoint.close()
 

@@ -27,6 +27,7 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.tls import new_certificate, server_context
 from hvdlab.collectives.timeline.batches import HEADER
+from patience import PATIENCE
 
 TOKEN = "secret"
 M = TypeVar("M", bound=m.Message)
@@ -46,7 +47,7 @@ class Lines:
 
     def wait_for(self, text: str) -> None:
         with self._changed:
-            found = self._changed.wait_for(lambda: any(text in line for line in self.lines), 10)
+            found = self._changed.wait_for(lambda: any(text in line for line in self.lines), PATIENCE)
         assert found, f"{text!r} is not in {self.lines}"
 
 
@@ -86,7 +87,7 @@ class Running:
 
     def close(self) -> None:
         os.write(self._stop, b"x")
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         os.close(self._stop)
         os.close(self._reader)
@@ -136,7 +137,7 @@ def join(running: Running, rank: int, *, token: str = TOKEN, tls: bool = False, 
     given: dict[str, object] = {"host": "h", "pid": os.getpid(), "planes": ("shm", "gloo")} | fields
     hello = m.Hello(m.PROTOCOL_VERSION, token, "rank", rank, **given)  # type: ignore[arg-type]  # tests give the right ones
     address = running.tls_address if tls else running.address
-    endpoint, _ = connect(address, hello, certificate=running.certificate, deadline=Deadline(10))
+    endpoint, _ = connect(address, hello, certificate=running.certificate, deadline=Deadline(PATIENCE))
     return Peer(endpoint)
 
 
@@ -194,7 +195,7 @@ def test_a_wrong_token_is_refused(start: Start) -> None:
 def test_another_version_is_refused(start: Start) -> None:
     running = start()
     with pytest.raises(StartError, match="version 99"):
-        connect(running.address, m.Hello(99, TOKEN, "rank", 0), deadline=Deadline(10))
+        connect(running.address, m.Hello(99, TOKEN, "rank", 0), deadline=Deadline(PATIENCE))
 
 
 def test_a_second_hello_for_a_living_rank_is_refused(start: Start) -> None:
@@ -404,11 +405,11 @@ def test_only_the_pinned_certificate_is_trusted(start: Start) -> None:
     certificate, _ = new_certificate("127.0.0.1")
     hello = m.Hello(1, TOKEN, "rank", 0)
     with pytest.raises(StartError, match="No secure connection"):
-        connect(running.tls_address, hello, certificate=certificate, deadline=Deadline(10))
+        connect(running.tls_address, hello, certificate=certificate, deadline=Deadline(PATIENCE))
     with pytest.raises(StartError, match="HVDLAB_CERT"):
-        connect(running.tls_address, hello, deadline=Deadline(10))
+        connect(running.tls_address, hello, deadline=Deadline(PATIENCE))
     with pytest.raises(StartError, match="no PEM certificate"):
-        connect(running.tls_address, hello, certificate="nonsense", deadline=Deadline(10))
+        connect(running.tls_address, hello, certificate="nonsense", deadline=Deadline(PATIENCE))
 
 
 def test_plain_text_on_the_tls_port_disturbs_nobody(start: Start) -> None:
@@ -424,7 +425,7 @@ def test_plain_text_on_the_tls_port_disturbs_nobody(start: Start) -> None:
 
 def test_nobody_listens() -> None:
     with pytest.raises(StartError, match="No coordinator answers"):
-        connect("unix:/nowhere/at/all", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(10))
+        connect("unix:/nowhere/at/all", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(PATIENCE))
 
 
 def test_someone_else_listens(tmp_path: Path) -> None:
@@ -442,7 +443,7 @@ def test_someone_else_listens(tmp_path: Path) -> None:
         thread = threading.Thread(target=answer, args=(text,))
         thread.start()
         with pytest.raises(StartError):
-            connect(f"unix:{tmp_path}/x", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(10))
+            connect(f"unix:{tmp_path}/x", m.Hello(1, TOKEN, "rank", 0), deadline=Deadline(PATIENCE))
         thread.join()
     listener.close()
 
@@ -484,7 +485,7 @@ def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
 def test_mail_overtakes_events_that_wait(start: Start) -> None:
     running = start()
     hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
-    client = Peer(connect(running.address, hello, deadline=Deadline(10))[0])
+    client = Peer(connect(running.address, hello, deadline=Deadline(PATIENCE))[0])
     rank = join(running, 0)
     client.endpoint.send(m.Subscribe(True))
     client.endpoint.send(m.Ping(1))
@@ -510,7 +511,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
     monkeypatch.setattr(watchers, "BEHIND", 2 << 20)
     running = start(backlog_limit=4 << 20)
     hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
-    endpoint, _ = connect(running.address, hello, deadline=Deadline(10))
+    endpoint, _ = connect(running.address, hello, deadline=Deadline(PATIENCE))
     client, rank = Peer(endpoint), join(running, 0)
     client.endpoint.send(m.Subscribe(True))
     client.endpoint.send(m.Ping(1))

@@ -14,6 +14,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from patience import PATIENCE
 from ranks import Ranks
 
 COUNT = 5000
@@ -98,7 +99,7 @@ def hooked(count: int) -> tuple[list[str], bool]:
 
         each.on_done = hook
         engine.submit(each)
-    came = all(all_ended.acquire(timeout=20) for _ in range(count))
+    came = all(all_ended.acquire(timeout=PATIENCE) for _ in range(count))
     return ended, came
 
 
@@ -112,7 +113,7 @@ def given_up() -> str:
         if engine.rank == 0:
             engine.withdraw("rank 0 gave up")
         with pytest.raises(AbortedError) as told:
-            handle.wait(20)
+            handle.wait(PATIENCE)
     finally:
         fake_device.GO_ON.set()
     return told.value.cause.kind.value
@@ -122,7 +123,7 @@ def begin_and_wait() -> str:
     handle = submitted("of the dead", 1.0, fake_device.DEVICE)
     context.engine().post("begun", b"")
     with pytest.raises(AbortedError) as told:
-        handle.wait(20)
+        handle.wait(PATIENCE)
     return told.value.cause.kind.value
 
 

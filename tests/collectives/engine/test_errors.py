@@ -22,17 +22,20 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     MismatchError,
 )
+from patience import GONE, PATIENCE, without_heartbeat
 from ranks import RankGone, Ranks
 
 
 @pytest.fixture
-def two() -> Iterator[Ranks]:
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    without_heartbeat(monkeypatch)
     with Ranks(2) as ranks:
         yield ranks
 
 
 @pytest.fixture
-def three() -> Iterator[Ranks]:
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    without_heartbeat(monkeypatch)
     with Ranks(3) as ranks:
         yield ranks
 
@@ -47,7 +50,7 @@ class Waiting:
 
     def until(self, count: int) -> None:
         for _ in range(count):
-            self._told.get(timeout=20)
+            self._told.get(timeout=PATIENCE)
 
     def __enter__(self) -> Self:
         return self
@@ -202,10 +205,8 @@ def test_all_that_disagree_are_named_with_the_same_text_on_each_rank(three: Rank
         assert all(f"float64[{count + rank}]" in str(errors[0]) for rank in range(3))
 
 
-def test_those_that_disagree_do_not_wait_long_for_a_rank_that_is_busy(three: Ranks) -> None:
-    begun = time.monotonic()
-    errors = three.outcomes(sum_of, ranks=[0, 1], per_rank=[(3, "odd"), (4, "odd")])
-    assert time.monotonic() - begun < 10.0
+def test_those_that_disagree_do_not_wait_for_a_rank_that_is_busy(three: Ranks) -> None:
+    errors = three.outcomes(sum_of, ranks=[0, 1], per_rank=[(3, "odd"), (4, "odd")], timeout=PATIENCE)
     assert [type(e) for e in errors] == [MismatchError] * 2
     (late,) = three.outcomes(sum_of, 5, "odd", ranks=[2])
     assert str(late) == str(errors[0])
@@ -231,9 +232,7 @@ def test_survivors_of_a_kill_raise_at_once_and_go_on(three: Ranks) -> None:
         waiting = three.start(wait_for, "w", ranks=[0, 1])
         others.until(2)
     three.kill(2)
-    killed = time.monotonic()
-    errors = waiting.outcomes()
-    assert time.monotonic() - killed < 5.0, "it was missed, not seen to end"
+    errors = waiting.outcomes(PATIENCE)
     for error in errors:
         assert isinstance(error, AbortedError)
         assert error.cause.kind is CauseKind.RANK_DIED
@@ -249,10 +248,9 @@ def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
         waiting = two.start(keep_reducing, 1 << 22)
         both.until(2)
     two.kill(1)
-    killed = time.monotonic()
-    error, gone = waiting.outcomes()
-    assert time.monotonic() - killed < 5.0, "it was missed, not seen to end"
+    error, gone = waiting.outcomes(PATIENCE)
     assert isinstance(error, AbortedError)
+    assert (error.cause.kind, error.cause.ranks) == (CauseKind.RANK_DIED, (1,))
     assert isinstance(gone, RankGone)
     assert two.run(total, 1.0, ranks=[0]) == [[1.0] * 4]
 
@@ -350,6 +348,7 @@ def test_an_interrupt_ends_the_collective_on_all_ranks_and_keeps_the_group(three
         assert isinstance(error, AbortedError)
         assert error.cause.kind is CauseKind.INTERRUPTED
         assert error.cause.ranks == (0,)
+    three.catch_up()
     assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
 
 
@@ -374,7 +373,7 @@ def test_the_coordinators_death_fails_everything_and_nothing_hangs(two: Ranks) -
         waiting = two.start(wait_for, "c", ranks=[0])
         others.until(1)
     os.kill(two.coordinator.pid, signal.SIGKILL)
-    (error,) = waiting.outcomes(5)
+    (error,) = waiting.outcomes(GONE)
     assert isinstance(error, AbortedError)
     assert error.cause.kind is CauseKind.COORDINATOR_LOST
     for later in two.outcomes(total, 1.0):

@@ -19,6 +19,7 @@ from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameErro
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry
 from joint_simulation import allreduce
+from patience import PATIENCE
 from ranks import Ranks
 
 MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))
@@ -134,28 +135,26 @@ def test_after_an_interrupt_the_same_name_can_be_submitted_at_once(two: Ranks, c
         for _ in range(15):
             other = two.start(reduce_until_five, count, ranks=[1])
             one = two.start(reduce_until_interrupted, count, ranks=[0])
-            going.get(timeout=20)
+            going.get(timeout=PATIENCE)
             two.kill(0, signal.SIGINT)
-            assert one.results(20) == [6.0]
-            assert other.results(20) in ([[]], [[CauseKind.INTERRUPTED]])
+            assert one.results(PATIENCE) == [6.0]
+            assert other.results(PATIENCE) in ([[]], [[CauseKind.INTERRUPTED]])
     finally:
         client.close()
 
 
-def time_out_in_an_operation() -> tuple[float, float]:
-    """The other rank does not move: how long a wait for a quarter of a second takes, and what comes in the end."""
+def time_out_in_an_operation() -> float:
+    """The other rank does not move before a wait for a quarter of a second has ended; what comes then."""
     api.allreduce(np.ones(4), "first")
     operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
     context.engine().flush()
     context.engine().post("going", b"")
     while not any(pending.executing for pending in context.engine().pending()):
         time.sleep(0.001)
-    begun = time.monotonic()
     with pytest.raises(TimeoutError):
         api.synchronize(operation, timeout=0.25)
-    took = time.monotonic() - begun
     context.engine().post("going", b"")
-    return took, float(api.synchronize(operation)[0])
+    return float(api.synchronize(operation)[0])
 
 
 def stop_in_an_operation() -> float:
@@ -166,15 +165,15 @@ def stop_in_an_operation() -> float:
 
     def hold() -> None:
         held.set()
-        release.wait(20)
+        release.wait(2 * PATIENCE)
 
     engine._executor.put(hold)
     engine._executor.ring()
-    assert held.wait(10)
+    assert held.wait(PATIENCE)
     engine.on_mail("go on", lambda sender, body: release.set())
     operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
     engine.flush()
-    release.wait(20)
+    assert release.wait(2 * PATIENCE)
     return float(api.synchronize(operation)[0])
 
 
@@ -185,12 +184,10 @@ def test_a_wait_times_out_also_in_the_middle_of_an_operation(two: Ranks) -> None
     try:
         other = two.start(stop_in_an_operation, ranks=[1])
         one = two.start(time_out_in_an_operation, ranks=[0])
-        going.get(timeout=20)
-        going.get(timeout=20)
+        going.get(timeout=PATIENCE)
+        going.get(timeout=PATIENCE)
         client.post("go on", b"", [1])
-        ((took, value),) = one.results(20)
-        assert took < 10.0
-        assert value == 2.0
-        assert other.results(20) == [2.0]
+        assert one.results(PATIENCE) == [2.0]
+        assert other.results(PATIENCE) == [2.0]
     finally:
         client.close()

@@ -14,6 +14,7 @@ from hvdlab.collectives import api, context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
+from patience import PATIENCE
 from ranks import Ranks
 
 LARGE = 1 << 16
@@ -44,7 +45,7 @@ class Calls:
 
     def wait(self, times: int = 1) -> None:
         for _ in range(times):
-            assert self._called.acquire(timeout=20), "the hook was not called"
+            assert self._called.acquire(timeout=PATIENCE), "the hook was not called"
 
 
 def request(name: str, hook: Any = None, count: int = 4, value: float = 1.0) -> Request:
@@ -60,7 +61,7 @@ def settled(*calls: Calls) -> list[int]:
     for _ in range(2):
         there.clear()
         engine.post(f"settled {id(there)}", b"", to=[engine.rank])
-        assert there.wait(20)
+        assert there.wait(PATIENCE)
     return [len(each.outcomes) for each in calls]
 
 
@@ -176,7 +177,7 @@ def failing(kind: str) -> tuple[list[str], str, list[int], float]:
     handles = engine.submit_group([request("fails", hook, LARGE), request("after", after, LARGE)])
     assert handles[0].wait().output is not None  # the collective itself did not fail
     after.wait()
-    assert lines.came.wait(20)
+    assert lines.came.wait(PATIENCE)
     counts = settled(after)
     logged = [record for record in lines.records if "fails" in record.getMessage()]
     assert all(record.exc_info is not None for record in logged)
@@ -201,7 +202,7 @@ def chained(length: int) -> tuple[float, int]:
             engine.submit(request(f"link {len(values)}", hook, value=values[-1]))
 
     engine.submit(request("link 0", hook))
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE)
     return values[-1], len(values)
 
 
@@ -212,10 +213,10 @@ def others_go_on_meanwhile() -> list[float]:
 
     def hook(result: Result | None, error: Exception | None, /) -> None:
         inside.set()
-        assert leave.wait(20)
+        assert leave.wait(PATIENCE)
 
     handle = engine.submit(request("held", hook, LARGE))
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE)
     assert handle.done()
     sums: list[float] = []
 
@@ -230,7 +231,7 @@ def others_go_on_meanwhile() -> list[float]:
         work()
         other = threading.Thread(target=work)
         other.start()
-        other.join(20)
+        other.join(PATIENCE)
         assert not other.is_alive()
     finally:
         leave.set()

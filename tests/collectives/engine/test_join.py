@@ -17,6 +17,7 @@ from hvdlab.collectives.errors import (
     JoinedRanksError,
     MismatchError,
 )
+from patience import PATIENCE
 from ranks import RankGone, Ranks
 
 SMALL, LARGE = 8, 300_000
@@ -189,24 +190,24 @@ def test_joining_one_process_set_leaves_the_others_alone(three: Ranks) -> None:
 def test_a_deadlock_is_found_and_joining_is_none(three: Ranks) -> None:
     joined = three.start(join, ranks=[2])
     stuck = [three.start(reduce, name, ranks=[rank]) for rank, name in enumerate("ab")]
-    (error,) = joined.outcomes(20)
+    (error,) = joined.outcomes(PATIENCE)
     assert isinstance(error, AbortedError)
     assert error.cause.kind is CauseKind.DEADLOCK
     assert "rank 0 in allreduce `a`" in str(error)
-    assert all(isinstance(x.outcomes(20)[0], AbortedError) for x in stuck)
+    assert all(isinstance(x.outcomes(PATIENCE)[0], AbortedError) for x in stuck)
     joined = three.start(join, ranks=[1, 2])
     for _ in range(3):
         assert three.run(reduce, "x", ranks=[0]) == [1.0]
     assert three.run(join, ranks=[0]) == [0]
-    assert joined.results(20) == [0, 0]
+    assert joined.results(PATIENCE) == [0, 0]
 
 
 def test_an_interrupt_ends_the_join_of_all(three: Ranks) -> None:
     joined = [three.start(join, ranks=[rank]) for rank in (0, 1)]
     assert three.run(reduce, "x", ranks=[2]) == [1.0]  # both have joined by now
     three.kill(1, signal.SIGINT)
-    assert isinstance(joined[1].outcomes(20)[0], KeyboardInterrupt)
-    (error,) = joined[0].outcomes(20)
+    assert isinstance(joined[1].outcomes(PATIENCE)[0], KeyboardInterrupt)
+    (error,) = joined[0].outcomes(PATIENCE)
     assert isinstance(error, AbortedError)
     assert error.cause.kind is CauseKind.INTERRUPTED
     assert three.run(join)[0] in range(3)
@@ -217,11 +218,11 @@ def test_a_rank_that_leaves_ends_the_join_of_the_others() -> None:
         joined = [ranks.start(join, ranks=[rank]) for rank in (0, 1)]
         assert ranks.run(reduce, "x", ranks=[2]) == [1.0]
         left = ranks.start(leave, ranks=[2])
-        errors = [x.outcomes(20)[0] for x in joined]
+        errors = [x.outcomes(PATIENCE)[0] for x in joined]
         assert [e.cause.kind for e in errors] == [CauseKind.RANK_LEFT] * 2
         again = ranks.start(leave, ranks=[0, 1])
-        left.results(20)
-        again.results(20)
+        left.results(PATIENCE)
+        again.results(PATIENCE)
         assert len({*ranks.run(join)}) == 1
 
 
@@ -230,14 +231,14 @@ def test_a_rank_that_dies_ends_the_join_of_the_others() -> None:
         joined = [ranks.start(join, ranks=[rank]) for rank in (0, 1)]
         assert ranks.run(reduce, "x", ranks=[2]) == [1.0]
         ranks.kill(2)
-        errors = [x.outcomes(20)[0] for x in joined]
+        errors = [x.outcomes(PATIENCE)[0] for x in joined]
         assert [e.cause.kind for e in errors] == [CauseKind.RANK_DIED] * 2
         assert "): ranks 0,1 waited; rank 2 died" in str(errors[0])
         # One that has joined dies while the others work.
         joined = [ranks.start(join, ranks=[0])]
         assert ranks.run(reduce, "x", ranks=[1]) == [1.0]
         ranks.kill(0)
-        assert isinstance(joined[0].outcomes(20)[0], RankGone)
+        assert isinstance(joined[0].outcomes(PATIENCE)[0], RankGone)
         (last,) = ranks.outcomes(join, ranks=[1])  # which may come before the news
         assert last == 1 or last.cause.kind is CauseKind.RANK_DIED
         assert ranks.run(join, ranks=[1]) == [1]

@@ -17,6 +17,7 @@ from hvdlab.collectives.engine import lacking
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
+from patience import PATIENCE
 from ranks import Ranks
 
 
@@ -65,7 +66,7 @@ def epoch() -> int:
 
 
 def await_epoch(number: int) -> None:
-    deadline = Deadline(20)
+    deadline = Deadline(PATIENCE)
     while epoch() < number:
         deadline.check("the next group")
 

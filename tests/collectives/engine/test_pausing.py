@@ -8,6 +8,7 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings
+from patience import PATIENCE
 
 
 def test_a_successor_is_told_once() -> None:
@@ -25,7 +26,7 @@ def test_a_successor_is_told_once() -> None:
 
 
 def test_reasons_may_overlap() -> None:
-    with CoordinatorProcess.start(size=1) as coordinator:
+    with CoordinatorProcess.start(size=1, timeout=PATIENCE) as coordinator:
         settings = Settings(coordinator=coordinator.address, token=coordinator.token, rank=0, size=1)
         engine = Engine.connect(settings)
         try:

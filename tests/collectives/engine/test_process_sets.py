@@ -13,6 +13,7 @@ import pytest
 from hvdlab.collectives import api, context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from patience import PATIENCE
 from ranks import Ranks
 
 
@@ -124,13 +125,13 @@ def test_an_interrupted_set_does_not_disturb_another_with_the_same_ranks(four: R
     try:
         stuck = four.start(wait_for, pair, ranks=[0])
         busy = four.start(reduce, trio, 1 << 20, "goes on", ranks=[1, 2])
-        waiting.get(timeout=20)
+        waiting.get(timeout=PATIENCE)
     finally:
         client.close()
     four.kill(0, signal.SIGINT)
-    assert isinstance(stuck.outcomes(20)[0], KeyboardInterrupt)
+    assert isinstance(stuck.outcomes(PATIENCE)[0], KeyboardInterrupt)
     assert four.run(reduce, trio, 1 << 20, "goes on", ranks=[0]) == [3.0]
-    assert busy.results(20) == [3.0, 3.0]
+    assert busy.results(PATIENCE) == [3.0, 3.0]
     assert four.run(reduce, pair, ranks=[0, 1]) == [2.0, 2.0]
     for set_id in (pair, trio):
         four.run(remove, set_id)
@@ -142,8 +143,8 @@ def test_a_deadlock_over_a_set_that_is_joined_is_found(four: Ranks) -> None:
     assert four.run(reduce, pair, 70_000, ranks=[1]) == [1.0]
     world = four.start(reduce, 0, ranks=[1, 2, 3])
     # The world waits for rank 0, which waits for rank 1: neither can go on.
-    assert all(isinstance(error, AbortedError) for error in world.outcomes(20))
-    assert isinstance(joined.outcomes(20)[0], AbortedError)
+    assert all(isinstance(error, AbortedError) for error in world.outcomes(PATIENCE))
+    assert isinstance(joined.outcomes(PATIENCE)[0], AbortedError)
     assert four.run(reduce, 0) == [4.0] * 4
     four.run(remove, pair)
 

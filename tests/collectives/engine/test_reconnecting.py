@@ -15,6 +15,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import NobodyThereError
 from hvdlab.collectives.settings import Settings
+from patience import PATIENCE
 
 
 class Waiting(Reconnecting):
@@ -38,7 +39,7 @@ class Waiting(Reconnecting):
 
     def run(self) -> str:
         self.begin("it was killed")
-        said = self.ended.get(timeout=10)
+        said = self.ended.get(timeout=PATIENCE)
         self.cancel(10)
         return said
 

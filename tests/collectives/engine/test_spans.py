@@ -21,6 +21,7 @@ from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.events import ClockSample, Members, Span
 from hvdlab.collectives.timeline.records import decode
+from patience import PATIENCE
 from ranks import Ranks
 from skewed_clock import AHEAD_NS
 
@@ -47,7 +48,7 @@ def hosts() -> Iterator[Ranks]:
 
 def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
     """Name, whether ordered, begun and done, of the spans with these names, once there are that many."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     found: list[Span] = []
     recorder = context.engine().recorder
     while len(found) < len(names) and time.monotonic() < deadline:
@@ -94,7 +95,7 @@ def end() -> None:
 def offset() -> tuple[int, int]:
     """The coordinator's clock minus this rank's as measured, and its bound, once they are known."""
     log: Any = context.engine()._spans
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         sample = log._samples.best(time.monotonic_ns())
         if sample is not None:
@@ -161,7 +162,7 @@ def keep_reducing() -> None:
 
 
 def recorded_failures() -> list[tuple[str, bool, bool]]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     found: list[tuple[str, bool, bool]] = []
     while not found and time.monotonic() < deadline:
         for batch in context.engine().recorder.drain():

@@ -16,6 +16,7 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm import ShmPlane
+from patience import PATIENCE
 from ranks import Ranks
 
 STUCK = threading.Event()
@@ -79,7 +80,7 @@ def get_stuck(waiting: bool) -> Any:
     operation = api.broadcast_async(np.ones(5000), 0, "stuck")
     if engine.rank == 1:
         engine.flush()
-        assert OTHER_IS_STUCK.wait(20)
+        assert OTHER_IS_STUCK.wait(PATIENCE)
         engine.withdraw("rank 1 gave up")
         api.synchronize(operation)
     errors: list[BaseException] = []
@@ -94,7 +95,7 @@ def get_stuck(waiting: bool) -> Any:
         threading.Thread(target=wait, name="user").start()
     else:
         engine.flush()
-    assert STUCK.wait(20)
+    assert STUCK.wait(PATIENCE)
     engine.post("stuck", b"", to=[1])
     if not waiting:
         wait()
@@ -110,10 +111,10 @@ def stuck() -> int:
 def release() -> tuple[int, int, bool, list[int]]:
     """Let the stuck thread come back; what is left of it after the next epoch began."""
     RELEASED.set()
-    THREADS[0].join(5)
+    THREADS[0].join(PATIENCE)
     for thread in threading.enumerate():
         if thread.name == "user":
-            thread.join(5)
+            thread.join(PATIENCE)
     executor = context.engine()._executor
     executor._reap()
     return executor.abandoned, len(executor._abandoned), THREADS[0].is_alive(), CLOSED

@@ -16,6 +16,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import Event, Metric
 from hvdlab.collectives.timeline.records import encode
+from patience import PATIENCE
 from timeline_traces import steps
 
 SECOND = 10**9
@@ -39,7 +40,7 @@ class Kept:
 
     def wait_for(self, count: int) -> list[Point]:
         with self._came:
-            assert self._came.wait_for(lambda: len(self.points) >= count, 10), self.points
+            assert self._came.wait_for(lambda: len(self.points) >= count, PATIENCE), self.points
             return list(self.points)
 
 
@@ -75,7 +76,7 @@ def test_it_ends_with_the_recording() -> None:
     export = hvdlab.export(kept, recording)
     feed(recording, 0, Metric("loss", 0.5, 7, SECOND))
     recording.close()
-    assert kept.closed.wait(10)
+    assert kept.closed.wait(PATIENCE)
     assert [one.value for one in kept.points] == [0.5]
     assert export.close(10)
 
@@ -85,7 +86,7 @@ def test_a_recording_that_is_closed_already_is_exported_whole() -> None:
     feed(recording, 0, *(Metric("loss", step, step, step * SECOND) for step in range(2500)))
     recording.close()
     export = hvdlab.export(kept, recording)
-    assert kept.closed.wait(10)
+    assert kept.closed.wait(PATIENCE)
     assert [one.value for one in kept.points] == list(range(2500))
     assert export.close(10)
 

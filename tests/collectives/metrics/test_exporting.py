@@ -20,6 +20,7 @@ from hvdlab.collectives.metrics.points import BATCHES_HELD, Point, PointReader
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import CellBegin, ClockSample, Metric
 from hvdlab.collectives.timeline.records import encode
+from patience import PATIENCE
 from ranks import Ranks
 
 
@@ -57,7 +58,7 @@ def test_all_points_arrive_in_order_on_a_thread_of_their_own() -> None:
     export = Export(kept)
     for value in range(5000):
         export.put([point(value)])
-    assert export.close(10)
+    assert export.close(PATIENCE)
     assert kept.values == list(range(5000))
     assert kept.closed == 1
     assert kept.threads == {"hvdlab-export-Kept"}
@@ -70,7 +71,7 @@ def test_only_what_is_wanted_goes() -> None:
     export = Export(kept, ["loss*", "hvdlab/step_time"])
     names = ["loss", "loss/train", "my loss", "hvdlab/step_time", "hvdlab/cpu", "Loss"]
     export.put([point(0, name) for name in names])
-    export.close(10)
+    export.close(PATIENCE)
     assert [one.name for batch in kept.batches for one in batch] == ["loss", "loss/train", "hvdlab/step_time"]
 
 
@@ -79,17 +80,17 @@ def test_a_slow_one_holds_nobody_up_and_loses_the_oldest() -> None:
 
     def slow(points: Sequence[Point]) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE)
 
     kept = Kept(slow)
     export = Export(kept, limit=100)
     export.put([point(0)])
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE)
     for value in range(1, 301):
         export.put([point(value)])
     assert export.dropped == 200
     go_on.set()
-    export.close(10)
+    export.close(PATIENCE)
     assert kept.values == [0, *range(201, 301)]
     assert export.exported == 101
     assert "200 dropped" in repr(export)
@@ -105,10 +106,10 @@ def test_one_that_fails_is_tried_again_and_complained_of_once(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         for value in range(6):
             export.put([point(value)])
-            waited = time.monotonic() + 10
+            waited = time.monotonic() + PATIENCE
             while export.exported + export.failed <= value and time.monotonic() < waited:
                 time.sleep(0.001)
-        export.close(10)
+        export.close(PATIENCE)
     assert kept.values == [3, 4, 5]
     assert (export.exported, export.failed) == (3, 3)
     assert isinstance(export.error, ConnectionError)
@@ -123,23 +124,23 @@ def test_one_that_can_not_be_closed_is_told_of(caplog: pytest.LogCaptureFixture)
 
     export = Export(Unclosable())
     with caplog.at_level(logging.WARNING):
-        assert export.close(10)
+        assert export.close(PATIENCE)
     assert [record.getMessage() for record in caplog.records] == ["Unclosable could not be closed"]
 
 
 def test_one_that_hangs_does_not_hang_who_closes_it() -> None:
     go_on = threading.Event()
-    export = Export(Kept(lambda points: go_on.wait(10)))
+    export = Export(Kept(lambda points: go_on.wait(PATIENCE)))
     export.put([point(1)])
     assert not export.close(0.05)
     go_on.set()
-    assert export.close(10)
+    assert export.close(PATIENCE)
 
 
 def test_what_comes_after_the_end_is_ignored() -> None:
     kept = Kept()
     export = Export(kept)
-    export.close(10)
+    export.close(PATIENCE)
     export.put([point(1)])
     assert export.closed
     assert kept.values == []
@@ -204,7 +205,7 @@ def test_metrics_of_this_rank_arrive_with_their_times(world_of_one: None) -> Non
     for step in range(100):
         api.metric("loss", step / 2, step)
     end = time.time()
-    assert export.close(10)
+    assert export.close(PATIENCE)
     points = [one for batch in kept.batches for one in batch]
     assert [(one.rank, one.name, one.value, one.step) for one in points] == [
         (0, "loss", step / 2, step) for step in range(100)
@@ -272,7 +273,7 @@ def record(count: int) -> None:
 
 def end_export() -> int:
     export = globals().pop("export")
-    assert export.close(10)
+    assert export.close(PATIENCE)
     exported: int = export.exported
     return exported
 

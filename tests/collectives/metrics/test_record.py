@@ -12,6 +12,7 @@ from hvdlab.collectives import api
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.recording import Recording
+from patience import PATIENCE
 from ranks import Ranks
 
 
@@ -29,7 +30,7 @@ def recording(two: Ranks) -> Iterator[Recording]:
 
 def named(recording: Recording, name: str, count: int) -> list[tuple[int, float, float, int]]:
     """Wait until there are ``count`` metrics of that name: rank, value, step (NaN: none) and time of each."""
-    deadline = Deadline(10)
+    deadline = Deadline(PATIENCE)
     while True:
         version = recording.version
         found = [

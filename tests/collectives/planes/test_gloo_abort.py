@@ -19,6 +19,7 @@ from hvdlab.collectives.planes import gloo
 from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.gloo import GlooPlane
 from hvdlab.collectives.planes.sockets import listeners, traffic
+from patience import HOUR, PATIENCE
 
 pytest.importorskip("torch.distributed")
 
@@ -81,8 +82,8 @@ def test_others_get_all_of_an_operation_that_is_aborted_while_it_begins(pair: li
     first._group = SimpleNamespace(allreduce=begin)
     with ThreadPoolExecutor(2) as threads:
         aborted, other = threads.submit(add, first), threads.submit(add, second)
-        assert isinstance(aborted.exception(20), PlaneAborted)
-        assert np.all(other.result(20) == 2)
+        assert isinstance(aborted.exception(PATIENCE), PlaneAborted)
+        assert np.all(other.result(PATIENCE) == 2)
     assert not first.gave_up
 
 
@@ -92,7 +93,7 @@ def test_others_end_when_one_has_aborted_between_operations(pair: list[GlooPlane
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(add, second)
         second.abort()
-        assert isinstance(waiting.exception(20), PlaneAborted)
+        assert isinstance(waiting.exception(PATIENCE), PlaneAborted)
     assert not second.gave_up
 
 
@@ -122,12 +123,10 @@ def test_who_waits_for_a_member_that_does_not_come_ends_with_an_abort(deserter: 
             for index, mine in enumerate(stores)
         ]
         with ThreadPoolExecutor(2) as threads:
-            waiting = [threads.submit(plane.connect, 8.0) for plane in planes]
-            assert isinstance(waiting[deserter].exception(20), PlaneAborted)
-            begin = time.monotonic()
+            waiting = [threads.submit(plane.connect, HOUR) for plane in planes]
+            assert isinstance(waiting[deserter].exception(PATIENCE), PlaneAborted)
             planes[1 - deserter].abort()
-            assert isinstance(waiting[1 - deserter].exception(60), PlaneAborted)
-            assert time.monotonic() - begin < 8.0
+            assert isinstance(waiting[1 - deserter].exception(PATIENCE), PlaneAborted)
         for plane in planes:
             plane.close()
 
@@ -147,13 +146,13 @@ def test_a_group_that_was_given_up_is_let_go_when_gloo_gives_up_as_well(
     timer.join()
     assert first.gave_up
     second.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while mine & listeners("127.0.0.1"):
         assert time.monotonic() < deadline, "its sockets are still open"
         time.sleep(0.02)
     for thread in threading.enumerate():
         if thread.name == "hvdlab-gloo-let-go":
-            thread.join(10)
+            thread.join(PATIENCE)
 
 
 def test_traffic_counts_what_came_and_went() -> None:

@@ -15,6 +15,7 @@ from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm import futex
 from hvdlab.collectives.planes.shm.layout import Layout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
+from patience import PATIENCE
 
 LAYOUT = Layout(3, 4096, 5)
 
@@ -80,7 +81,7 @@ def test_a_wait_ends_when_the_last_member_has_posted(members: list[Signals]) -> 
     members[2].post(REDUCED, 1)  # another row: no reason to wake up
     order.append("posted")
     members[2].post(ARRIVED, 1)
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert order == ["posted", "woken"]
 
@@ -138,7 +139,7 @@ def test_an_abort_of_one_member_leaves_the_others_waiting(members: list[Signals]
     assert not woken
     for member in members:
         member.post(ARRIVED, 1)
-    thread.join(10)
+    thread.join(PATIENCE)
     assert woken == [0]
 
 
@@ -148,7 +149,7 @@ def test_a_deadline_names_who_is_missing(members: list[Signals]) -> None:
     start = time.monotonic()
     with pytest.raises(PlaneBroken, match=r"\[2\]"):
         members[0].wait(ARRIVED, 1, deadline=start + 0.05)
-    assert 0.05 <= time.monotonic() - start < 5
+    assert time.monotonic() - start >= 0.05
 
 
 def test_a_satisfied_wait_makes_no_system_call(

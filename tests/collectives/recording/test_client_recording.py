@@ -17,12 +17,13 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import CellBegin
 from hvdlab.collectives.timeline.records import encode
+from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
 
 @pytest.fixture
 def coordinator() -> Iterator[CoordinatorProcess]:
-    with CoordinatorProcess.start() as process:
+    with CoordinatorProcess.start(timeout=PATIENCE) as process:
         yield process
 
 
@@ -40,15 +41,15 @@ def ranks(coordinator: CoordinatorProcess, client: Client) -> Iterator[list[Endp
         hello = m.Hello(
             m.PROTOCOL_VERSION, coordinator.token, "rank", rank, "h", os.getpid(), planes=("gloo",)
         )
-        found.append(connect(coordinator.address, hello, deadline=Deadline(10))[0])
-    client.wait_for(lambda now: now.complete, 10)
+        found.append(connect(coordinator.address, hello, deadline=Deadline(PATIENCE))[0])
+    client.wait_for(lambda now: now.complete, PATIENCE)
     yield found
     for endpoint in found:
         endpoint.close()
 
 
 def wait_until_there(recording: Recording, count: int) -> None:
-    deadline = Deadline(10)
+    deadline = Deadline(PATIENCE)
     while recording.count < count:
         version = recording.version
         if recording.count < count:

@@ -28,6 +28,7 @@ from hvdlab.collectives.timeline.events import (
     Span,
 )
 from hvdlab.collectives.timeline.records import encode
+from patience import PATIENCE
 from timeline_traces import steps
 
 MS = 1_000_000
@@ -290,7 +291,7 @@ def test_who_waits_is_woken_by_a_batch_and_by_the_end() -> None:
     thread.start()
     recording.feed(0, encode(0, [span("a", 1, START, START + 1, START + 2)]))
     recording.close()
-    thread.join(5)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -21,9 +21,8 @@ from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.events import CellBegin, Metric
 from hvdlab.collectives.timeline.file import TimelineFile
 from hvdlab.collectives.timeline.records import decode, encode
+from patience import PATIENCE
 from timeline_traces import steps
-
-PATIENCE = 30.0
 
 CHILD = """
 import sys
@@ -120,10 +119,8 @@ def test_a_stuck_disk_never_blocks_who_feeds_and_the_loss_is_in_the_trace(tmp_pa
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     trace = TimelineFile(fifo, queued_bytes=1_000_000)
     batch = encode(0, [Metric("loss", number, number, number) for number in range(2000)])
-    begin = time.monotonic()
-    for _ in range(200):
+    for _ in range(200):  # as long as it does not read, one that waits for the disk has no end
         trace.feed(0, batch)
-    assert time.monotonic() - begin < 5
     assert trace.dropped > 0
     dropped = trace.dropped
     with pytest.raises(TimeoutError):

@@ -13,6 +13,7 @@ import pytest
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.timeline import viewer as module
 from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from patience import PATIENCE
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -35,7 +36,7 @@ def viewer(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def get(viewer: PerfettoViewer, path: str, *, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=PATIENCE)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()

@@ -12,6 +12,7 @@ from hvdlab.kernel_ext.cells.events import DoneArrived, Event, OutputArrived
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
+from patience import PATIENCE
 
 
 class Sink:
@@ -90,7 +91,7 @@ def test_in_the_background_another_thread_does() -> None:
     run = Run()
     run.handle.drive_in_background()
     run.feed(wrote(0, 10), done(0), done(1))
-    assert run.handle.wait(10).ok
+    assert run.handle.wait(PATIENCE).ok
     assert run.sink.thread is not threading.current_thread()
 
 
@@ -106,7 +107,7 @@ def test_a_wait_that_is_too_short_can_be_repeated() -> None:
 
 def test_the_time_limit_needs_no_event() -> None:
     run = Run(timeout=0.05)
-    answer = threading.Thread(target=lambda: (run.interrupted.wait(10), run.feed(done(0), done(1))))
+    answer = threading.Thread(target=lambda: (run.interrupted.wait(PATIENCE), run.feed(done(0), done(1))))
     answer.start()
     results = run.handle.wait()
     answer.join()
@@ -139,7 +140,7 @@ def test_a_sink_that_fails_does_not_keep_the_run_from_its_end(call: str, backgro
         run.handle.drive_in_background()
     run.feed(wrote(0, 2 << 20), done(0), done(1))
     with pytest.raises(RuntimeError, match="disk is full"):
-        run.handle.wait(10)
+        run.handle.wait(PATIENCE)
     assert run.handle.results is not None
     assert run.handle.results.ok
     assert run.credits == [(0, 2 << 20)]
@@ -150,9 +151,9 @@ def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
     run = Run()
     run.handle.drive_in_background()
     run.handle.interrupt()
-    assert run.interrupted.wait(10)
+    assert run.interrupted.wait(PATIENCE)
     run.feed(done(0), done(1))
-    assert run.handle.wait(10).interrupted
+    assert run.handle.wait(PATIENCE).interrupted
     assert ("hurry",) in run.sink.calls
 
 
@@ -167,7 +168,7 @@ def test_who_waits_longer_drives_on() -> None:
     short.start()
     timer = threading.Timer(0.2, run.feed, (done(0), done(1)))
     timer.start()
-    assert run.handle.wait(10).ok
+    assert run.handle.wait(PATIENCE).ok
     short.join()
     timer.join()
 
@@ -175,7 +176,7 @@ def test_who_waits_longer_drives_on() -> None:
 def test_two_threads_may_wait() -> None:
     run = Run()
     found: list[CellResults] = []
-    threads = [threading.Thread(target=lambda: found.append(run.handle.wait(10))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(run.handle.wait(PATIENCE))) for _ in range(2)]
     for thread in threads:
         thread.start()
     run.feed(done(0), done(1))

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hvdlab.kernel_ext.pool import Pool
+from patience import GONE
 
 StartPool = Callable[..., Pool]
 
@@ -32,7 +33,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
 def leftovers(directory: Path) -> list[str]:
     """Names in a directory, once what is on its way out had time to go."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + GONE
     while directory.exists() and os.listdir(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
     return sorted(os.listdir(directory)) if directory.exists() else []
@@ -52,5 +53,5 @@ def start_pool() -> Iterator[StartPool]:
     family = [child for child in psutil.Process().children(recursive=True) if child not in others]
     for pool in pools:
         pool.stop()
-    _, alive = psutil.wait_procs(family, timeout=3)
+    _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []

@@ -14,6 +14,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.kernel_ext.inspect import diff as diffing
 from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.pool import Pool
+from patience import HOUR, PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -143,6 +144,8 @@ def test_states_of_random_numbers_and_the_environment(pool: Pool) -> None:
 
 
 def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -> None:
+    # An examination that is not let go would be kept for a pool that seems to be gone; for so long here that it is seen.
+    assert pool.run(f"import hvdlab.kernel_ext.rank.examining as examining\nexamining.PATIENCE = {HOUR}").ok
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
     questions, over = pool._base.runs.questions, threading.Event()
 
@@ -164,10 +167,8 @@ def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -
         thread.join()
     handle.interrupt()
     handle.wait()
-    begin = time.monotonic()
-    assert pool.run("rank").ok
+    assert pool.run("rank", timeout=PATIENCE).ok
     assert pool.diff("same").agree
-    assert time.monotonic() - begin < 20
 
 
 def test_a_rank_that_dies_meanwhile_ends_it(pool: Pool) -> None:

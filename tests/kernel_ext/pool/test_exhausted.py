@@ -45,7 +45,7 @@ def prepare(pool):
 
 def kill(pool, rank):
     os.kill(next(s.pid for s in pool.status() if s.rank == rank), signal.SIGKILL)
-    pool.client.wait_for(lambda world: all(member.rank != rank for member in world.members), 20)
+    pool.client.wait_for(lambda world: all(member.rank != rank for member in world.members), 60)
 """
 
 

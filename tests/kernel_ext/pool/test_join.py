@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -59,7 +60,7 @@ def test_a_cell_that_fails_ends_or_is_interrupted_ends_the_join_of_the_others(st
         assert list(pool.run(ALL_JOIN)) == [3.0] * 3
     out = Started()
     run = pool.start_run(JOIN_OR.format("while True: pass"), out=out)
-    assert out.both.wait(10)
+    assert out.both.wait(PATIENCE)
     run.interrupt()
-    assert set(run.wait(10).errors) == {0, 1, 2}
+    assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
     assert list(pool.run(ALL_JOIN)) == [3.0] * 3

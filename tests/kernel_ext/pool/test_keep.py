@@ -28,6 +28,7 @@ from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Kept, Registry, table
 from hvdlab.launch.processes import readable
+from patience import GONE, PATIENCE
 from pool_recorder import Recorder
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -47,7 +48,7 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
             if process.lives and process.pid != os.getpid():
                 os.kill(process.pid, signal.SIGKILL)
     assert left == []
-    _, alive = psutil.wait_procs(ours(tmp_path), timeout=5)
+    _, alive = psutil.wait_procs(ours(tmp_path), timeout=GONE)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert not (tmp_path / "hvdlab").exists()
 
@@ -80,7 +81,7 @@ def keeper(*words: str) -> subprocess.Popen[str]:
 
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
 
 
 def check(pool: Pool, pids: dict[int, int]) -> None:
@@ -101,7 +102,7 @@ def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
     if end == "killed":
         kill(process)
     else:
-        process.communicate("", timeout=20)
+        process.communicate("", timeout=PATIENCE)
         assert process.returncode == 0
     with Pool.attach("mine") as pool:
         assert pool.name == "mine"
@@ -143,7 +144,7 @@ def test_ranks_that_ended_in_the_meantime_are_known_and_can_be_replaced() -> Non
     ranks = {p.name(): p for p in psutil.Process(kept.warm.pid).children()}
     kill(process)
     ranks["hvd-rank-1"].kill()
-    psutil.wait_procs([ranks["hvd-rank-1"]], timeout=5)
+    psutil.wait_procs([ranks["hvd-rank-1"]], timeout=GONE)
     with Pool.attach("mine") as pool:
         assert pool.ranks == (0, 2)
         while pool.lost[1].startswith("it ended while"):
@@ -257,7 +258,7 @@ def test_a_pool_that_is_in_use_is_refused_with_who_has_it() -> None:
         with pytest.raises(InvalidRequestError, match="in use by this very process"):
             Pool.attach("mine")
         assert len(pool.pull("mine")) == 1
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 
 
@@ -270,7 +271,7 @@ def test_a_pool_is_detached_and_attached_to_in_one_process() -> None:
     run = pool.start_run("import time\nprint('on', flush=True)\ntime.sleep(1)\nx = 6", out=out)
     out.wait_for("on", ranks=(0, 1))
     pool.detach()
-    assert set(run.wait(10).deaths) == {0, 1}
+    assert set(run.wait(GONE).deaths) == {0, 1}
     assert pool.state == "stopped"
     assert threading.active_count() == 1
     with Pool.attach("pool") as again:
@@ -360,7 +361,7 @@ def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_dire
     """Two may be started for one that died: by the notebook, which is killed, and by who replaces that."""
     coordinator = CoordinatorProcess.start(keep=True, linger=True)
     try:
-        coordinator.respawn()
+        coordinator.respawn(PATIENCE)
         pid = os.pidfd_open(coordinator.pid)
         coordinator.release()
         assert readable(pid, 20)
@@ -378,7 +379,7 @@ def test_ranks_that_died_with_the_coordinator_are_lost_and_can_be_repaired() -> 
     kept = Registry().get("mine")
     ranks = sorted(psutil.Process(kept.warm.pid).children(), key=lambda child: child.pid)
     ranks[-1].kill()
-    psutil.wait_procs(ranks[-1:], timeout=10)
+    psutil.wait_procs(ranks[-1:], timeout=GONE)
     os.kill(kept.coordinator.pid, signal.SIGKILL)
     next_coordinator(kept, kept.coordinator.pid)
     with Pool.attach("mine") as pool:
@@ -418,10 +419,10 @@ def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(tmp_path: Path) 
     kill(process)
     half = psutil.Process(kept.warm.pid)
     half.kill()
-    psutil.wait_procs([half], timeout=5)
+    psutil.wait_procs([half], timeout=GONE)
     with pytest.raises(InvalidRequestError, match="there is no pool `mine`"):
         Pool.attach("mine")
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=GONE)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     assert not Path(kept.directory).exists()
 

@@ -11,6 +11,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.payloads import Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -126,7 +127,7 @@ def test_a_rank_that_dies_between_cells_leaves_its_standard_error(start_pool: St
 def died(pool: Pool, rank: int) -> None:
     changed = pool._base.group._changed
     with changed:
-        assert changed.wait_for(lambda: rank in pool.lost, 20)
+        assert changed.wait_for(lambda: rank in pool.lost, PATIENCE)
 
 
 def test_ranks_whose_fork_server_was_replaced_leave_theirs(start_pool: StartPool) -> None:
@@ -135,7 +136,7 @@ def test_ranks_whose_fork_server_was_replaced_leave_theirs(start_pool: StartPool
     before = warm.pid
     os.kill(before, signal.SIGKILL)
     with warm._changed:
-        assert warm._changed.wait_for(lambda: warm.lost is None and warm.pid != before, 20)
-    warm.wait_loaded(Deadline(20))
+        assert warm._changed.wait_for(lambda: warm.lost is None and warm.pid != before, PATIENCE)
+    warm.wait_loaded(Deadline(PATIENCE))
     heard = die(pool, WRITES["print"], ENDS["SIGKILL"][0])
     assert heard.text(1, "stdout") == LINES

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from forked_ranks import living
+from patience import GONE, PATIENCE
 
 OWNER = Path(__file__).with_name("owner.py")
 
@@ -42,14 +43,14 @@ def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> Non
         assert len(family) >= 4  # fork server, coordinator, two ranks
         process.kill()
         process.wait()
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=GONE)
         assert alive == []
 
 
 def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
     source = (
         "from hvdlab.kernel_ext.prestart import Prestart; from hvdlab.collectives.deadline import Deadline; "
-        "base = Prestart.begin().take(Deadline(10)); print('on', flush=True); input()"
+        "base = Prestart.begin().take(Deadline(60)); print('on', flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", source],
@@ -64,14 +65,14 @@ def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
     assert family
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []
 
 
 def test_everything_ends_when_the_owner_exits_without_stopping_the_pool() -> None:
     with owner("2", "exit") as (process, family):
-        assert process.wait(10) == 0
-        _, alive = psutil.wait_procs(family, timeout=3)
+        assert process.wait(GONE) == 0
+        _, alive = psutil.wait_procs(family, timeout=GONE)
         assert alive == []
 
 
@@ -92,9 +93,9 @@ def test_ctrl_c_while_the_pool_starts_leaves_nothing() -> None:
         assert process.poll() is None
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=10)
+    _, said = process.communicate(timeout=PATIENCE)
     assert said.rstrip().endswith("KeyboardInterrupt")
-    _, alive = psutil.wait_procs(family, timeout=3)
+    _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []
 
 
@@ -103,8 +104,8 @@ def test_ctrl_c_in_the_owner_s_terminal_does_not_reach_the_ranks() -> None:
         groups = {psutil.Process(process.pid).pid} | {p.pid for p in family}
         assert len(groups) == len(family) + 1
         process.send_signal(signal.SIGINT)  # its wait is broken, and it ends in order
-        process.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=3)
+        process.wait(GONE)
+        _, alive = psutil.wait_procs(family, timeout=GONE)
         assert alive == []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -75,16 +76,16 @@ def test_ranks_are_numbers_still(pool: Pool) -> None:
 
 
 def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:
-    begin = time.monotonic()
+    patient = "import hvdlab.kernel_ext.rank.looking as looking; looking.WITHIN = 3600"
+    assert pool.run(patient).ok  # so that it is the limit of a __repr__ that is found
     assert "its __repr__ raised SystemExit: no" in repr(pool.ranks[0].raises)
     assert "its __repr__ took longer than" in repr(pool.ranks[0].endless)
-    assert time.monotonic() - begin < 5
-    assert pool.run("import hvdlab.kernel_ext.rank.looking as looking; looking.WITHIN = 0.5").ok
+    assert pool.run("looking.WITHIN = 0.5").ok
     assert "looking at it takes longer than" in repr(pool.ranks[0].endless.never)
     stopped = (
         "import time\nwhile 'hvdlab-looking' in {t.name for t in threading.enumerate()}: time.sleep(0.01)"
     )
-    assert pool.run(stopped, timeout=20).ok
+    assert pool.run(stopped, timeout=PATIENCE).ok
 
 
 def test_variables_and_where_they_differ(pool: Pool) -> None:

@@ -11,6 +11,7 @@ import hvdlab
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.exporters import JsonLines
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 SETUP = """\
 from hvdlab.collectives import api, context
@@ -32,7 +33,7 @@ def values(pool: Pool, name: str) -> dict[int, list[float]]:
 
 def wait_for(pool: Pool, name: str, count: int) -> None:
     """Until each rank's series has so many points."""
-    recording, deadline = pool.client.recording, Deadline(10)
+    recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version
         if all(len(some) >= count for some in values(pool, name).values()):

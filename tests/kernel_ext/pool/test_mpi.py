@@ -12,6 +12,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -55,9 +56,9 @@ def test_a_killed_mpi_rank_is_known(start_pool: StartPool) -> None:
     (pid,) = pool.run("import os; os.getpid()", ranks=[1])
     run = pool.start_run("import time; time.sleep(60)")
     os.kill(pid, signal.SIGKILL)
-    results = run.wait(10)
+    results = run.wait(PATIENCE)
     assert 1 in results.deaths
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while len(pool.lost) < 2:  # mpiexec ends the whole job
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -37,6 +37,7 @@ from hvdlab.launch.forkserver.preload import load, modules_to_load
 from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse
+from patience import PATIENCE
 
 WORLD = World("unix:/run/coordinator", "secret", master_port=2345)
 
@@ -218,7 +219,7 @@ class Ranks:
 
 
 def test_answers_are_gathered_by_rank() -> None:
-    found = Ranks().questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 2], Deadline(5))
+    found = Ranks().questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 2], Deadline(PATIENCE))
     assert set(found) == {0, 2}
 
 

@@ -19,6 +19,7 @@ import zmq
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.prestart import Prestart
+from patience import GONE, PATIENCE, without_heartbeat
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -75,13 +76,16 @@ def test_a_busy_rank_can_be_shrunk_away(start_pool: StartPool) -> None:
     pool = start_pool(2)
     out = Recorder()
     run = pool.start_run("print('on', flush=True)\nwhile True: pass", ranks=[1], out=out)
-    assert out.started.wait(10)
+    assert out.started.wait(PATIENCE)
     pool.resize(1)
-    assert run.wait(10).ranks == (1,)
+    assert run.wait(PATIENCE).ranks == (1,)
     assert pool.ranks == (0,)
 
 
-def test_a_killed_rank_is_known_at_once_and_can_be_replaced(start_pool: StartPool) -> None:
+def test_the_end_of_a_killed_rank_is_seen_and_it_can_be_replaced(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_heartbeat(monkeypatch)
     pool = start_pool(3)
     pool.run("kept = 'still here'")
     pids = values(pool, "import os; os.getpid()")
@@ -89,15 +93,15 @@ def test_a_killed_rank_is_known_at_once_and_can_be_replaced(start_pool: StartPoo
     run = pool.start_run(
         "import os, time\nprint('on', flush=True)\nif os.environ['RANK'] == '1': time.sleep(60)", out=out
     )
-    assert out.started.wait(10)
+    assert out.started.wait(PATIENCE)
     os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]  # a process id
-    began = time.monotonic()
-    results = run.wait(30)
-    assert time.monotonic() - began < 5.0, "it was missed, not seen to end"
+    results = run.wait(PATIENCE)
     assert results.deaths[1].reason == "killed by SIGKILL"
     assert pool.lost == {1: "killed by SIGKILL"}
     assert pool.ranks == (0, 2)
-    told = pool.client.wait_for(lambda world: any("SIGKILL" in death.reason for death in world.deaths), 2)
+    told = pool.client.wait_for(
+        lambda world: any("SIGKILL" in death.reason for death in world.deaths), PATIENCE
+    )
     assert [death.rank for death in told.deaths] == [1]
     with pytest.raises(InvalidRequestError, match="rank 1 is lost"):
         pool.run("1", ranks=[1])
@@ -115,7 +119,7 @@ def test_repair_waits_for_the_end_of_a_rank_whose_connection_is_gone(start_pool:
     assert warm is not None
     warm.suspend()  # nobody reports the end of the process
     os.kill(pids[1], signal.SIGKILL)
-    pool.client.wait_for(lambda membership: 1 not in membership.ranks, timeout=20)
+    pool.client.wait_for(lambda membership: 1 not in membership.ranks, timeout=PATIENCE)
     awake = threading.Timer(0.3, warm.resume)
     awake.start()
     try:
@@ -148,9 +152,9 @@ def test_restart_replaces_a_rank_that_hangs_in_foreign_code(start_pool: StartPoo
     run = pool.start_run(
         "import ctypes, time\nprint('on')\ntime.sleep(0.2)\nctypes.PyDLL(None).sleep(60)", ranks=[1], out=out
     )
-    assert out.started.wait(10)
+    assert out.started.wait(PATIENCE)
     pool.restart([1])
-    assert run.wait(5).deaths[1].reason == "ended by a restart"
+    assert run.wait(GONE).deaths[1].reason == "ended by a restart"
     assert values(pool, "globals().get('kept')") == [1, None]
 
 
@@ -160,7 +164,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_ranks(start_pool: StartPool) -> N
     run = pool.start_run("kept = 7\nprint('on', flush=True)\nwhile True: pass", out=out)
     out.wait_for("on", (0, 1))
     run.interrupt()
-    results = run.wait(10)
+    results = run.wait(PATIENCE)
     assert {error.ename for error in results.errors.values()} == {"KeyboardInterrupt"}
     assert values(pool, "kept") == [7, 7]
 
@@ -189,14 +193,14 @@ def test_status_comes_while_a_rank_is_busy(start_pool: StartPool) -> None:
     pool = start_pool(2)
     out = Recorder()
     run = pool.start_run("print('on', flush=True)\nwhile True: pass", ranks=[1], out=out)
-    assert out.started.wait(10)
+    assert out.started.wait(PATIENCE)
     assert pool.state == "running"
     idle, busy = pool.status()
     assert (idle.rank, idle.state, busy.rank, busy.state) == (0, "idle", 1, "running")
     assert busy.pid == psutil.Process(busy.pid).pid
     assert busy.pss > 0
     run.interrupt()
-    run.wait(10)
+    run.wait(PATIENCE)
 
 
 def test_a_prewarmed_pool_starts_from_what_is_there(start_pool: StartPool) -> None:
@@ -219,7 +223,7 @@ def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
     assert saved["cluster"]["cluster_id"] == cluster.cluster_id
     client = cluster.connect_client_sync()
     try:
-        client.wait_for_engines(2, timeout=20)
+        client.wait_for_engines(2, timeout=PATIENCE)
         assert client.ids == [0, 1]
         assert client[:].pull("mine", block=True) == [0, 1]
         client[:].push({"theirs": 5}, block=True)
@@ -241,7 +245,7 @@ def test_other_processes_find_it_with_ipyparallel_s_tools(start_pool: StartPool)
         "import sys, ipyparallel\n"
         "cluster = ipyparallel.Cluster.from_file(sys.argv[1])\n"
         "client = cluster.connect_client_sync()\n"
-        "client.wait_for_engines(2, timeout=20)\n"
+        "client.wait_for_engines(2, timeout=60)\n"
         "print(client[:].apply_sync(lambda: 42))\n"
         "cluster.stop_engines_sync()"
     )
@@ -365,9 +369,9 @@ def test_stopping_ends_a_run_in_the_background(start_pool: StartPool) -> None:
     pool = start_pool(2)
     out = Recorder()
     run = pool.start_run("print('on', flush=True)\nwhile True: pass", out=out)
-    assert out.started.wait(10)
+    assert out.started.wait(PATIENCE)
     pool.stop()
-    assert set(run.wait(5).deaths) == {0, 1}
+    assert set(run.wait(GONE).deaths) == {0, 1}
 
 
 def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:

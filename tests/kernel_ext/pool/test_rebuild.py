@@ -24,6 +24,7 @@ from hvdlab.kernel_ext.group import CUT_OFF_WITHIN
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.prestart import Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
+from patience import GONE
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -303,7 +304,7 @@ def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     family = psutil.Process().children(recursive=True)
     os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
     pool.stop()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []
 
 

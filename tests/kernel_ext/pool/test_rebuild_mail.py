@@ -21,6 +21,7 @@ from hvdlab.kernel_ext.payloads import (
 )
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.rank.sent import Sent
+from patience import PATIENCE
 
 CELL = "c"
 
@@ -207,7 +208,7 @@ def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
             questions.answered(0, Done(question.ticket))
 
     questions = Questions(post)
-    answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(5))
+    answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(PATIENCE))
     assert set(answers) == {0, 1}
     assert [ranks for _, ranks in asked] == [(0, 1), (0,)]
     assert asked[0][0] == asked[1][0]

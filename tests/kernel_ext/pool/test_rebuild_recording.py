@@ -11,6 +11,7 @@ from pathlib import Path
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.recording import Recording
+from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
@@ -25,7 +26,7 @@ STEP = "hvd.allreduce(np.ones(1000), '{name}')\nhvd.metric('{name}', rank)"
 
 def wait_until_seen(pool: Pool, name: str) -> None:
     """Until the recording has a span and a point of this name from each rank."""
-    recording, deadline = pool.client.recording, Deadline(20)
+    recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version
         table = recording.table()

@@ -10,6 +10,7 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, decode_to_rank, encode
 from hvdlab.kernel_ext.runs import Runs
+from patience import PATIENCE
 
 
 class Said:
@@ -79,7 +80,7 @@ def test_an_interrupt_is_for_one_cell() -> None:
     runs.interrupt([0, 1])
     for rank in (0, 1):
         client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
-    assert first.wait(10).ok
+    assert first.wait(PATIENCE).ok
     start(runs, "b")
     runs.lost()
     client.said.clear()

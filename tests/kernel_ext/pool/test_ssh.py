@@ -10,6 +10,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.pool import Pool
+from patience import GONE
 
 StartPool = Callable[..., Pool]
 
@@ -21,7 +22,7 @@ def test_lost_ranks_are_replaced_and_the_pool_is_resized(start_pool: StartPool) 
     pids = list(pool.run("kept = 41; import os; os.getpid()"))
     run = pool.start_run("import time; time.sleep(60)", ranks=[1])
     os.kill(pids[1], signal.SIGSEGV)
-    death = run.wait(20).deaths[1]
+    death = run.wait(GONE).deaths[1]
     assert death.reason == "segmentation fault"
     assert "Fatal Python error" in death.tail
     assert pool.lost == {1: "segmentation fault"}

@@ -17,6 +17,7 @@ from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.runner.command import main
+from patience import PATIENCE
 from timeline_traces import steps
 
 SETUP = "import numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()"
@@ -107,11 +108,11 @@ def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path) -> None:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        assert b"Perfetto" in opener.open(url, timeout=10).read()
+        assert b"Perfetto" in opener.open(url, timeout=PATIENCE).read()
         address = url.partition("?")[0]
-        assert opener.open(f"{address}localtrace", timeout=10).read() == trace.read_bytes()
+        assert opener.open(f"{address}localtrace", timeout=PATIENCE).read() == trace.read_bytes()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(PATIENCE) == 130
     finally:
         process.kill()
         process.wait()
@@ -132,7 +133,7 @@ def test_top_goes_on_as_long_as_the_pool_does(kept: Pool) -> None:
         assert next(heads).startswith("22 spans")
         kept.stop()
         assert process.stdout.read().endswith("the pool has ended\n")
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

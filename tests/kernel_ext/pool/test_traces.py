@@ -16,6 +16,7 @@ from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
 from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
 
 SETUP = """\
 import numpy as np
@@ -39,7 +40,7 @@ def pool(surroundings: Path) -> Iterator[Pool]:
 
 def wait_for_rows(pool: Pool, name: str, count: int) -> None:
     """Until the notebook has this many rows of a tensor: ranks send what they have recorded every so often."""
-    recording, deadline = pool.client.recording, Deadline(10)
+    recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version
         if sum(pool.trace()["name"] == name) >= count:

@@ -12,6 +12,7 @@ import pytest
 
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Disagreement, MismatchError, Pending
 from hvdlab.kernel_ext.payloads import CellDone, Output, RunCell
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -122,7 +123,7 @@ def test_code_of_others_runs_between_cells(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("seen.append('begin')\nawait asyncio.sleep(0.01)\nseen.append('end')")
         pool.engine.settle()
-        asyncio.run_coroutine_threadsafe(foreign(), rank.loop).result(10)
+        asyncio.run_coroutine_threadsafe(foreign(), rank.loop).result(PATIENCE)
         pool.finish(cell)
 
     rank.play(script)

@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from live_kernel import LiveKernel
+from patience import GONE
 
 PIDS = "import os\nos.getpid()"
 
@@ -39,7 +40,7 @@ def test_a_restart_brings_new_ranks_and_a_kill_leaves_no_process(tmp_path: Path)
         kernel.run("x = 1")
         kernel.manager.restart_kernel()
         kernel.client.wait_for_ready(timeout=60)
-        assert not psutil.wait_procs(old, timeout=20)[1]
+        assert not psutil.wait_procs(old, timeout=GONE)[1]
         after = rank_processes(kernel)
         assert len(after) == len(before) == 2
         assert not set(before) & set(after)
@@ -49,7 +50,7 @@ def test_a_restart_brings_new_ranks_and_a_kill_leaves_no_process(tmp_path: Path)
         assert len(processes) >= 4
         kernel.send("import time\ntime.sleep(60)")
         os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
-        assert not psutil.wait_procs(processes, timeout=20)[1]
+        assert not psutil.wait_procs(processes, timeout=GONE)[1]
     finally:
         kernel.close()
 
@@ -58,7 +59,7 @@ def test_a_kernel_that_is_shut_down_while_its_ranks_start_leaves_no_process(tmp_
     kernel = LiveKernel(tmp_path, name="hvdlab")
     processes = family(kernel)
     kernel.close()
-    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert not psutil.wait_procs(processes, timeout=GONE)[1]
 
 
 def test_a_notebook_stops_at_the_first_error_and_its_metadata_says_how_many_ranks(tmp_path: Path) -> None:
@@ -138,6 +139,6 @@ def test_a_console_works_and_leaves_nothing(tmp_path: Path) -> None:
         children = psutil.Process(console.pid).children(recursive=True)
         console.sendline("exit")
         console.expect(pexpect.EOF)
-        assert not psutil.wait_procs(children, timeout=20)[1]
+        assert not psutil.wait_procs(children, timeout=GONE)[1]
     finally:
         console.close(force=True)

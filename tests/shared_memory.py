@@ -1,0 +1,40 @@
+"""What is in ``/dev/shm``, on a machine on which others work as well."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+MOMENTS = 3.0
+"""Seconds within which others map, or remove, what they have made."""
+
+
+def entries() -> set[str]:
+    try:
+        return set(os.listdir("/dev/shm"))
+    except OSError:
+        return set()
+
+
+def left(before: Collection[str], own: Collection[int] = ()) -> set[str]:
+    """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's."""
+    deadline = time.monotonic() + MOMENTS
+    while (new := entries() - set(before)) and time.monotonic() < deadline:
+        if not (new := new - _mapped(new, own)):
+            break
+        time.sleep(0.02)
+    return new - _mapped(new, own)
+
+
+def _mapped(names: Collection[str], own: Collection[int]) -> set[str]:
+    found: set[str] = set()
+    for place in Path("/proc").glob("[0-9]*"):
+        if names and int(place.name) not in own:
+            try:
+                maps = (place / "maps").read_text()
+            except OSError:
+                continue
+            found |= {name for name in names if f"/dev/shm/{name}" in maps}
+    return found

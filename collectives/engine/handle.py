@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.request import CompletionHook, Request, Result
 
 if TYPE_CHECKING:
     from hvdlab.collectives.engine.engine import Engine
@@ -69,6 +69,19 @@ class Handle(Entry):
         # Last, and also if it had ended: whoever completed it may have been torn away just before this.
         if self.request.on_done is not None:
             self._engine.hooks.add(self)
+
+    def add_hook(self, hook: CompletionHook) -> bool:
+        """Give a request a completion hook that it was submitted without.
+
+        Returns:
+            Whether the engine calls it, or has done so. ``False``: the collective had ended before, and the caller is to do
+            what the hook would.
+        """
+        assert self.request.on_done is None, "a request has one completion hook"
+        # The reverse of what complete() does, which marks the end and then reads the hook: one of the two sees the other.
+        # If both do, whoever claims the hook calls it.
+        self.request.on_done = hook
+        return not (self._done and self._engine.hooks.claim(self))
 
     def outcome(self) -> tuple[Result | None, Exception | None]:
         """Result and error of a handle that is done; one of them is ``None``."""

@@ -54,10 +54,18 @@ class Hooks:
 
     def run(self) -> None:
         """Call what is due, on this thread. The caller holds no lock, and is a thread of the engine or closes it."""
-        while (handle := self._claim()) is not None:
+        while (handle := self._next()) is not None:
             self._call(handle)
 
-    def _claim(self) -> Handle | None:
+    def claim(self, handle: Handle) -> bool:
+        """Whether this handle's hook was not called yet, and is the caller's to call; that is true once."""
+        with self._claiming:
+            if handle.hook_called:
+                return False
+            handle.hook_called = True
+            return True
+
+    def _next(self) -> Handle | None:
         while self._due:
             with self._claiming:
                 handle = self._due.popleft() if self._due else None

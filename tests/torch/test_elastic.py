@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.bindings.elastic.place import first_rank
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
 from hvdlab.torch import elastic
@@ -120,7 +121,7 @@ def divide(state: Any) -> None:
 
 def wait_for_newcomer(state: Any, door: str) -> None:
     """Say at the door that somebody may come, and go on once it waits to be let in, so that the next commit lets it."""
-    if hvd.rank() == elastic.place.first_rank():
+    if hvd.rank() == first_rank():
         Path(door).write_text("come")
         arrived = threading.Event()
         regrouping = context.engine().elastic

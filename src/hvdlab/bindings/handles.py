@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.bindings.adapter import Adapter
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.request import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
+from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.buffers import HostArray
 
 T = TypeVar("T")
@@ -29,6 +31,10 @@ class CoreHandle(Protocol):
     def done(self) -> bool: ...
 
     def wait(self, timeout: float | None = None) -> Result: ...
+
+    def add_hook(self, hook: CompletionHook) -> bool:
+        """Have a hook called at the end; ``False`` if that has been, and it is not called. At most once for each handle."""
+        ...
 
 
 class OutputAllocator(Generic[T]):
@@ -61,13 +67,15 @@ class Part(Generic[T]):
     It holds on to the user's tensor and to the memory the core works on for as long as the collective may run.
     """
 
-    __slots__ = ("_core", "_deliver", "_output", "_result")
+    __slots__ = ("_core", "_deliver", "_delivered", "_output", "_result")
 
     def __init__(self, core: CoreHandle, output: T | OutputAllocator[T], deliver: Deliver[T] | None) -> None:
         self._core = core
         self._output = output
         self._deliver = deliver
         self._result: Result | None = None
+        #: What :meth:`delivered` returned, in a tuple of its own: a framework's tensors may be falsy, or ``None``.
+        self._delivered: tuple[T] | None = None
 
     @property
     def result(self) -> Result:
@@ -79,10 +87,19 @@ class Part(Generic[T]):
         """Whether :meth:`wait` would return, or raise, without waiting for another rank."""
         return self._core.done()
 
-    def wait(self, timeout: float | None = None) -> T:
-        """The output, delivered to where the user expects it. Raises what the core's handle raises."""
+    def add_hook(self, hook: CompletionHook) -> bool:
+        """See :meth:`CoreHandle.add_hook`."""
+        return self._core.add_hook(hook)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the output is complete. Raises what the core's handle raises."""
         self._result = self._core.wait(timeout)
-        return delivered(self._output, self._deliver)
+
+    def delivered(self) -> T:
+        """The output, delivered to where the user expects it; only after :meth:`wait`, and by one thread at a time."""
+        if self._delivered is None:
+            self._delivered = (delivered(self._output, self._deliver),)
+        return self._delivered[0]
 
 
 def delivered(output: T | OutputAllocator[T], deliver: Deliver[T] | None) -> T:
@@ -99,15 +116,14 @@ Finish = Callable[[list[T], Sequence[Part[T]]], Any]
 class Handle:
     """A collective, or a group of them, in flight. Made by the ``*_async`` functions.
 
-    Its tensors are kept alive until it is done. Like the functions that take it, it may be used from any thread,
-    but by one at a time.
+    Its tensors are kept alive until it is done. Like the functions that take it, it may be used from any thread.
 
     Attributes:
         tables: Once it is done: for each tensor the numbers that each member announced, by position (for an
             allgather its rows, for an alltoall its splits).
     """
 
-    __slots__ = ("_failure", "_finish", "_parts", "_result", "_settled", "tables")
+    __slots__ = ("_completion", "_failure", "_finish", "_lock", "_parts", "_result", "_settled", "tables")
 
     def __init__(self, parts: Sequence[Part[Any]], finish: Finish[Any]) -> None:
         self._parts = parts
@@ -116,6 +132,11 @@ class Handle:
         self.tables: list[tuple[tuple[int, ...], ...]] = []
         self._failure: CollectiveError | DuplicateNameError | None = None
         self._settled = False
+        #: Held while outputs are delivered and while it is settled, never in a wait: two threads may wait, one of them
+        #: in a callback, and what one has delivered the user may be changing already.
+        self._lock = threading.Lock()
+        #: Made by the first :meth:`add_done_callback`: most handles do without, and cost the engine no hook.
+        self._completion: _Completion | None = None
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return (or raise) at once."""
@@ -143,20 +164,104 @@ class Handle:
         """The same as :meth:`wait`: what Horovod's ``sparse_allreduce_async`` returns is called, not synchronized."""
         return self.wait()
 
+    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        """Have ``callback(handle)`` called once the collective is finished, for a group: all its tensors.
+
+        It is called once, however the collective ends: with a result, with an error, after an abort or Ctrl-C, or
+        because hvdlab was shut down. Inside, ``handle.wait()`` (or ``hvd.synchronize(handle)``) returns the result, or
+        raises the error, without waiting. Several callbacks are called in the order in which they were added.
+        If Ctrl-C strikes within ``add_done_callback`` itself, the callback is called once or not at all.
+
+        Args:
+            callback: Called with this handle. If the collective is finished already, it is called at once, on this
+                thread; else on a thread of hvdlab's, on which other collectives and messages wait meanwhile, and
+                perhaps after ``synchronize`` has returned on another. So it must be quick, and safe to be called on
+                any thread. It may submit further collectives, but must not wait for them (which raises
+                ``InvalidRequestError`` on hvdlab's threads) and must not call ``hvd.shutdown()``. An exception that it
+                raises is logged, and has no effect on the collective or on other callbacks.
+        """
+        with self._lock:
+            parts: Sequence[Part[Any]] = ()
+            if self._completion is None:
+                parts = self._parts
+                self._completion = _Completion(self, len(parts))
+            completion = self._completion
+        completion.add(callback, self)
+        for part in parts:
+            if not part.add_hook(completion):
+                completion(None, None)
+
     def _settle(self, timeout: float | None) -> None:
         deadline = None if timeout is None else Deadline(timeout)
-        outputs: list[Any] = []
+        parts = self._parts
         failure: CollectiveError | DuplicateNameError | None = None
-        for part in self._parts:
+        for part in parts:
             try:
-                outputs.append(part.wait(None if deadline is None else deadline.remaining()))
+                part.wait(None if deadline is None else deadline.remaining())
             except FAILURES as error:
                 failure = failure or error
-        if failure is None:
-            self.tables = [part.result.tables for part in self._parts]
-            self._result = self._finish(outputs, self._parts)
-        self._failure, self._settled = failure, True
-        self._parts = ()  # let go of the tensors
+            else:
+                with self._lock:
+                    part.delivered()
+        with self._lock:
+            if self._settled:  # by another thread
+                return
+            if failure is None:
+                self.tables = [part.result.tables for part in parts]
+                self._result = self._finish([part.delivered() for part in parts], parts)
+            self._failure, self._settled = failure, True
+            self._parts = ()  # let go of the tensors
+
+
+class _Completion:
+    """The callbacks of a handle, and the completion hook of its parts, which counts those that have ended.
+
+    Args:
+        handle: The handle, which is kept alive until the callbacks have been called.
+        parts: How many parts have not ended.
+    """
+
+    __slots__ = ("_callbacks", "_handle", "_left", "_lock")
+
+    def __init__(self, handle: Handle, parts: int) -> None:
+        self._handle: Handle | None = handle
+        self._left = parts
+        #: Those to be called at the end.
+        self._callbacks: list[Callable[[Handle], object]] = []
+        self._lock = threading.Lock()
+
+    def add(self, callback: Callable[[Handle], object], handle: Handle) -> None:
+        """Call it at the end, or now if that has been."""
+        with self._lock:
+            if self._left:
+                self._callbacks.append(callback)
+                return
+        _call(callback, handle)
+
+    def __call__(self, result: Result | None, error: Exception | None, /) -> None:
+        """A part has ended; the last one has the callbacks called."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            handle, self._handle = self._handle, None  # the parts refer to this object, and so to the tensors
+            callbacks, self._callbacks = self._callbacks, []
+        assert handle is not None
+        for callback in callbacks:
+            _call(callback, handle)
+
+
+def _call(callback: Callable[[Handle], object], handle: Handle) -> None:
+    try:
+        callback(handle)
+    except (
+        BaseException
+    ) as error:  # the thread may be the engine's, and other callbacks are to be called, too
+        if threading.current_thread() is threading.main_thread() and not isinstance(error, Exception):
+            raise  # Ctrl-C
+        LOG.exception(
+            "a callback of a collective's handle failed; the collective itself did not: %r", callback
+        )
 
 
 def only(outputs: list[T], parts: Sequence[Part[T]]) -> T:

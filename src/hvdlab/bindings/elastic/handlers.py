@@ -1,0 +1,122 @@
+"""What saves, restores and synchronizes an object of an elastic state, and which handler an object gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from hvdlab.bindings.elastic.place import first_rank
+from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.objects import allgather_object, broadcast_object
+
+T = TypeVar("T")
+
+
+class StateHandler(Generic[T]):
+    """Saves, restores and synchronizes an object that is more than a value.
+
+    Args:
+        value: The object.
+
+    Attributes:
+        value: The object.
+        root: The rank that :meth:`sync` takes the state of; ``None`` for the first that lives.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self.root: int | None = None
+
+    def save(self) -> None:
+        """Keep a copy of its state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give it the state that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give it the state of the root, and save that; all ranks call it alike."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Training begins again with other ranks."""
+
+    def set_value(self, value: T) -> None:
+        """Take care of this object from now on."""
+        self.value = value
+        self.save()
+
+    @property
+    def root_rank(self) -> int:
+        """The rank that :meth:`sync` takes the state of."""
+        return first_rank() if self.root is None else self.root
+
+
+class SamplerStateHandler(StateHandler[ElasticSampler]):
+    """The epoch of a sampler, and what all ranks together have processed in it."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+        self._saved = copy.deepcopy(sampler.state_dict())
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        state = broadcast_object(self.value.state_dict(), self.root_rank)
+        # What a rank has processed in another epoch than the root's says nothing about this one.
+        mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
+        processed = set().union(*allgather_object(mine))
+        self.value.load_state_dict({**state, "processed_indices": processed})
+        self.save()
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class LoadableStateHandler(StateHandler[Any]):
+    """Anything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved = copy.deepcopy(value.state_dict())
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(copy.deepcopy(self.value.state_dict()), self.root_rank))
+        self.save()
+
+
+Kinds = type | tuple[type, ...]
+Entries = Sequence[tuple[Kinds, type[StateHandler[Any]]]]
+
+
+class HandlerRegistry:
+    """Which handler takes care of objects of which type; the first that fits is taken.
+
+    Args:
+        entries: Types, and the handler of their objects.
+
+    Attributes:
+        entries: The same.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        self.entries = list(entries)
+
+    def handler_for(self, value: object) -> StateHandler[Any] | None:
+        """A handler that takes care of this object; ``None`` if it is a mere value."""
+        for kinds, handler in self.entries:
+            if isinstance(value, kinds):
+                return handler(value)
+        return None

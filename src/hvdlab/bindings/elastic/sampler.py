@@ -1,0 +1,127 @@
+"""A sampler that knows what was processed, and gives the rest to whoever is there."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sized
+from itertools import cycle, islice
+from typing import Any
+
+from hvdlab.bindings.elastic.place import rank, size
+
+
+class ElasticSampler:
+    """Divides a dataset among the ranks, and what is left of it anew when ranks come or go.
+
+    Like torch's ``DistributedSampler``, with a record of the indices that were processed in this epoch. As part of an
+    elastic state it unites these records when ranks begin again, so that no sample is processed twice because of that
+    (but those that a lost rank has processed since the ranks began together are, since its record is lost, and so is
+    what was not committed).
+
+    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the *end* of each epoch: it clears the record.
+
+    Args:
+        dataset: Anything with a length, which must not change.
+        shuffle: Whether to shuffle the indices, differently in each epoch.
+        seed: Of the shuffling; equal on all ranks.
+
+    Attributes:
+        epoch: The present epoch.
+        processed_indices: Indices that were recorded in it.
+        processed_num: About how many samples all ranks have processed in it.
+        remaining_indices: The others as of the last :meth:`reset`, in the order in which the ranks take turns.
+        num_replicas, rank: Ranks among which they are divided, and the position of this one.
+        num_samples: How many of them each rank gets; a few are given twice so that all get equally many.
+        total_size: ``num_samples`` of all ranks.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.num_replicas = 0
+        self.rank = 0
+        self.remaining_indices: list[int] = []
+        self.num_samples = 0
+        self.total_size = 0
+        self.indices: list[int] = []
+        self.reset()
+
+    @property
+    def processed_num(self) -> int:
+        """Samples of this epoch that all ranks have processed, if since the last :meth:`reset` each has as many."""
+        before = len(self.dataset) - len(self.remaining_indices)
+        own = len(self.processed_indices) - before
+        return min(len(self.dataset), before + own * self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing of it was processed yet. Call it when the one before has ended."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that the batch of this number since iteration began was processed."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that these indices were processed."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The indices of a batch of this rank; the last may be smaller than ``batch_size``."""
+        start = batch_idx * batch_size
+        return self.indices[start : start + batch_size]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, perhaps on another rank, and :meth:`reset`.
+
+        The state of Horovod's sampler is taken as well: that one has ``processed_num`` in place of the indices, and
+        processes an epoch in the order of its shuffled indices.
+        """
+        self.epoch = state_dict["epoch"]
+        if "processed_indices" in state_dict:
+            self.processed_indices = set(state_dict["processed_indices"])
+        else:
+            self.processed_indices = set(
+                self._shuffled(range(len(self.dataset)))[: state_dict["processed_num"]]
+            )
+        self.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and what was processed in it by this rank (and by all, when they last began again)."""
+        return {
+            "epoch": self.epoch,
+            "processed_indices": set(self.processed_indices),
+            "processed_num": self.processed_num,
+        }
+
+    def reset(self) -> None:
+        """Divide what was not processed among the ranks that live now. Iterators at work go on as they were."""
+        self.num_replicas, self.rank = size(), rank()
+        remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in self.processed_indices)
+        self.remaining_indices = remaining
+        self.num_samples = math.ceil(len(remaining) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        self.indices = self._own()
+
+    def _shuffled(self, indices: Iterable[int]) -> list[int]:
+        """In the order of this epoch, which is that of the indices if there is no shuffling."""
+        order = list(indices)
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        return order
+
+    def _own(self) -> list[int]:
+        padded = islice(cycle(self.remaining_indices), self.total_size)
+        return list(islice(padded, self.rank, None, self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        self.indices = self._own()
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import nbformat
 from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
 from cut_wire import CutWire
 
@@ -74,7 +75,12 @@ class LabPage:
 
     def run(self, cell: int) -> None:
         """Begin to run a cell, as Ctrl-Enter in it does."""
-        self.page.locator(".jp-Notebook-cell").nth(cell).locator(".cm-content").click()
+        try:
+            self.page.locator(".jp-Notebook-cell").nth(cell).locator(".cm-content").click(timeout=WAIT_MS)
+        except PlaywrightTimeoutError as error:
+            for dialog in self.page.locator(".jp-Dialog").all_inner_texts():
+                error.add_note(f"There is a dialog in front of the notebook: {dialog}")
+            raise
         self.page.keyboard.press("Control+Enter")
 
     def prompt(self, cell: int) -> str:
@@ -146,10 +152,6 @@ def lab_page(
             server = stack.enter_context(_server(directory / "server"))
         stack.callback(server.end_kernels)
         path = server.settle_in(directory, theme)
-        if kernel:
-            # Without it a page that does not know the kernels yet, on a busy machine, asks in a dialog for one.
-            spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-            notebook.metadata.setdefault("kernelspec", spec)
         nbformat.write(notebook, directory / "work" / path.name)
         address = server.address
         if wire is not None:

@@ -25,9 +25,13 @@ from xdist.remote import Producer
 
 import forked_workers
 import scheduling
+import shared_memory
 
 GRACE = 3.0
 """Seconds that threads and processes get to finish what the test has already asked them to."""
+
+OTHERS = 60.0 if "PYTEST_XDIST_WORKER" in os.environ else GRACE
+"""Seconds within which a test in another worker removes what it has left in shared memory (MPI's does when it is killed)."""
 
 _COUNTED_FDS = (
     "socket:",
@@ -80,10 +84,6 @@ def _new_children(before: set[int]) -> set[int]:
     return {pid for pid in _children() - before - servers if not _is_tracker(pid)}
 
 
-def _shared_memory() -> set[str]:
-    return set(_entries("/dev/shm"))
-
-
 def _fds() -> dict[int, str]:
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
@@ -101,21 +101,6 @@ def _new_fds(before: dict[int, str]) -> list[tuple[int, str]]:
     tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
     others = {tracker, *forked_workers.server_fds()}
     return [(fd, target) for fd, target in _fds().items() if before.get(fd) != target and fd not in others]
-
-
-def _used_by_others(entry: str) -> bool:
-    """Whether a living process maps this entry of /dev/shm: another job on the machine, not a leftover."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"/dev/shm/{entry}" in maps.read_text():
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _left_in_memory(before: set[str]) -> list[str]:
-    return [entry for entry in _shared_memory() - before if not _used_by_others(entry)]
 
 
 def _settled(remaining: Callable[[], object], deadline: float) -> None:
@@ -183,17 +168,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
     """Fail the test that leaves threads, processes, shared memory, sockets, pipes or memfds behind."""
-    threads, children, memory, fds = _threads(), _children(), _shared_memory(), _fds()
+    threads, children, memory, fds = _threads(), _children(), shared_memory.entries(), _fds()
     yield
     deadline = time.monotonic() + GRACE
     _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
     _settled(lambda: _new_children(children), deadline)
     _settled(lambda: _new_fds(fds), deadline)
-    # Other workers' tests come and go beside this one, and map or remove what they make there within moments.
-    _settled(lambda: _left_in_memory(memory), deadline)
     leaks = [_stack(t) for t in _threads() - threads if t.is_alive()]
     leaks += [_command(p) for p in _new_children(children)]
-    leaks += [f"/dev/shm/{e}" for e in _left_in_memory(memory)]
+    leaks += [f"/dev/shm/{e}" for e in shared_memory.left(memory, within=OTHERS)]
     leaks += [f"fd {fd} -> {target}" for fd, target in _new_fds(fds)]
     if leaks:
         pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

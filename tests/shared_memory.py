@@ -18,9 +18,12 @@ def entries() -> set[str]:
         return set()
 
 
-def left(before: Collection[str], own: Collection[int] = ()) -> set[str]:
-    """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's."""
-    deadline = time.monotonic() + MOMENTS
+def left(before: Collection[str], own: Collection[int] = (), within: float = MOMENTS) -> set[str]:
+    """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's.
+
+    Others get ``within`` seconds to map, or remove, what they have made.
+    """
+    deadline = time.monotonic() + within
     while (new := entries() - set(before)) and time.monotonic() < deadline:
         if not (new := new - _mapped(new, own)):
             break

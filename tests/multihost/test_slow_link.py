@@ -21,6 +21,9 @@ DELAY, RATE = 0.02, 10e6
 DEAD_AFTER = 3.0
 
 
+pytestmark = pytest.mark.alone  # what a delay adds is only seen where nothing else delays
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("log") / "coordinator"

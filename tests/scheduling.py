@@ -32,6 +32,9 @@ LONGEST_FIRST = (
 )
 """Beginnings of module names. Groups that take minutes begin early, so that no worker is left alone with one at the end."""
 
+TOGETHER = ("browser",)
+"""Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at."""
+
 RESIDENT = {
     "conformance": re.compile(r"\[([a-z-]+-\d+)"),
     "torch": re.compile(r"\[(\d+)"),
@@ -48,6 +51,8 @@ def group_of(name: str) -> str:
     """The group to which the test of this name belongs."""
     module = module_of(name)
     folder = module.rpartition("/")[0]
+    if folder in TOGETHER:
+        return folder
     shared = RESIDENT[folder].search(name) if folder in RESIDENT else None
     return f"{folder} {shared[1]}" if shared else module
 

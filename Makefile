@@ -9,6 +9,8 @@ INSTALLED := $(VENV)/.installed
 
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
+# With RETRY=1, what failed is run once more by itself, and named at the end.
+AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
 .PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock test-numpy clean
 
@@ -43,8 +45,8 @@ mypy pyright: $(INSTALLED)
 	$(BIN)/$@
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
+	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
 views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build

@@ -35,7 +35,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-WAIT_MS = 60_000
+WAIT_MS = 180_000
 # The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
 JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 

@@ -17,7 +17,7 @@ from lab_page import ARGUMENTS, CHROMIUM
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(100),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 

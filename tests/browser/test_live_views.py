@@ -22,11 +22,11 @@ from lab_page import CHROMIUM, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 90_000
+WAIT_MS = 180_000
 PRESS_AGAIN = 3.0  # seconds after which one who sees nothing saved presses the key once more
 LATE = 0.2
 ROUNDS = 8

@@ -19,11 +19,11 @@ from lab_page import CHROMIUM, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 90_000
+WAIT_MS = 180_000
 LATE = 0.15
 STEPS = 20
 LOAD, INIT, VIEW, TRAIN, TABLE = range(5)

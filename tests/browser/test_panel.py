@@ -21,11 +21,11 @@ from lab_page import CHROMIUM, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 60_000
+WAIT_MS = 180_000
 LATE = 0.15
 LOAD, INIT, TRAIN, POOL = range(4)
 

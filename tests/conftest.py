@@ -10,6 +10,7 @@ does not make the next ones fail, too.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -41,6 +42,11 @@ _COUNTED_FDS = (
     "anon_inode:[eventfd]",
     "anon_inode:[pidfd]",
 )
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells start what they put into the background so, and every process that a test interrupts would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _threads() -> set[threading.Thread]:

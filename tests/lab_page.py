@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from playwright.sync_api import Page, sync_playwright
@@ -118,6 +119,14 @@ class LabPage:
         self.run(cell)
         self.wait_until_ended(cell)
         return self.output(cell)
+
+    def saved_outputs(self, path: Path, cell: int) -> list[Any]:
+        """The outputs of a cell in a notebook's file; none while the server is writing it."""
+        try:
+            found: list[Any] = nbformat.read(path, 4).cells[cell].get("outputs", [])
+        except nbformat.reader.NotJSONError:
+            return []
+        return found
 
     def stop(self) -> None:
         """The toolbar's button."""

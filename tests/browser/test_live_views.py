@@ -242,21 +242,12 @@ def check_places(lab: LabPage) -> None:
     lab.page.locator(".hvd-plot canvas").last.focus()
 
 
-def saved_outputs(path: Path) -> list[Any]:
-    """What is saved under the timeline's cell; nothing while the server writes the file."""
-    try:
-        found: list[Any] = nbformat.read(path, 4).cells[VIEW].get("outputs", [])
-    except nbformat.reader.NotJSONError:
-        return []
-    return found
-
-
 def check_saved(lab: LabPage, path: Path) -> None:
     """The saved notebook has a picture and a summary, and is small."""
     canvas, dialogs = lab.page.locator(".hvd-plot canvas").last, lab.page.locator(".jp-Dialog")
     pressed, deadline = -math.inf, time.monotonic() + WAIT_MS / 1000
     # It was saved before, too, when the page thought it was time to.
-    while "data:image" not in str(outputs := saved_outputs(path)):
+    while "data:image" not in str(outputs := lab.saved_outputs(path, VIEW)):
         now = time.monotonic()
         assert now < deadline, f"Ctrl-S in the timeline does not save; {dialogs.all_inner_texts()}"
         if dialogs.count():

@@ -149,7 +149,7 @@ def check_charts(lab: LabPage) -> None:
 def check_saved(lab: LabPage, path: Path) -> None:
     lab.page.keyboard.press("Control+s")
     deadline = time.monotonic() + WAIT_MS / 1000
-    while not (outputs := nbformat.read(path, 4).cells[VIEW].get("outputs")):
+    while not (outputs := lab.saved_outputs(path, VIEW)):
         assert time.monotonic() < deadline, "Ctrl-S in the charts does not save"
         lab.page.wait_for_timeout(100)
     still = outputs[0]["data"]

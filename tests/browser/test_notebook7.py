@@ -65,7 +65,7 @@ def test_timeline_ranks_and_strip(tmp_path: Path) -> None:
         page.locator(".jp-Notebook-cell").nth(TRAIN).locator(".cm-content").click()
         page.keyboard.press("Control+s")
         path, deadline = tmp_path / "work" / "notebook.ipynb", time.monotonic() + WAIT_MS / 1000
-        while not (outputs := nbformat.read(path, 4).cells[VIEW].get("outputs")):
+        while not (outputs := lab.saved_outputs(path, VIEW)):
             assert time.monotonic() < deadline, "the notebook was not saved"
             page.wait_for_timeout(100)
         assert "data:image/png;base64," in outputs[0]["data"]["text/html"]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -99,7 +98,7 @@ def check_saved(lab: LabPage, path: Path) -> None:
     lab.page.locator(".jp-Notebook-cell").nth(NEXT).locator(".cm-content").click()
     lab.page.keyboard.press("Control+s")
     deadline = time.monotonic() + WAIT_MS / 1000
-    while not (outputs := nbformat.read(path, 4).cells[TRAIN].get("outputs")):
+    while not (outputs := lab.saved_outputs(path, TRAIN)):
         assert time.monotonic() < deadline, "the notebook was not saved"
         lab.page.wait_for_timeout(100)
     assert not [one for one in outputs if "hvd-strip" in json.dumps(one)]

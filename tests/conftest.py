@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import hypothesis
 import psutil
 import pytest
 from xdist.remote import Producer
@@ -43,6 +44,10 @@ _COUNTED_FDS = (
     "anon_inode:[pidfd]",
 )
 
+
+# Its deadline for each example would be an assertion about time.
+hypothesis.settings.register_profile("hvdlab", deadline=None)
+hypothesis.settings.load_profile("hvdlab")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what they put into the background so, and every process that a test interrupts would inherit it.

@@ -379,7 +379,7 @@ def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:
     (pid,) = values(pool, "import subprocess\nsubprocess.Popen(['sleep', '600']).pid")
     (far,) = values(pool, "subprocess.Popen(['sleep', '600'], start_new_session=True).pid")
     pool.stop()
-    wait_until(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(far), 3)  # type: ignore[arg-type]
+    wait_until(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(far), PATIENCE)  # type: ignore[arg-type]
 
 
 def test_python_is_this_one(start_pool: StartPool) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from hvdlab.collectives import api, context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
+from hvdlab.collectives.planes.buffers import host_view
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -207,7 +209,7 @@ def chained(length: int) -> tuple[float, int]:
 
 
 def others_go_on_meanwhile() -> list[float]:
-    """While a hook does not return, everything else of the engine does."""
+    """While a hook does not return, other threads ask and submit. Only the executor's next work may have to wait for it."""
     inside, leave = threading.Event(), threading.Event()
     engine = context.engine()
 
@@ -218,24 +220,23 @@ def others_go_on_meanwhile() -> list[float]:
     handle = engine.submit(request("held", hook, LARGE))
     assert inside.wait(PATIENCE)
     assert handle.done()
-    sums: list[float] = []
+    handles: list[Handle] = []
 
-    def work() -> None:
-        assert engine.pending() == []
-        for name in ("one", "two"):
-            result = engine.submit(request(name, None, LARGE)).wait()
-            assert result.output is not None
-            sums.append(float(result.output[0]))
+    def work(thread: str) -> None:
+        engine.pending()
+        handles.extend(engine.submit(request(f"{thread} {name}", None, LARGE)) for name in ("one", "two"))
+        assert engine.pending()
 
     try:
-        work()
-        other = threading.Thread(target=work)
+        work("main")
+        other = threading.Thread(target=work, args=("other",))
         other.start()
         other.join(PATIENCE)
         assert not other.is_alive()
     finally:
         leave.set()
-    return sums
+    outputs = [handle.wait().output for handle in handles]
+    return [float(host_view(output)[0]) for output in outputs if output is not None]
 
 
 WAITED = Calls()

@@ -9,7 +9,7 @@ from typing import Any
 from conformance.bindings.conftest import World
 from conformance.bindings.harness import Problems, binding
 from conformance.bindings.test_arguments import ones, works
-from conformance.bindings.test_failures import _interrupt_the_wait, after
+from conformance.bindings.test_failures import _press_ctrl_c, _when_this_thread_waits, after
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 
 LARGE = 1 << 16
@@ -165,7 +165,7 @@ def interrupted(name: str) -> list[str]:
     hvd, calls = under_test.hvd, Calls()
     handle = hvd.grouped_allreduce_async([ones(under_test, 3), ones(under_test)], name="interrupted")
     handle.add_done_callback(calls)
-    interrupt = _interrupt_the_wait()
+    interrupt = _when_this_thread_waits(_press_ctrl_c)
     try:
         hvd.synchronize(handle)
     except KeyboardInterrupt:

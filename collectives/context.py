@@ -81,6 +81,8 @@ def _join(settings: Settings) -> Engine:
         engine.wait_for_world(settings.start_timeout)
         if settings.timeline and engine.rank == 0:
             engine.start_timeline(settings.timeline, settings.mark_cycles)
+        if _context.found is not None:
+            _context.found.complete(engine)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -88,8 +90,6 @@ def _join(settings: Settings) -> Engine:
             coordinator.close()
         _release()
         raise
-    if _context.found is not None:
-        _context.found.complete()
     _context.coordinator = coordinator
     uncaught.watch()
     return engine

@@ -18,13 +18,17 @@ from hvdlab.collectives.bootstrap.launchers import Launched, Meeting, detect
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.settings import Settings
 
 if TYPE_CHECKING:
     from hvdlab.collectives.bootstrap.keeper import Keeper
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
+    from hvdlab.collectives.engine.engine import Engine
 
+_CLOSED = "rendezvous closed"
+"""Key of the world's store that rank 0 sets."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
 
 
@@ -49,6 +53,7 @@ class Found:
         self._board = board
         self.coordinator = coordinator
         self._keeper: Keeper | None = None
+        self._completed = False
         if coordinator is not None:
             from hvdlab.collectives.bootstrap.keeper import Keeper
 
@@ -67,14 +72,37 @@ class Found:
             address=self._address,
         )
 
-    def complete(self) -> None:
-        """All ranks are there: the secret need not lie about any longer."""
+    def complete(self, engine: Engine) -> None:
+        """All ranks are there: the secret need not lie about any longer.
+
+        Others may want the port of the rendezvous next, as ``init_process_group`` does. A rank that came there before
+        rank 0 has closed it would reach what is about to end. So each rank waits here until rank 0 has.
+        """
+        if self._completed:
+            return
+        self._completed = True
         self._board.withdraw()
         self._board.close()
+        if not (isinstance(self._board, store.Store) and self._board.of_rank_0):
+            return
+        world = engine.world_store()
+        if self._launched.rank == 0:
+            world.set(_CLOSED, b"1")
+            return
+        # A rank has died in the meantime if the epoch is over; what the user does next says so.
+        try:
+            world.get(_CLOSED, engine.settings.start_timeout)
+        except PlaneAborted:
+            pass
+        except TimeoutError as error:
+            raise StartError(
+                f"Rank 0 has not closed {self._board.place}, where the ranks met: {error}"
+            ) from error
 
     def release(self) -> None:
         """This process is done with the world. The coordinator ends after the last rank."""
-        self.complete()
+        self._board.withdraw()
+        self._board.close()
         if self._keeper is not None:
             self._keeper.close()
         if self.coordinator is not None:

@@ -27,6 +27,9 @@ class Store:
         serve: Whether this rank serves the store, unless torchrun's agent does.
         deadline: Limit for finding the store.
 
+    Attributes:
+        of_rank_0: Whether rank 0 serves the store, which then ends when rank 0 closes it.
+
     Raises:
         StartError: There is no PyTorch here, or the store can't be reached in time.
     """
@@ -34,8 +37,8 @@ class Store:
     def __init__(self, environ: Mapping[str, str], key: str, *, serve: bool, deadline: Deadline) -> None:
         self._host, self._port = environ["MASTER_ADDR"], _port(environ)
         self._key = f"hvdlab/{key}"
-        serve = serve and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._store: Any = self._open(serve, deadline)
+        self.of_rank_0 = environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store: Any = self._open(serve and self.of_rank_0, deadline)
         self._published = False
 
     def _open(self, serve: bool, deadline: Deadline) -> Any:

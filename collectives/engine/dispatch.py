@@ -155,6 +155,10 @@ class Dispatcher:
         assert self.control is not None
         self.control.call_later(seconds, call)
 
+    def store(self, process_set: int, epoch: int) -> EngineStore:
+        """What the members of a process set tell each other in one epoch."""
+        return EngineStore(process_set, epoch, self._tickets, self.send)
+
     def _new_epoch(self, effect: NewEpoch) -> None:
         memory = self._endpoint.take_descriptor() if effect.has_memory else -1
         if effect.index < 0:
@@ -165,7 +169,7 @@ class Dispatcher:
             self.lacking.lost(effect.process_set, effect.epoch)
         else:
             self.lacking.came(effect.process_set)
-        store = EngineStore(effect.process_set, effect.epoch, self._tickets, self.send)
+        store = self.store(effect.process_set, effect.epoch)
         context = PlaneContext(
             effect.process_set,
             effect.epoch,

@@ -35,6 +35,7 @@ from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes.base import KeyValue
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -129,6 +130,10 @@ class Engine(Groups):
         if settings.thread_affinity:
             bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
         self._begin_mpi()
+
+    def world_store(self) -> KeyValue:
+        """Values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
+        return self._dispatcher.store(0, self._guarded.state.sets[0].epoch)
 
     def _begin_mpi(self) -> None:
         """Load MPI if the world uses it: that waits for all its processes, and later only some might come to it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from hosts import Network
 from hvdlab.collectives import api, context
+from hvdlab.collectives.bootstrap.store import Store
 from ranks_on_hosts import RanksOnHosts
 
 PLANES = {"gloo": "gloo", "auto": "hierarchical"}
@@ -141,6 +144,15 @@ def torch_after() -> list[float]:
     return beside()
 
 
+def torch_while_rank_0_closes_its_store() -> list[float]:
+    """Rank 0 takes its time between the moment when all are there and the end of its store."""
+    if os.environ["RANK"] == "0":
+        close = Store.close
+        Store.close = lambda store: (time.sleep(1), close(store))[1]  # type: ignore[method-assign]
+    context.init()
+    return beside()
+
+
 def torch_before() -> list[float]:
     dist.init_process_group("gloo")
     context.init()
@@ -159,7 +171,7 @@ def beside() -> list[float]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("function", [torch_after, torch_before])
+@pytest.mark.parametrize("function", [torch_after, torch_while_rank_0_closes_its_store, torch_before])
 def test_torch_distributed_uses_the_same_port(network: Network, function: Callable[[], list[float]]) -> None:
     with RanksOnHosts(network, 1, init=False, env={"GLOO_SOCKET_IFNAME": "eth0"}) as ranks:
         assert ranks.run(function, timeout=90) == [[2.0, 2.0]] * 2

@@ -5,6 +5,8 @@
 and standard error are those of the caller at that moment, the environment is the one given. What the interpreter reads
 only when it starts (``PYTHON…``, ``OMP_…``) is that of :data:`FIXED`.
 
+With ``host``, the first process of one of ``hosts.py``, the new process is on that host.
+
 There is one server for each list of modules, started when first needed; it lives as long as the test run. It has a
 single thread and no other descriptors, so that its children are as good as fresh.
 """
@@ -12,6 +14,8 @@ single thread and no other descriptors, so that its children are as good as fres
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -21,15 +25,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 LIGHT = ("numpy", "numpy.testing", "pytest", "hvdlab.collectives.context")
 WITH_TORCH = (*LIGHT, "torch")
 FOR_TRAINING = (*WITH_TORCH, "torch._dynamo", "hvdlab.torch")
 """The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
+FOR_EXAMPLES = (*FOR_TRAINING, "sklearn.datasets")
 FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _LARGEST = 1 << 17
 """Bytes of a message: mostly the environment."""
@@ -40,8 +47,9 @@ _STANDARD = 2
 class ForkedProcess:
     """A process of a server, to be used as one of ``subprocess.Popen``."""
 
-    def __init__(self, server: _Server, pid: int) -> None:
+    def __init__(self, server: _Server, pid: int, *, on_host: bool) -> None:
         self._server, self.pid = server, pid
+        self._on_host = on_host
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -54,8 +62,13 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        if self.poll() is not None:
+            return
+        if not self._on_host:
             os.kill(self.pid, number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_only_child(self.pid), number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -88,9 +101,14 @@ class _Server:
             )
 
     def fork(
-        self, main: str, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
+        self,
+        main: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        fds: Sequence[int],
+        host: int | None,
     ) -> int:
-        request = [main, list(arguments), dict(environment), os.getcwd()]
+        request = [main, list(arguments), dict(environment), os.getcwd(), host]
         return self._ask(request, [1, 2, *fds])
 
     def reap(self, pid: int) -> int:
@@ -119,12 +137,14 @@ def fork(
     *,
     fds: Sequence[int] = (),
     modules: tuple[str, ...] = LIGHT,
+    host: int | None = None,
 ) -> ForkedProcess:
     """Run ``main()`` of the module ``main``, one of this directory, in a new process that has imported ``modules``."""
     server = _servers.get(modules)
     if server is None:
         server = _servers[modules] = _Server(modules)
-    return ForkedProcess(server, server.fork(main, arguments, environment, fds))
+    pid = server.fork(main, arguments, environment, fds, host)
+    return ForkedProcess(server, pid, on_host=host is not None)
 
 
 def server_pids() -> set[int]:
@@ -133,6 +153,13 @@ def server_pids() -> set[int]:
 
 def server_fds() -> set[int]:
     return {server.socket.fileno() for server in _servers.values()}
+
+
+def _only_child(pid: int) -> int:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if not text:
+        raise ProcessLookupError(pid)
+    return int(text[0])
 
 
 @atexit.register
@@ -164,19 +191,44 @@ def _serve(channel: socket.socket) -> tuple[str, list[str]] | None:
         channel.send(str(pid).encode())
 
 
-def _settle_in(request: tuple[str, list[str], dict[str, str], str], fds: list[int]) -> tuple[str, list[str]]:
-    main, arguments, environment, directory = request
+def _settle_in(
+    request: tuple[str, list[str], dict[str, str], str, int | None], fds: list[int]
+) -> tuple[str, list[str]]:
+    main, arguments, environment, directory, host = request
+    if host is not None:
+        _enter(host)
     for number, fd in enumerate(fds[:_STANDARD], start=1):
         os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of the server, if what it has imported has asked for it
     os.chdir(directory)
     if environment.get("PYTHONWARNINGS") == "error":
         warnings.simplefilter("error")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["numpy"].random.seed()
     return main, [str(fd) for fd in fds[_STANDARD:]] + arguments
+
+
+def _enter(host: int) -> None:
+    """Go on in the namespaces of a process. Only children get into its process namespace: this process waits for one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Opened before any is entered, since /proc is another one then.
+    namespaces = [
+        os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")
+    ]
+    for namespace in namespaces:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    if child := os.fork():
+        os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code)
 
 
 def _main() -> None:

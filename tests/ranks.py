@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,7 +32,6 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from patience import PATIENCE
 
 Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
-WORKER = Path(__file__).with_name("rank_worker.py")
 
 MOMENT = 1.0
 """Seconds in which a rank that is not stuck answers after all, or shows its stacks."""
@@ -175,7 +173,8 @@ class Ranks:
 
     def _modules(self) -> tuple[str, ...]:
         if any(name.startswith("hvdlab.torch") for name in self._imports):
-            return forked_workers.FOR_TRAINING
+            examples = "sklearn.datasets" in self._imports
+            return forked_workers.FOR_EXAMPLES if examples else forked_workers.FOR_TRAINING
         needs_torch = self._env.get("HVDLAB_PLANE") == "gloo" or "torch" in self._imports
         return forked_workers.WITH_TORCH if needs_torch else forked_workers.LIGHT
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import forked_workers
 from hosts import Network
-from ranks import WORKER, Ranks
+from ranks import Ranks
 
 PORT = 29500
 
@@ -75,10 +75,13 @@ class RanksOnHosts(Ranks):
         host = self.network.hosts[rank // self.per_host]
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            process = host.popen(
-                [sys.executable, str(WORKER), str(theirs.fileno())],
-                self._environment(rank),
-                pass_fds=[theirs.fileno()],
+            process = forked_workers.fork(
+                "rank_worker",
+                [],
+                {**host.environment(), **self._environment(rank)},
+                fds=[theirs.fileno()],
+                modules=forked_workers.WITH_TORCH,
+                host=host.pid,
             )
             connection = Connection(os.dup(ours.fileno()))
         if rank < len(self.processes):

@@ -59,8 +59,12 @@ def _threads() -> set[threading.Thread]:
 
 
 def _children() -> set[int]:
-    """Process ids of all descendants. From the kernel's lists, since psutil would read the whole process table."""
+    """Process ids of all descendants. From the kernel's lists, since psutil would read the whole process table.
+
+    A browser that tests share starts and ends processes when it likes: they are not counted.
+    """
     found: set[int] = set()
+    browser = chromium.shared_processes() if (chromium := sys.modules.get("chromium")) else set()
     todo = [os.getpid()]
     while todo:
         tasks = f"/proc/{todo.pop()}/task"
@@ -70,6 +74,7 @@ def _children() -> set[int]:
                     pids = {int(pid) for pid in listing.read().split()}
             except OSError:
                 continue
+            pids -= browser
             todo += pids - found
             found |= pids
     return found

@@ -6,36 +6,26 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import IO, Any
 
 import nbformat
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
+from chromium import chromium
 from cut_wire import CutWire
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 WAIT_MS = 180_000
 # The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
 JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
@@ -50,11 +40,18 @@ _SETTINGS = {
 }
 
 
+# What pages show of a kernel's state is idle, too, before the kernel is connected.
+_IDLE = """() => [...window.jupyterapp?.shell.widgets("main") ?? []].some(widget => {
+    const kernel = widget.sessionContext?.session?.kernel;
+    return kernel?.connectionStatus === "connected" && kernel.status === "idle";
+})"""
+
+
 class LabPage:
     """One notebook in JupyterLab. Cells are numbered from 0, among all cells."""
 
-    def __init__(self, open_page: Callable[[], Page], *, classic: bool = False) -> None:
-        self._open, self._classic = open_page, classic
+    def __init__(self, open_page: Callable[[], Page]) -> None:
+        self._open = open_page
         self.page = open_page()
 
     def leave(self) -> None:
@@ -65,23 +62,20 @@ class LabPage:
         """Open the notebook in a new browser window that knows nothing of the last one."""
         self.page = self._open()
 
+    def explain(self, error: BaseException, picture: Path) -> None:
+        """Say with an error of a test what is to be seen."""
+        self.page.screenshot(path=picture)
+        error.add_note(f"The page is in {picture}.")
+        for dialog in self.page.locator(".jp-Dialog").all_inner_texts():
+            error.add_note(f"There is a dialog in front of the notebook: {dialog}")
+
     def wait_until_idle(self) -> None:
-        """Wait until the kernel is connected and waits for cells."""
-        if self._classic:
-            # What it says of a kernel that is not idle fades away once it is.
-            self.page.wait_for_selector(".jp-NotebookKernelStatus-fade", state="attached", timeout=WAIT_MS)
-            return
-        # The notebook's own indicator also says idle before the kernel is connected; the status bar does not.
-        self.page.wait_for_selector("text=/\\| Idle/", timeout=WAIT_MS)
+        """Wait until the kernel is connected and waits for cells: before that a cell that is run does nothing."""
+        self.page.wait_for_function(_IDLE, timeout=WAIT_MS)
 
     def run(self, cell: int) -> None:
         """Begin to run a cell, as Ctrl-Enter in it does."""
-        try:
-            self.page.locator(".jp-Notebook-cell").nth(cell).locator(".cm-content").click(timeout=WAIT_MS)
-        except PlaywrightTimeoutError as error:
-            for dialog in self.page.locator(".jp-Dialog").all_inner_texts():
-                error.add_note(f"There is a dialog in front of the notebook: {dialog}")
-            raise
+        self.page.locator(".jp-Notebook-cell").nth(cell).locator(".cm-content").click(timeout=WAIT_MS)
         self.page.keyboard.press("Control+Enter")
 
     def prompt(self, cell: int) -> str:
@@ -165,9 +159,7 @@ def lab_page(
         address = server.address
         if wire is not None:
             address = stack.enter_context(wire.to(address))
-        playwright = stack.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        stack.callback(browser.close)
+        browser = stack.enter_context(chromium())
 
         def open_page() -> Page:
             page = browser.new_context(
@@ -178,10 +170,14 @@ def lab_page(
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
             return page
 
-        lab = LabPage(open_page, classic=classic)
+        lab = LabPage(open_page)
         if kernel:
             lab.wait_until_idle()
-        yield lab
+        try:
+            yield lab
+        except (AssertionError, PlaywrightTimeoutError) as error:
+            lab.explain(error, directory / "failed.png")
+            raise
 
 
 @dataclass
@@ -247,6 +243,12 @@ def _environment() -> dict[str, str]:
 @contextmanager
 def _server(root: Path) -> Iterator[_Server]:
     """JupyterLab, which serves pages of Notebook 7 as well."""
+    # Names of sockets are in it, which may have 107 characters.
+    with TemporaryDirectory(prefix="jupyter-") as runtime:
+        yield from _started(root, Path(runtime))
+
+
+def _started(root: Path, runtime: Path) -> Iterator[_Server]:
     # The extension of this checkout, whatever is installed.
     link = root / "share" / "labextensions" / "@hvdlab" / "labextension"
     link.parent.mkdir(parents=True)
@@ -263,16 +265,20 @@ def _server(root: Path) -> Iterator[_Server]:
         "JUPYTERLAB_SETTINGS_DIR": root / "settings",
         "JUPYTERLAB_WORKSPACES_DIR": root / "workspaces",
         "JUPYTER_CONFIG_DIR": root / "config",
-        "JUPYTER_RUNTIME_DIR": root / "runtime",
+        "JUPYTER_RUNTIME_DIR": runtime,
         "IPYTHONDIR": root / "ipython",
     }
+    # Ports are chosen before kernels bind them: with kernels of other tests beside them, some are taken by then.
+    arguments = ["--KernelManager.transport=ipc"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     token = secrets.token_hex(16)
     log = (root / "server.log").open("w")
-    arguments: Sequence[str] = [
+    arguments += [
         "--no-browser",
         "--allow-root",
+        "--LabApp.expose_app_in_browser=True",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={port}",
         f"--ServerApp.root_dir={root / 'work'}",
@@ -294,7 +300,7 @@ def _server(root: Path) -> Iterator[_Server]:
                 break
         else:
             raise RuntimeError(f"JupyterLab did not start: {(root / 'server.log').read_text()}")
-        with _drained(server.stderr):
+        with _copied(server.stderr, log):
             try:
                 yield _Server(root, f"http://127.0.0.1:{port}", token, environment)
             finally:
@@ -308,9 +314,9 @@ def _server(root: Path) -> Iterator[_Server]:
 
 
 @contextmanager
-def _drained(stream: Iterable[str]) -> Iterator[None]:
+def _copied(stream: Iterable[str], log: IO[str]) -> Iterator[None]:
     """Read the pipe to its end, which whoever leaves this has to cause, so that its writer never waits for us."""
-    thread = threading.Thread(target=lambda: [None for _ in stream])
+    thread = threading.Thread(target=lambda: log.writelines(stream))
     thread.start()
     try:
         yield

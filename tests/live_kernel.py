@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +85,9 @@ class LiveKernel:
     def _start(self) -> None:
         self.cells: dict[str, Cell] = {}
         self.others: list[tuple[float, str, dict[str, Any]]] = []
-        self.manager = KernelManager(kernel_name=self._name)
+        # Ports are chosen before the kernel binds them: with kernels of other tests beside it, some are taken by then.
+        sockets = Path(tempfile.gettempdir(), f"kernel-{uuid.uuid4().hex[:8]}")
+        self.manager = KernelManager(kernel_name=self._name, transport="ipc", ip=str(sockets))
         self.manager.start_kernel(cwd=str(self.directory), env=self._environment)
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()

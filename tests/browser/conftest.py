@@ -1,9 +1,8 @@
-"""One JupyterLab for all pages of these tests."""
+"""One JupyterLab and one browser for all pages of these tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +14,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if find_spec("jupyterlab") is None or find_spec("playwright") is None:
         yield
         return
-    from lab_page import CHROMIUM, shared_server
+    import chromium
+    from lab_page import shared_server
 
-    with shared_server(tmp_path_factory.mktemp("jupyterlab")) if CHROMIUM else nullcontext():
+    if chromium.CHROMIUM is None:
+        yield
+        return
+    with chromium.shared_chromium(), shared_server(tmp_path_factory.mktemp("jupyterlab")):
         yield

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("playwright.sync_api")
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
-from lab_page import ARGUMENTS, CHROMIUM
+from chromium import CHROMIUM, chromium
 
 pytestmark = [
     pytest.mark.browser,
@@ -64,10 +64,8 @@ RENDER = """async ([source, traits]) => {
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         yield browser.new_page()
-        browser.close()
 
 
 @pytest.mark.parametrize("name", TRAITS)

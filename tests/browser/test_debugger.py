@@ -12,7 +12,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 pytest.importorskip("debugpy")
 
-from lab_page import CHROMIUM, LabPage, lab_page
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

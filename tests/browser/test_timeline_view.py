@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("playwright.sync_api")
 
-from playwright.sync_api import Page, Route, sync_playwright
+from playwright.sync_api import Page, Route
 
-from lab_page import ARGUMENTS, CHROMIUM
+from chromium import CHROMIUM, chromium
 
 pytestmark = [
     pytest.mark.browser,
@@ -69,8 +69,7 @@ def answer(route: Route) -> None:
 @pytest.fixture
 def page() -> Iterator[Page]:
     errors: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 700})
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.route(f"{ORIGIN}/**", answer)
@@ -78,7 +77,6 @@ def page() -> Iterator[Page]:
         page.evaluate(SETUP)
         page.wait_for_selector(".hvd-details h4")
         yield page
-        browser.close()
     assert errors == []
 
 

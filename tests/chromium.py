@@ -1,0 +1,67 @@
+"""The Chromium that tests drive. Tests that run one after the other share it: starting it costs as much as a small page."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+from playwright.sync_api import Browser, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+_shared: list[Browser] = []
+_processes: set[int] = set()
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """The browser of :func:`shared_chromium`, or one that ends with this. Contexts that were opened in it are closed."""
+    if not _shared:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+            yield browser
+            browser.close()
+        return
+    (browser,) = _shared
+    there = list(browser.contexts)
+    try:
+        yield browser
+    finally:
+        for context in browser.contexts:
+            if context not in there:
+                context.close()
+
+
+@contextmanager
+def shared_chromium() -> Iterator[None]:
+    """Within this, :func:`chromium` gives one browser to all."""
+    before = _children()
+    with chromium() as browser:
+        _shared.append(browser)
+        _processes.update(_children() - before)
+        try:
+            yield
+        finally:
+            _shared.remove(browser)
+            _processes.clear()
+
+
+def shared_processes() -> set[int]:
+    """Those of our child processes that are the shared browser: its descendants come and go when it likes."""
+    return set(_processes)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}

@@ -70,7 +70,8 @@ def test_it_lives_as_long_as_its_cell(kernel: LiveKernel) -> None:
     assert len(strips(cell)) == 1
     assert strips(cell)[0]["text/plain"].startswith("2 ranks · running [3]")
     times = [at for at, _ in updates(kernel)]
-    assert len(times) <= 1 + (times[-1] - times[0]) / 0.4
+    # What it says at first may change at once, when the ranks say how they are; after that twice a second.
+    assert len(times) <= 2 + (times[-1] - times[0]) / 0.4
     assert updates(kernel)[-1][1]["rate"].endswith("collectives/s")
     assert cell.text() == "[0,1] ended\n"
     last = [content for _, kind, content in cell.messages if kind in ("display_data", "update_display_data")][

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from effort import examples
 from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.autotune.parameters import MIB, Parameters, Space
 from hvdlab.collectives.autotune.tuner import LEAST_SECONDS, TURNS, Phase, Sample, Tuner
@@ -69,7 +70,7 @@ def test_both_settings_are_checked_in_turns() -> None:
     assert samples[-1].parameters == found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(5)))
 def test_where_nothing_is_to_be_gained_the_given_setting_mostly_stays(seed: int) -> None:
     rng = random.Random(seed)
     kept = []

@@ -68,6 +68,7 @@ class EngineSetLauncher:
             Capability.KEEP: "they end with the program that started them, and that with the notebook",
             Capability.REASONS: _BY_CONNECTION,
             Capability.SIGNALS: _BY_CONNECTION,
+            Capability.PROGRAMS: "ipyparallel starts them",
         }
     )
     forks = False

@@ -27,7 +27,7 @@ ENDS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
     "os._exit": ("os._exit(3)", "exit code 3"),
     "segmentation fault": ("ctypes.string_at(0)", "segmentation fault"),
-    "abort": ("os.abort()", "aborted by abort()"),
+    "abort": ("os.abort()", "abort() was called"),
 }
 
 

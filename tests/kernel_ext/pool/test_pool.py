@@ -139,7 +139,7 @@ def test_reasons_of_deaths_are_told_in_words(start_pool: StartPool) -> None:
     assert {rank: death.reason for rank, death in run.deaths.items()} == {
         0: "exit code 3",
         1: "segmentation fault",
-        2: "aborted by abort()",
+        2: "abort() was called",
     }
     assert "Segmentation fault" in pool.last_words(1)
 

@@ -38,6 +38,8 @@ class ExecStarter:
         shell: A command that runs a command on another host: a host's name and a command line are appended.
         python: The interpreter of agents and ranks, on every host.
         environment: Variables for the ranks of a host beside those of this process, by the host's name.
+        launches_ranks: Whether what is started are the ranks themselves, whose place in the job is in their variables;
+            else it is something that starts them.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class ExecStarter:
         shell: Sequence[str],
         python: str,
         environment: Mapping[str, Mapping[str, str]] | None = None,
+        launches_ranks: bool = True,
     ) -> None:
         self._request, self._ranks = request, ranks
         self._hosts, self._shell, self._python = tuple(hosts), tuple(shell), python
         self._environment = environment or {}
+        self._launches_ranks = launches_ranks
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. With the following, guarded by the lock.
         self._links: dict[str, AgentLink] = {}
@@ -169,6 +173,8 @@ class ExecStarter:
         return link
 
     def _spec(self, rank: int, size: int, where: Place, host: str) -> wire.RankSpec:
+        if not self._launches_ranks:
+            return wire.RankSpec(rank, {})
         environment = own_environment(self._request.world, rank, size, where)
         if self._request.program is not None:
             environment["HOROVOD_HOSTNAME"] = host

@@ -36,8 +36,10 @@ class ConnectedRanks:
         self._lock = threading.Lock()
         #: Rank to its process, while it is connected; with the following, guarded by the lock.
         self._pids: dict[int, int] = {}
-        #: Ranks that have ended.
+        #: Ranks that have ended, unless they came back.
         self._ended: set[int] = set()
+        #: Whether what started them has ended.
+        self._over = False
         client.on_membership(self._on_membership)
 
     def signal(self, rank: int, number: int) -> None:
@@ -53,15 +55,17 @@ class ConnectedRanks:
         with self._lock:
             left = [(rank, self._pids.pop(rank, 0)) for rank in range(size) if rank not in self._ended]
             self._ended.update(rank for rank, _ in left)
+            self._over = True
         for rank, pid in left:
             self._ranks.handle(Ended(rank, pid, reason, tail))
 
     def _on_membership(self, membership: Membership) -> None:
         events: list[Started | Ended] = []
         with self._lock:
-            for member in membership.members:
-                if member.rank not in self._ended and self._pids.get(member.rank) != member.pid:
+            for member in membership.members if not self._over else ():
+                if self._pids.get(member.rank) != member.pid:
                     self._pids[member.rank] = member.pid
+                    self._ended.discard(member.rank)
                     events.append(Started(member.rank, member.pid))
             for death in membership.deaths:
                 if self._pids.pop(death.rank, None) is not None:

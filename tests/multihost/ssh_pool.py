@@ -20,9 +20,10 @@ total = float(api.allreduce(np.full(1, 1.0 + engine.rank), op=api.ReduceOp.SUM)[
 (socket.gethostname(), engine.local_rank, engine.local_size, engine.cross_rank, total)
 """
 KILL_THE_AGENT = """\
-import os, signal, time
+import os, psutil, time
 if os.environ["RANK"] == "2":
-    os.kill(os.getppid(), signal.SIGKILL)
+    fork_server = psutil.Process(os.getppid())
+    fork_server.parent().kill()
 time.sleep(600)
 """
 

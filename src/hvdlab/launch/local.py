@@ -113,7 +113,8 @@ class LocalStarter:
             case ForkFailed(number, text) if number > CONTROLLER:
                 self._ranks.handle(Ended(number, 0, f"it could not be forked: {text}"))
             case Exited(number, pid) if number > CONTROLLER:
-                self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event)))
+                left = event.left
+                self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event), left=left))
 
 
 def check_room(np: int, already: int = 0, available: int | None = None) -> None:

@@ -113,6 +113,7 @@ class Ended:
         code: Its exit code, if it is known and no signal ended it. If it could not be started, what a shell would
             exit with (127: there is no such program).
         signal: The signal that ended it, or 0.
+        left: What it wrote and may not have sent, as :class:`~hvdlab.launch.forkserver.messages.Exited` has it.
     """
 
     rank: int
@@ -122,6 +123,7 @@ class Ended:
     detail: str = ""
     code: int | None = None
     signal: int = 0
+    left: bytes | None = None
 
 
 class RankObserver(Protocol):
@@ -176,6 +178,8 @@ class LaunchRequest:
         client: A connection to the job's coordinator.
         fork_server: The job's fork server on this host; ``None`` if it has none.
         module: What a rank runs if it is started as a program: ``python -m module``.
+        forked: What it runs if a fork server of its host forks it: names a
+            :class:`~hvdlab.launch.forkserver.program.ForkedProgram`; empty if it can't be forked.
         program: What it runs instead, for launchers that can be given one (:attr:`Capability.PROGRAMS`).
         size: How many ranks the job begins with; 0 if that is not known yet.
         hosts: ``a:4,b:4`` as the user gave it, or empty.
@@ -186,6 +190,7 @@ class LaunchRequest:
     client: Client
     fork_server: ForkServer | None = None
     module: str = ""
+    forked: str = ""
     program: Program | None = None
     size: int = 0
     hosts: str = ""

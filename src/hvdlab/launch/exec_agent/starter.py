@@ -1,5 +1,7 @@
 """Ranks on other hosts, or this one, each host with an agent of ours: the shell around :class:`AgentLink`.
 
+The agent starts a program for each rank, or forks ranks of a notebook by a fork server of its host.
+
 One thread reads what the agents report and writes what they are asked for. An agent is started when its host gets its
 first rank, and again if it was lost and a rank of its host is started anew.
 """
@@ -166,6 +168,7 @@ class ExecStarter:
                 stdin_rank=0 if stdin else -1,
                 coordinator=self._request.world.coordinator,
                 interfaces=program.interfaces if program else (),
+                forked="" if program else self._request.forked,
             )
         )
         self._links[host] = link
@@ -248,7 +251,9 @@ class ExecStarter:
             case wire.RankNotStarted(rank, code, text):
                 self._end(rank, text, code)
             case wire.RankExited(rank, code, number):
-                self._end(rank, describe_exit(code, number), None if number else code, number)
+                reason = message.reason or describe_exit(code, number)
+                known = None if number or code < 0 else code
+                self._end(rank, reason, known, number, message)
             case wire.ResultPiece(rank, data) if program is not None:
                 program.output.returned(rank, data)
 
@@ -264,12 +269,22 @@ class ExecStarter:
         for rank in lost:
             self._end(rank, reason)
 
-    def _end(self, rank: int, reason: str, code: int | None = None, number: int = 0) -> None:
+    def _end(
+        self,
+        rank: int,
+        reason: str,
+        code: int | None = None,
+        number: int = 0,
+        said: wire.RankExited | None = None,
+    ) -> None:
         with self._lock:
             self._host_of.pop(rank, None)
             pid = self._pids.pop(rank, 0)
             idle = not self._host_of
         tail = self._tails.pop(rank, Tail()).text()
-        self._ranks.handle(Ended(rank, pid, reason, tail, code=code, signal=number))
+        detail, left = "", None
+        if said is not None:
+            tail, detail, left = tail or said.tail, said.detail, said.left
+        self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
         if idle:
             self._idle.set()

@@ -51,7 +51,7 @@ def name_process(name: str, title: str) -> None:
 
 def _write_title(title: bytes) -> None:
     # Field 48 and 49 of stat(5) are where the kernel looks for the command line, in this process's own memory.
-    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    fields = process_status("self")
     start, end = int(fields[45]), int(fields[46])
     room = end - start
     if start and room > 1:
@@ -67,13 +67,37 @@ def raise_on_hangup(descriptor: int, wanted: bool) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
 
 
-def process_state(pid: int) -> str:
-    """The letter of a process's state: ``R``, ``S``, ``T`` (stopped), ``Z`` (ended) …; empty if there is none."""
+STATE, PARENT, GROUP, SESSION, THREADS, START_TIME, RESIDENT, EXIT_CODE = 0, 1, 2, 3, 17, 19, 21, 49
+"""Places in what :func:`process_status` returns; see proc(5). The start is in clock ticks since the boot."""
+
+
+def process_status(pid: int | str, proc: Path = Path("/proc")) -> list[str]:
+    """The fields of ``/proc/<pid>/stat``, from the state on; empty if there is no such process.
+
+    Args:
+        pid: The process, or ``"self"``.
+        proc: Tests give a directory of their own.
+    """
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:  # also if no descriptor is left
+        return []
+    # The name before may hold any character.
+    return text.rpartition(")")[2].split()
+
+
+def process_state(pid: int, proc: Path = Path("/proc")) -> str:
+    """The letter of a process's state: ``R``, ``S``, ``T`` (stopped), ``Z`` (ended) …; empty if there is none."""
+    fields = process_status(pid, proc)
+    return fields[STATE] if fields else ""
+
+
+def boot_id() -> str:
+    """A text that is another one on each host, and after each boot; empty where the kernel does not show it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-    return status.rpartition(")")[2].split()[0]
 
 
 def living_children() -> list[int]:

@@ -6,8 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-
-import msgspec
+from dataclasses import replace
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.launch import Launch, settings_from
@@ -17,7 +16,7 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext import checks, leftovers
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.forked import decode_left
+from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
@@ -245,6 +244,7 @@ class PoolBase:
             self.client,
             fork_server=self._base.fork_server,
             module=RANK_MODULE,
+            forked=PROGRAM_NAME,
             hosts=self.hosts,
             options=options,
             companion=self.companion,
@@ -254,6 +254,8 @@ class PoolBase:
 
     def handle(self, event: Started | Ended) -> None:
         """What the starter reports of a rank. Any thread."""
+        if isinstance(event, Ended) and event.left is not None:
+            event = self._take_left(event, decode_left(event.left))
         if not self.launch.forks:  # the fork server tells the controller about its own children
             if isinstance(event, Ended):
                 self.companion.rank_gone(event.rank)
@@ -263,20 +265,18 @@ class PoolBase:
         self.group.handle(event)
 
     def _hear(self, event: FromServer) -> None:
-        if isinstance(event, Exited) and event.left is not None:
-            event = self._take_left(event, decode_left(event.left))
         if isinstance(self._starter, LocalStarter):
             self._starter.hear(event)
         if isinstance(event, Exited):
             self.joining.gone(event.number)
         self.companion.hear(event)
 
-    def _take_left(self, event: Exited, left: Left) -> Exited:
+    def _take_left(self, event: Ended, left: Left) -> Ended:
         """Show what a rank could not send; what nobody waits for is, as its standard error, among its last words."""
-        if self.runs.left_behind(event.number, left):
+        if self.runs.left_behind(event.rank, left):
             return event
         unread = "".join(text.text for text in left.rest if text.name == "stderr")
-        return msgspec.structs.replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
+        return replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
 
     def _joined(self, rank: int, answer: bytes) -> None:
         if self.joining.answered(rank, answer.decode()):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.linux import process_state
 from hvdlab.kernel_ext.output.crash import called
 from hvdlab.kernel_ext.rank.dump import NAME, SIGNAL
 
@@ -55,7 +56,7 @@ class Processes:
 
 def halted(pid: int, proc: Path = _PROC) -> str:
     """Why a process does not run and won't by itself; empty if it does."""
-    state = _state(pid, proc)
+    state = process_state(pid, proc)
     if state == "T":
         return f"stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
     if state == "t":
@@ -65,17 +66,9 @@ def halted(pid: int, proc: Path = _PROC) -> str:
 
 def look_at_state(pid: int, proc: Path = _PROC) -> str:
     """What keeps a process from running; empty if nothing does."""
-    if _state(pid, proc) == "D":
+    if process_state(pid, proc) == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"
     return halted(pid, proc)
-
-
-def _state(pid: int, proc: Path) -> str:
-    """The letter that the kernel has for it; empty if there is no such process."""
-    try:
-        return (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _waits_in(pid: int, proc: Path) -> str:

@@ -1,11 +1,16 @@
-"""A launcher such as a package may offer: programs on this host, without single ranks or a reason of their end."""
+"""A launcher such as a package may offer: programs on this host, started once.
+
+It does not tell how a notebook's ranks end; of a program of the user's it passes the output on and tells the exit code.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from hvdlab.collectives.client import Membership
 from hvdlab.collectives.engine.hosts import Place
@@ -16,9 +21,19 @@ from hvdlab.launch.starter import (
     Capability,
     Ended,
     LaunchRequest,
+    Program,
     RankObserver,
     Started,
 )
+
+
+def offer(directory: Path) -> None:
+    """Put a package into a directory that offers this launcher, and one that can't be imported."""
+    package = directory / "offering-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
+    entries = "[hvdlab.launchers]\npopen = popen_launcher:PopenLauncher\nbroken = no_such_module:Launcher\n"
+    (package / "entry_points.txt").write_text(entries)
 
 
 class PopenLauncher:
@@ -26,7 +41,7 @@ class PopenLauncher:
 
     name = "popen"
     capabilities = Capabilities(
-        frozenset({Capability.SIGNALS}),
+        frozenset({Capability.SIGNALS, Capability.PROGRAMS}),
         {
             Capability.SINGLE_RANKS: "its queue gives out whole jobs",
             Capability.RESIZE: "its queue gives out whole jobs",
@@ -54,7 +69,9 @@ class PopenStarter:
         self._request, self._ranks = request, ranks
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
-        request.client.on_membership(self._on_membership)
+        self._readers: list[threading.Thread] = []
+        if request.program is None:
+            request.client.on_membership(self._on_membership)
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         if self._processes:
@@ -62,9 +79,38 @@ class PopenStarter:
         nice = ["nice", "-n", str(self._request.options.get("nice", 0))]
         for rank in ranks:
             environment = {**os.environ, **own_environment(self._request.world, rank, size)}
+            if self._request.program is not None:
+                self._run_program(self._request.program, rank, nice, environment)
+                continue
             command = [*nice, sys.executable, "-m", self._request.module]
             self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
             self._ranks.handle(Started(rank, self._processes[rank].pid))
+
+    def _run_program(self, program: Program, rank: int, nice: list[str], environment: dict[str, str]) -> None:
+        process = subprocess.Popen(
+            [*nice, *program.command],
+            env={**environment, **program.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self._processes[rank] = process
+        self._ranks.handle(Started(rank, process.pid, "popen-host"))
+        reader = threading.Thread(target=self._pass_on, args=(program, rank, process))
+        self._readers.append(reader)
+        reader.start()
+
+    def _pass_on(self, program: Program, rank: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            while data := process.stdout.read1():
+                program.output.write(rank, 1, data)
+        code = process.wait()
+        ended = f"code {code}"
+        for _ in range(2):  # a launcher may say it twice
+            self._ranks.handle(
+                Ended(rank, process.pid, ended, code=None if code < 0 else code, signal=max(0, -code))
+            )
 
     def signal(self, rank: int, number: int) -> None:
         self._processes[rank].send_signal(number)
@@ -79,6 +125,8 @@ class PopenStarter:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for reader in self._readers:
+            reader.join()
 
     def _on_membership(self, membership: Membership) -> None:
         for death in membership.deaths:

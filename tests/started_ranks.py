@@ -54,6 +54,7 @@ class StartedRanks:
                 self.client,
                 fork_server=self.fork_server,
                 module="hvdlab.kernel_ext.rank",
+                forked=PROGRAM_NAME,
                 hosts=hosts,
                 options=values,
                 companion=self.companion,

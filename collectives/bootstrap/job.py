@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdlab.collectives.bootstrap.launchers import Launched
+from hvdlab.collectives.linux import PARENT, START_TIME, boot_id, process_status
 
 _PROGRAMS = frozenset(
     (
@@ -50,20 +51,19 @@ def _starter(variable: str) -> str:
             break
         name, parent, started = status
         if name in _PROGRAMS or not _has(pid, variable):
-            return f"{pid} {started} {_boot()}"
+            return f"{pid} {started} {boot_id()}"
         pid = parent
-    return f"{os.getppid()} {_boot()}"
+    return f"{os.getppid()} {boot_id()}"
 
 
 def _status(pid: int) -> tuple[str, int, str] | None:
     """Name, parent and start (clock ticks since boot) of a process."""
+    fields = process_status(pid)
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        name = Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
     except OSError:
         return None
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return name, int(fields[1]), fields[19]
+    return (name, int(fields[PARENT]), fields[START_TIME]) if fields else None
 
 
 def _has(pid: int, variable: str) -> bool:
@@ -72,10 +72,3 @@ def _has(pid: int, variable: str) -> bool:
     except OSError:  # of another user: a daemon that starts ranks for many
         return False
     return any(entry.startswith(variable.encode() + b"=") for entry in environment.split(b"\0"))
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -8,7 +8,8 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from hvdlab.collectives.linux import boot_id
 
 HOST_VARIABLE = "HVDLAB_HOST"
 
@@ -27,7 +28,7 @@ def _found_host_key() -> str:
     """Made of the host's name, the boot (two machines may have one name) and the namespaces that decide which
     memory and sockets a container sees.
     """
-    parts = [_read("/proc/sys/kernel/random/boot_id")]
+    parts = [boot_id()]
     for namespace in ("ipc", "mnt", "pid"):
         try:
             parts.append(str(os.stat(f"/proc/self/ns/{namespace}").st_ino))
@@ -35,13 +36,6 @@ def _found_host_key() -> str:
             parts.append("")
     digest = hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
     return f"{socket.gethostname()}#{digest}"
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
+from hvdlab.collectives.linux import RESIDENT, THREADS, process_status
 from hvdlab.collectives.metrics import names
 
 Values = list[tuple[str, float]]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_STAT = Path("/proc/self/stat")
-_THREADS, _RSS = 17, 21
-"""Places in that file, counted from behind the name of the program, which may contain anything."""
 
 
 class ProcessUsage:
@@ -25,13 +22,13 @@ class ProcessUsage:
     def sample(self) -> Values:
         """Name and value of each metric, measured now."""
         now, used = time.monotonic_ns(), time.process_time_ns()
-        fields = _STAT.read_bytes().rpartition(b")")[2].split()
+        fields = process_status("self")
         cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
         self._before = now, used
         return [
             (names.CPU, cpu),
-            (names.RSS, float(int(fields[_RSS]) * _PAGE)),
-            (names.THREADS, float(fields[_THREADS])),
+            (names.RSS, float(int(fields[RESIDENT]) * _PAGE)),
+            (names.THREADS, float(fields[THREADS])),
         ]
 
     def close(self) -> None:

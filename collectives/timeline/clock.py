@@ -7,7 +7,8 @@ import os
 import time
 from collections import deque
 from functools import cache
-from pathlib import Path
+
+from hvdlab.collectives.linux import boot_id
 
 SAMPLES_KEPT = 8
 DRIFT = 20e-6
@@ -43,10 +44,7 @@ def clock_domain() -> int:
     That is one boot of one machine and one time namespace. Where that can't be read, a number of this process
     alone: a clock is then aligned by measured samples instead of taken as equal.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = f"{os.getpid()} {time.time_ns()}"
+    boot = boot_id() or f"{os.getpid()} {time.time_ns()}"
     try:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:

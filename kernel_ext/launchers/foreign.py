@@ -1,4 +1,4 @@
-"""Ranks that one of ipyparallel's own launchers starts: MPI, Slurm and others.
+"""Ranks that one of ipyparallel's own launchers starts: Slurm and others.
 
 They are started all at once as ``python -m hvdlab.kernel_ext.rank``, find the coordinator by their environment, and
 are known by their connection to it alone.
@@ -7,40 +7,32 @@ are known by their connection to it alone.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.client import Membership
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import Place, host_key
+from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, threads_per_rank
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.launch.by_connection import LACKS, ConnectedRanks
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.options import Kind, Option
 from hvdlab.launch.starter import (
     Capabilities,
     Capability,
-    Ended,
     LaunchRequest,
     RankObserver,
-    Started,
 )
 
 START_WITHIN = 60.0
 """Seconds that a launcher has to hand the ranks to its system."""
 
-_TOGETHER = "it starts all of them together, as one job"
-_BY_CONNECTION = "they are known by their connections to the coordinator alone"
-
-PYTHON = Option(
-    "python", "interpreter of the ranks (default: python3 of the PATH there; with mpi that of the notebook)"
-)
+PYTHON = Option("python", "interpreter of the ranks (default: python3 of the PATH there)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +53,7 @@ class EngineSetLauncher:
         name: Its name.
     """
 
-    capabilities = Capabilities.all_but(
-        {
-            Capability.SINGLE_RANKS: _TOGETHER,
-            Capability.RESIZE: _TOGETHER,
-            Capability.KEEP: "they end with the program that started them, and that with the notebook",
-            Capability.REASONS: _BY_CONNECTION,
-            Capability.SIGNALS: _BY_CONNECTION,
-        }
-    )
+    capabilities = Capabilities.all_but({**LACKS, Capability.PROGRAMS: "ipyparallel starts them"})
     forks = False
 
     def __init__(self, name: str) -> None:
@@ -77,7 +61,7 @@ class EngineSetLauncher:
 
     def options(self) -> Sequence[Option]:
         """The interpreter, and the launcher's own traits that hvdlab does not set."""
-        traits = _own_traits(_class(self.name))
+        traits = _own_traits(names.engine_set_class(self.name))
         return (PYTHON, *(Option(name, text, kind) for name, (text, kind) in sorted(traits.items())))
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
@@ -87,8 +71,8 @@ class EngineSetLauncher:
             parse_hosts(hosts)
 
     def is_far(self, hosts: str) -> bool:
-        """MPI's ranks are on this host unless hosts are named; of others only their system knows."""
-        return bool(hosts) or self.name != names.MPI
+        """Only the launcher's system knows."""
+        return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> EngineSetStarter:
         """What starts the ranks of a pool. Raises ``InvalidRequestError`` for a job that is none."""
@@ -111,12 +95,10 @@ class EngineSetStarter:
         self, launcher: str, request: LaunchRequest, companion: Companion, ranks: RankObserver
     ) -> None:
         self._launcher, self._hosts, self._options = launcher, request.hosts, request.options
-        self._module, self._world, self._client = request.module, request.world, request.client
-        self._companion, self._ranks = companion, ranks
-        self._pids: dict[int, int] = {}
+        self._module, self._world = request.module, request.world
+        self._companion, self._connected = companion, ConnectedRanks(request.client, ranks)
         self._size = 0
         self._stopped = threading.Event()
-        self._client.on_membership(self._on_membership)
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         """Have them started; possible once.
@@ -140,23 +122,20 @@ class EngineSetStarter:
 
     def signal(self, rank: int, number: int) -> None:
         """Ranks of this host get the signal; others are ended by the coordinator's word and the launcher's stop."""
-        here = host_key()
-        for member in self._client.membership().members:
-            if member.rank == rank and member.host == here:
-                os.kill(member.pid, number)
+        self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> Place | None:
         """Only the launcher knows; a rank learns it by its environment."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Give the launcher's program time to end after its ranks, as MPI's does, which then clears up."""
+        """Give the launcher's program time to end after its ranks, so that it clears up."""
         if self._size:
             self._stopped.wait(timeout)
 
     async def _start(self, size: int) -> None:
         load_ipyparallel()
-        cluster = self._companion.new_cluster(engine_launcher_class=_class(self._launcher))
+        cluster = self._companion.new_cluster(engine_launcher_class=names.engine_set_class(self._launcher))
         name = await cluster.start_engines(size, **self.traits(size))
         launched = cluster.engines[name]
         launched.on_stop(self._launcher_stopped)
@@ -173,53 +152,20 @@ class EngineSetStarter:
             "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(size)))
         )
         given = {name: _plain(value) for name, value in self._options.items() if name != PYTHON.name}
-        python = self._options.get(PYTHON.name) or (
-            sys.executable if self._launcher == names.MPI else "python3"
-        )
+        python = self._options.get(PYTHON.name) or "python3"
         options: dict[str, Any] = {
             "engine_cmd": [python, "-m", self._module],
             "environment": environment,
         }
-        if self._launcher == names.MPI:
-            options["mpi_cmd"] = names.mpiexec()
-            if self._hosts:
-                options["mpi_args"] = ["-hosts", self._hosts]
-        elif self._hosts:
+        if self._hosts:
             options["engines"] = {host.name: host.slots for host in parse_hosts(self._hosts)}
         return {**options, **given}
-
-    # -- what happens to them -------------------------------------------------------------------------------------
-
-    def _on_membership(self, membership: Membership) -> None:
-        for member in membership.members:
-            if self._pids.get(member.rank) != member.pid:
-                self._pids[member.rank] = member.pid
-                self._ranks.handle(Started(member.rank, member.pid))
-        for death in membership.deaths:
-            if self._pids.pop(death.rank, None) is not None:
-                self._ended(death.rank, death.pid, death.reason)
-        for rank in set(self._pids) - set(membership.ranks):
-            self._ended(rank, self._pids.pop(rank), "it left")
-
-    def _ended(self, rank: int, pid: int, reason: str) -> None:
-        self._ranks.handle(Ended(rank, pid, reason))
 
     def _launcher_stopped(self, data: Any) -> None:
         """The launcher's program has ended. Ranks that never connected will not come any more."""
         self._stopped.set()
         code = (data or {}).get("exit_code")
-        for rank in range(self._size):
-            self._ranks.handle(Ended(rank, 0, f"the launcher `{self._launcher}` ended with exit code {code}"))
-
-
-def _class(launcher: str) -> Any:
-    """The launcher's class."""
-    if launcher == names.MPI:
-        load_ipyparallel()
-        from hvdlab.kernel_ext.launchers.mpi import MpiRanksLauncher
-
-        return MpiRanksLauncher
-    return names.engine_set_class(launcher)
+        self._connected.end_all(self._size, f"the launcher `{self._launcher}` ended with exit code {code}")
 
 
 _OURS = {

@@ -58,7 +58,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
         self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
-        self.pid = await asyncio.shield(asyncio.wrap_future(self.forked))
+        self.pid = await outcome_of(self.forked)
         try:
             self.process = psutil.Process(self.pid)
         except psutil.NoSuchProcess:
@@ -69,8 +69,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         """Wait until it listens, and read its connection files."""
         if self.fork_server is not None:
             limit = self.connection_info_timeout if timeout is None else timeout
-            listening = asyncio.shield(asyncio.wrap_future(self.listening))
-            await asyncio.wait_for(listening, limit if limit >= 0 else None)
+            await asyncio.wait_for(outcome_of(self.listening), limit if limit >= 0 else None)
         return await super().get_connection_info(timeout)
 
     async def stop(self) -> None:
@@ -121,6 +120,16 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
             return
         self.fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
         await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self.ended)), seconds)
+
+
+async def outcome_of(future: Future[Any]) -> Any:
+    """Wait for a future that others wait for, too; it goes on if this wait is cancelled.
+
+    asyncio would say at the end of the process that nobody has asked how it failed, if that was after the wait.
+    """
+    wrapped = asyncio.wrap_future(future)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(wrapped)
 
 
 def _complete(future: Future[Any], outcome: Any) -> None:

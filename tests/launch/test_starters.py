@@ -14,6 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.launch import mpi, registry
 from hvdlab.launch.starter import Capabilities, Capability
+from popen_launcher import offer
 from started_ranks import StartedRanks
 
 StartRanks = Callable[..., StartedRanks]
@@ -25,11 +26,7 @@ KINDS = ("local", "ssh", "mpi", "popen")
 @pytest.fixture(autouse=True)
 def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that offers a launcher is installed; ipyparallel's files are the test's own."""
-    package = tmp_path / "offering-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
-    entries = "[hvdlab.launchers]\npopen = popen_launcher:PopenLauncher\nbroken = no_such_module:Launcher\n"
-    (package / "entry_points.txt").write_text(entries)
+    offer(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 

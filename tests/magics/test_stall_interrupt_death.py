@@ -139,7 +139,7 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     ("code", "said", "lines"),
     [
         ("print('bye', file=sys.stderr); os._exit(3)", "exit code 3", []),
-        ("def f(): ctypes.CDLL(None).abort()\n    f()", "aborted by abort()", ["line 4, in f", "line 5"]),
+        ("def f(): ctypes.CDLL(None).abort()\n    f()", "abort() was called", ["line 4, in f", "line 5"]),
     ],
     ids=["os._exit", "abort"],
 )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
+from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.outcomes import Outcome
 from hvdlab.runner.policy import Phase, Policy
 from hvdlab.runner.supervisor import Supervisor
 

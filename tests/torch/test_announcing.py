@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.bindings import announcing
 from hvdlab.collectives import context
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.torch import announcing
 from ranks import Ranks
 
 PARAMETERS = 40

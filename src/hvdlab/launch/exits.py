@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlab.launch.forkserver.messages import Exited
@@ -11,11 +12,11 @@ from hvdlab.launch.forkserver.messages import Exited
 _WORDS = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGBUS: "bus error",
-    signal.SIGABRT: "aborted by abort()",
-    signal.SIGFPE: "arithmetic error (SIGFPE)",
+    signal.SIGABRT: "abort() was called",
+    signal.SIGFPE: "arithmetic error",
     signal.SIGILL: "illegal instruction",
 }
-
+"""What these signals mean, said for all launchers."""
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 100
@@ -51,6 +52,43 @@ def describe_signal(number: int) -> str:
     except ValueError:
         return f"killed by signal {number}"
     return _WORDS.get(known, f"killed by {known.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a program's process.
+
+    Attributes:
+        code: Exit code, if no signal ended it.
+        signal: Number of the signal that ended it, or 0.
+        text: Says it better than the two, if not empty (``its host was lost``).
+    """
+
+    code: int = 0
+    signal: int = 0
+    text: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.code and not self.signal
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would report: the code, or 128 and the signal's number."""
+        return 128 + self.signal if self.signal else self.code
+
+    def __str__(self) -> str:
+        """As an operator reads it: with the name of the signal, also where it has a meaning in words."""
+        if self.text:
+            return self.text
+        if not self.signal:
+            return f"exit code {self.code}"
+        try:
+            known = signal.Signals(self.signal)
+        except ValueError:
+            return f"killed by signal {self.signal}"
+        words = f" ({_WORDS[known]})" if known in _WORDS else ""
+        return f"killed by {known.name}{words}"
 
 
 def _memory(size: int) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.exits import describe, detail
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
@@ -23,6 +25,7 @@ from hvdlab.launch.forkserver.messages import (
     Loaded,
     Signal,
 )
+from hvdlab.launch.hosts import LOCALHOST, Host
 from hvdlab.launch.options import Option
 from hvdlab.launch.starter import Capabilities, Ended, LaunchRequest, RankObserver, Started
 
@@ -56,8 +59,15 @@ class LocalLauncher:
         """Never."""
         return False
 
-    def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter:
-        """What forks the ranks of a job. Raises ``InvalidRequestError`` for a job without a fork server."""
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
+        """What forks the ranks of a job; programs are started by an agent, which ends them if this process dies.
+
+        Raises:
+            InvalidRequestError: The job has neither a program nor a fork server.
+        """
+        if request.program is not None:
+            here = [Host(LOCALHOST, request.size)]
+            return ExecStarter(request, ranks, here, shell=(), python=default_python())
         if request.fork_server is None:
             raise InvalidRequestError("the launcher `local` forks ranks, and this job has no fork server.")
         return LocalStarter(request.fork_server, request.world, ranks)
@@ -103,7 +113,8 @@ class LocalStarter:
             case ForkFailed(number, text) if number > CONTROLLER:
                 self._ranks.handle(Ended(number, 0, f"it could not be forked: {text}"))
             case Exited(number, pid) if number > CONTROLLER:
-                self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event)))
+                left = event.left
+                self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event), left=left))
 
 
 def check_room(np: int, already: int = 0, available: int | None = None) -> None:

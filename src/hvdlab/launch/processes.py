@@ -8,10 +8,8 @@ import os
 import select
 import signal
 import struct
-from pathlib import Path
 
-_STATE, _GROUP, _SESSION, _STARTED, _EXIT_CODE = 0, 2, 3, 19, 49
-"""Where in ``/proc/<pid>/stat``, counted from the state on."""
+from hvdlab.collectives.linux import EXIT_CODE, GROUP, SESSION, START_TIME, STATE, process_status
 
 _GET_INFO = 0xC040FF0B
 """``PIDFD_GET_INFO`` with the first 64 bytes of ``struct pidfd_info``, of linux/pidfd.h."""
@@ -21,8 +19,8 @@ _WANT_EXIT = 1 << 3
 
 def start_time(pid: int) -> int:
     """When the process started, in clock ticks since the boot; 0 if there is none."""
-    fields = _stat(pid)
-    return int(fields[_STARTED]) if fields else 0
+    fields = process_status(pid)
+    return int(fields[START_TIME]) if fields else 0
 
 
 def open_process(pid: int, started: int) -> int:
@@ -54,8 +52,8 @@ def exit_status(pidfd: int, pid: int) -> int | None:
         found = _INFO.unpack(answer)
         if found[0] & _WANT_EXIT:
             return int(found[13])
-    fields = _stat(pid)  # as long as its parent has not asked
-    return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
+    fields = process_status(pid)  # as long as its parent has not asked
+    return int(fields[EXIT_CODE]) if fields and fields[STATE] == "Z" else None
 
 
 def peak_memory(pid: int) -> int:
@@ -75,8 +73,8 @@ def kill_session(leader: int) -> None:
     for entry in _all():
         if not entry.isdigit() or int(entry) == leader:
             continue
-        fields = _stat(int(entry))
-        if fields and int(fields[_SESSION]) == leader and int(fields[_GROUP]) == leader:
+        fields = process_status(int(entry))
+        if fields and int(fields[SESSION]) == leader and int(fields[GROUP]) == leader:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry), signal.SIGKILL)
 
@@ -85,11 +83,4 @@ def _all() -> list[str]:
     try:
         return os.listdir("/proc")
     except OSError:  # no descriptor left
-        return []
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
         return []

@@ -15,6 +15,7 @@ GROUP = "hvdlab.launchers"
 OURS = {
     "local": "hvdlab.launch.local:LocalLauncher",
     "ssh": "hvdlab.launch.ssh:SshLauncher",
+    "mpi": "hvdlab.launch.mpi:MpiLauncher",
 }
 
 

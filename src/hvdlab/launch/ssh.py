@@ -54,8 +54,8 @@ class SshLauncher:
         shell = cast("tuple[str, ...]", request.options.get("shell", SHELL))
         if any(not is_local(host.name) for host in hosts) and (not shell or shutil.which(shell[0]) is None):
             raise StartError(
-                f"the launcher `ssh` needs `{shell[0] if shell else 'ssh'}`, which is not on the PATH; run the notebook "
-                "on a host that has it, or choose another launcher, such as local."
+                f"the launcher `ssh` needs `{shell[0] if shell else 'ssh'}`, which is not on the PATH; start it "
+                "from a host that has it, or choose another launcher, such as local."
             )
         named = bool(request.options.get("host_names"))
         return ExecStarter(

@@ -33,6 +33,8 @@ class Capability(StrEnum):
     """How each one ended is reported: exit code or signal, and its last words."""
     SIGNALS = "sent signals on other hosts"
     """A signal reaches a rank wherever it runs."""
+    PROGRAMS = "given a program to run"
+    """They can be any program (``hvdlab run``), whose exit code is reported; see :class:`Program`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,10 @@ class Ended:
         reason: How it ended, in words: ``killed by SIGKILL``.
         tail: The last lines of its standard error, as far as they went to no one else.
         detail: What else is known of its end, such as its peak memory.
+        code: Its exit code, if it is known and no signal ended it. If it could not be started, what a shell would
+            exit with (127: there is no such program).
+        signal: The signal that ended it, or 0.
+        left: What it wrote and may not have sent, as :class:`~hvdlab.launch.forkserver.messages.Exited` has it.
     """
 
     rank: int
@@ -115,6 +121,9 @@ class Ended:
     reason: str
     tail: str = ""
     detail: str = ""
+    code: int | None = None
+    signal: int = 0
+    left: bytes | None = None
 
 
 class RankObserver(Protocol):
@@ -127,6 +136,39 @@ class RankObserver(Protocol):
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 
+class ProgramOutput(Protocol):
+    """Takes what the ranks of a program write and return. Called on any thread."""
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """A rank wrote to stdout (1) or stderr (2). May wait until there is room, and so hold up the rank."""
+
+    def returned(self, rank: int, data: bytes) -> None:
+        """The next piece of what a rank's function returned; all pieces come before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What ranks run, if it is a program of the user's.
+
+    Attributes:
+        command: Program and arguments; for a ``function`` the interpreter, with its arguments.
+        environment: Variables for all ranks, beside this process's own and those of their place in the job.
+        output: Takes what ranks write, as it comes and before their ends are reported. What a launcher can't catch it
+            lets go to this process's own streams.
+        function: A pickled call, or empty; see :class:`hvdlab.launch.exec_agent.wire.Start`. Only launchers that have
+            an agent on each host are given any.
+        stdin: Whether rank 0 reads this process's standard input, if it is on this host.
+        interfaces: Network interfaces to use between hosts; empty for a choice.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    output: ProgramOutput
+    function: bytes = b""
+    stdin: bool = False
+    interfaces: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
     """What ranks are to be started for.
@@ -136,6 +178,10 @@ class LaunchRequest:
         client: A connection to the job's coordinator.
         fork_server: The job's fork server on this host; ``None`` if it has none.
         module: What a rank runs if it is started as a program: ``python -m module``.
+        forked: What it runs if a fork server of its host forks it: names a
+            :class:`~hvdlab.launch.forkserver.program.ForkedProgram`; empty if it can't be forked.
+        program: What it runs instead, for launchers that can be given one (:attr:`Capability.PROGRAMS`).
+        size: How many ranks the job begins with; 0 if that is not known yet.
         hosts: ``a:4,b:4`` as the user gave it, or empty.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
     """
@@ -144,6 +190,9 @@ class LaunchRequest:
     client: Client
     fork_server: ForkServer | None = None
     module: str = ""
+    forked: str = ""
+    program: Program | None = None
+    size: int = 0
     hosts: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
 

@@ -45,6 +45,8 @@ def _takes(flag: Flag) -> dict[str, Any]:
             return {"type": str.upper, "choices": LEVELS, "metavar": "LEVEL"}
         case Kind.TWO:
             return {"type": int, "nargs": 2, "metavar": ("LEAST", "MOST")}
+        case Kind.TEXTS:
+            return {"action": "append", "metavar": "TEXT"}
         case Kind.TEXT:
             return {"metavar": "TEXT"}
 

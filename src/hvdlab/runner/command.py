@@ -10,10 +10,11 @@ from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, UnsupportedError
+from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.arguments import USAGE, parse
 from hvdlab.runner.config import read_config
 from hvdlab.runner.sinks import ConsoleSink, FileSink, Sink, Writer
-from hvdlab.runner.wishes import Wishes
+from hvdlab.runner.wishes import MPI, Wishes
 
 HELP = f"""usage: hvdlab COMMAND
 
@@ -95,7 +96,8 @@ def run(arguments: Sequence[str]) -> int:
     for warning in wishes.warnings():
         say(warning)
     job = wishes.job(command, stdin=_reads_stdin())
-    if wishes.get("use_mpi"):
+    if job.launcher == MPI:
+        parse_options(MPI, (), job.launcher_options)  # mpiexec has --mpi-args
         from hvdlab.runner.mpi import replace_process
 
         replace_process(job, wishes)

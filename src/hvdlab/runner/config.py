@@ -80,6 +80,10 @@ def _checked(flag: Flag, value: Any, where: str) -> Any:
             good = value in LEVELS
         case Kind.TWO:
             good = isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value)
+        case Kind.TEXTS:
+            value = value if isinstance(value, list) else [value]
+            good = not any(isinstance(part, list | dict) for part in value)
+            value = [str(part) for part in value]
         case Kind.TEXT:
             value, good = str(value), not isinstance(value, list | dict)
     if not good:

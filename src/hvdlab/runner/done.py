@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvdlab.runner.outcomes import Outcome
+from hvdlab.launch.exits import Outcome
 
 
 @dataclass(slots=True)

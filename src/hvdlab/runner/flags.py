@@ -24,6 +24,7 @@ class Kind(StrEnum):
     SWITCH = "nothing"
     LEVEL = "level"
     TWO = "two numbers"
+    TEXTS = "text, or several"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,8 @@ FLAGS: tuple[Flag, ...] = (
     # -- controllers --------------------------------------------------------------------------------------------------
     Flag(CONTROLLER, ("--gloo",), "use_gloo", Kind.SWITCH, "hvdlab starts the ranks, over ssh on other hosts; this is so without it, too", config="controller.gloo"),
     Flag(CONTROLLER, ("--mpi",), "use_mpi", Kind.SWITCH, "mpiexec starts the ranks", config="controller.mpi"),
+    Flag(CONTROLLER, ("--launcher",), "launcher", Kind.TEXT, "what starts the ranks: `local`, `ssh`, `mpi`, or the name of a launcher that an installed package offers (entry point `hvdlab.launchers`); by default `local`, and `ssh` if there are hosts", config="controller.launcher"),
+    Flag(CONTROLLER, ("--launcher-option",), "launcher_options", Kind.TEXTS, "`KEY=VALUE`: an option that only this launcher has; may be given several times", config="controller.launcher-option"),
     Flag(CONTROLLER, ("--jsrun",), "use_jsrun", Kind.SWITCH, "refused: call `jsrun … python train.py`, which needs no `hvdlab run`", config="controller.jsrun"),
 )  # fmt: skip
 

@@ -1,35 +1,35 @@
-"""Runs a job: coordinator, agents, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`."""
+"""Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import ProtocolError
-from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent import wire
+from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.launch.exec_agent.child import STDERR
-from hvdlab.launch.exec_agent.link import AgentLink
+from hvdlab.launch.exits import Outcome
+from hvdlab.launch.hosts import is_local
+from hvdlab.launch.processes import readable
+from hvdlab.launch.registry import OURS
+from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, Started, Starter
 from hvdlab.runner import events as e
 from hvdlab.runner.done import Done
 from hvdlab.runner.keeper import Keeper
 from hvdlab.runner.lines import Tail
-from hvdlab.runner.news import News
-from hvdlab.runner.outcomes import Outcome
-from hvdlab.runner.plan import Job, own_address, rank_spec, start_message
+from hvdlab.runner.news import News, Posted, ResultPiece, Written
+from hvdlab.runner.plan import Job, find_launcher, own_address, program
 from hvdlab.runner.report import failure_lines
 from hvdlab.runner.sinks import Sink
 from hvdlab.runner.supervisor import Supervisor
 
 _CLOSING = 5.0
-"""Seconds that agents and coordinator are given to end."""
+"""Seconds that the coordinator is given to end."""
 
 
 class JobRun:
@@ -50,11 +50,13 @@ class JobRun:
         self._finished = False
         self._tails: defaultdict[int, Tail] = defaultdict(Tail)
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
-        self._links: list[AgentLink] = []
-        self._link_of: dict[int, AgentLink] = {}
+        #: Ranks that were started and have not ended; a launcher may report an end twice. The starter's threads' own.
+        self._running: set[int] = set()
+        #: Rank to its host, if its launcher said it.
+        self._hosts: dict[int, str] = {}
         self._news = News()
-        self._world: World | None = None
         self._client: Client | None = None
+        self._starter: Starter | None = None
 
     def run(self) -> Done:
         """Run it to its end.
@@ -65,9 +67,9 @@ class JobRun:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._news.close)
             cleanup.enter_context(self._news.signals())
-            cleanup.callback(self._close_links)
-            address = own_address(self._job)
-            self._start_agents()
+            cleanup.callback(self._sink.close)
+            launcher, options = find_launcher(self._job)
+            address = own_address(self._job, launcher)
             environ = {**os.environ, **self._job.environment}
             coordinator = CoordinatorProcess.start(
                 size=self._job.size, tcp_host=address, keep=True, environ=environ
@@ -81,33 +83,26 @@ class JobRun:
             cleanup.callback(keeper.close)
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
-            self._world = self._make_world(coordinator, address)
             self._news.watch(self._client)
-            self._start_ranks(self._world)
-            self._loop()
+            world = self._make_world(coordinator, address)
+            self._starter = launcher.starter(self._request(world, self._client, options), self)
+            cleanup.callback(self._starter.close, 0.0)
+            cleanup.callback(self._news.stop)
+            self._start(range(self._job.size))
+            self._say_where(launcher)
+            while not self._finished:
+                readable(self._news.descriptor, self._timeout())
+                for posted in self._news.take():
+                    self._take(posted)
+                self._handle(e.Tick())
             self._done.stopped = self._news.stopped
             return self._done
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def _start_agents(self) -> None:
-        job, python = self._job, default_python()
-        remote = set(job.remote)
-        slots = job.slots
-        for index in job.used_hosts:
-            ranks = [slot.rank for slot in slots if slot.host == index]
-            name = job.hosts[index].name
-            if name in remote:
-                link = AgentLink.remote(name, ranks, python, job.ssh)
-            else:
-                link = AgentLink.local(name, ranks, python, stdin=job.stdin and 0 in ranks)
-            self._links.append(link)
-            self._link_of |= dict.fromkeys(ranks, link)
-
     def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> World:
-        master = address or "127.0.0.1"
-        if not self._link_of[0].here:
-            master = self._link_of[0].host
+        first = self._job.host_of(0)
+        master = (address or "127.0.0.1") if is_local(first) else first
         port = free_port(address or "127.0.0.1")
         where = coordinator.tls_address if address else coordinator.address
         assert where is not None
@@ -115,85 +110,71 @@ class JobRun:
             self._say(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
         return World(where, coordinator.token, coordinator.certificate, self._job.plane, master, port)
 
-    def _start_ranks(self, world: World) -> None:
-        for index, link in zip(self._job.used_hosts, self._links, strict=True):
-            link.send(start_message(self._job, index, world, here=link.here))
-            link.send(wire.Spawn(tuple(rank_spec(self._job, rank, world) for rank in link.ranks)))
-            if self._verbose:
-                self._say(f"{link.host}: ranks {', '.join(map(str, link.ranks))}")
+    def _request(self, world: World, client: Client, options: dict[str, object]) -> LaunchRequest:
+        job = self._job
+        return LaunchRequest(
+            world,
+            client,
+            program=program(job, self._news),
+            size=job.size,
+            hosts=job.host_list,
+            options=options,
+        )
 
-    # -- the loop -------------------------------------------------------------------------------------------------------
+    def _start(self, ranks: Sequence[int]) -> None:
+        assert self._starter is not None
+        self._running.update(ranks)
+        self._starter.start(ranks, self._job.size)
 
-    def _loop(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._news.descriptor, selectors.EVENT_READ)
-            for link in self._links:
-                selector.register(link.inbox, selectors.EVENT_READ, link)
-            while not self._finished:
-                self._watch_writing(selector)
-                for key, mask in selector.select(self._timeout()):
-                    if key.data is None:
-                        self._take_posted()
-                    elif mask & selectors.EVENT_WRITE:
-                        key.data.flush()
-                    else:
-                        self._receive(key.data, selector)
-                self._handle(e.Tick())
+    def _say_where(self, launcher: Launcher) -> None:
+        if not self._verbose:
+            return
+        if launcher.name not in OURS:
+            self._say(f"{launcher.name}: {format_ranks(range(self._job.size))}")
+            return
+        for index in self._job.used_hosts:
+            ranks = (str(slot.rank) for slot in self._job.slots if slot.host == index)
+            self._say(f"{self._job.hosts[index].name}: ranks {', '.join(ranks)}")
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Started | Ended) -> None:
+        """What the starter reports; on its threads."""
+        rank = event.rank
+        if isinstance(event, Started):
+            self._hosts[rank] = event.host
+            self._news.last_pid[rank] = event.pid
+            self._news.post(e.Spawned(rank, event.pid))
+        elif rank in self._running:
+            self._running.discard(rank)
+            if event.code is None and not event.signal:
+                self._news.post(e.Unstartable((rank,), event.reason))
+            else:
+                text = "" if event.pid else event.reason
+                self._news.post(e.Exited(rank, Outcome(event.code or 0, event.signal, text)))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float | None:
         when = self._supervisor.deadline
         return None if when is None else max(0.0, when - time.monotonic())
 
-    def _watch_writing(self, selector: selectors.BaseSelector) -> None:
-        for link in self._links:
-            link.flush()
-            watched = link.outbox in selector.get_map()
-            if link.outgoing and not watched:
-                selector.register(link.outbox, selectors.EVENT_WRITE, link)
-            elif not link.outgoing and watched:
-                selector.unregister(link.outbox)
-
-    def _take_posted(self) -> None:
-        for posted in self._news.take():
-            if isinstance(posted, str):
+    def _take(self, posted: Posted) -> None:
+        match posted:
+            case str():
                 self._say(posted)
-            else:
-                self._handle(posted)
-
-    def _receive(self, link: AgentLink, selector: selectors.BaseSelector) -> None:
-        try:
-            messages = link.receive()
-        except ProtocolError as error:
-            self._say(f"{link.host}: {error}")
-            messages = None
-        if messages is None:
-            selector.unregister(link.inbox)
-            lost = link.ranks if not self._finished else ()
-            self._handle(e.Unstartable(lost, link.gone()))
-            return
-        for message in messages:
-            self._take(message)
-
-    def _take(self, message: wire.FromAgent) -> None:
-        match message:
-            case wire.Output(rank, stream, data):
+            case Written(rank, stream, data):
                 if stream == STDERR:
                     self._tails[rank].feed(data)
                 self._sink.write(rank, stream, data)
-            case wire.ResultPiece(rank, data):
+            case ResultPiece(rank, data):
                 self._results[rank] += data
-            case wire.RankStarted(rank, pid):
-                self._news.last_pid[rank] = pid
-                self._handle(e.Spawned(rank, pid))
-            case wire.RankNotStarted(rank, code, text):
-                self._exited(rank, Outcome(code, text=text))
-            case wire.RankExited(rank, code, number):
-                self._exited(rank, Outcome(code, number))
-
-    def _exited(self, rank: int, outcome: Outcome) -> None:
-        self._sink.ended(rank)
-        self._done.outcomes[rank] = outcome
-        self._handle(e.Exited(rank, outcome))
+            case e.Exited(rank, outcome):
+                self._sink.ended(rank)
+                self._done.outcomes[rank] = outcome
+                self._handle(posted)
+            case _:
+                self._handle(posted)
 
     # -- effects ----------------------------------------------------------------------------------------------------------
 
@@ -208,16 +189,14 @@ class JobRun:
                 self._say(text)
             case e.Failure():
                 self._done.failed = effect.rank
-                link = self._link_of[effect.rank]
-                self._done.failure = failure_lines(effect, self._tails, "" if link.here else link.host)
+                host = self._hosts.get(effect.rank) or self._job.host_of(effect.rank)
+                self._done.failure = failure_lines(effect, self._tails, "" if is_local(host) else host)
                 for line in self._done.failure:
                     self._say(line)
             case e.Signal(ranks, number):
-                for link in self._links:
-                    here = tuple(rank for rank in ranks if rank in link.ranks)
-                    if here:
-                        link.send(wire.SignalRanks(here, number))
-                        link.flush()
+                assert self._starter is not None
+                for rank in ranks:
+                    self._starter.signal(rank, number)
             case e.Finish(code):
                 self._finished = True
                 self._done.code = code
@@ -228,10 +207,13 @@ class JobRun:
                 self._tell(effect)
 
     def _respawn(self, rank: int) -> None:
-        assert self._world is not None
         self._results.pop(rank, None)
         self._tails.pop(rank, None)
-        self._link_of[rank].send(wire.Spawn((rank_spec(self._job, rank, self._world),)))
+        try:
+            self._start((rank,))
+        except (StartError, InvalidRequestError) as error:
+            self._running.discard(rank)
+            self._news.post(e.Unstartable((rank,), str(error)))
 
     def _tell(self, effect: e.Tell | e.Expect) -> None:
         """Let the coordinator know; if it is gone, that is an event of its own."""
@@ -241,10 +223,3 @@ class JobRun:
                 self._client.expect(effect.ranks)
             else:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
-
-    # -- the end ----------------------------------------------------------------------------------------------------------
-
-    def _close_links(self) -> None:
-        for link in self._links:
-            link.close(_CLOSING)
-        self._sink.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.launch.mpi import is_open_mpi, open_mpi_options, program, version, why_unavailable
+from hvdlab.launch.mpi import arguments, is_open_mpi, program, version, why_unavailable
 
 if TYPE_CHECKING:  # a pool needs the name of mpiexec only
     from hvdlab.runner.plan import Job
@@ -27,14 +27,11 @@ def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
         raise StartError("--mpi: " + why_unavailable() + "; `pip install mpich mpi4py` brings it.")
     ours = {**job.environment, "HVDLAB_PLANE": job.plane}
     line = [mpiexec, "-np", str(job.size)]
-    line += _open_mpi(job, wishes, ours) if is_open_mpi(version(mpiexec)) else _hydra(job, wishes)
+    line += arguments(mpiexec, job.hosts if wants_hosts(job) else (), ours)
+    line += _labels(job, wishes, open_mpi=is_open_mpi(version(mpiexec)))
     for dest in ("mpi_args", "binding_args"):
         line += shlex.split(wishes.get(dest) or "")
     return [*line, *job.command], {"PYTHONUNBUFFERED": "1", **os.environ, **ours}
-
-
-def _hosts(job: Job) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in job.hosts) if wants_hosts(job) else ""
 
 
 def wants_hosts(job: Job) -> bool:
@@ -42,26 +39,17 @@ def wants_hosts(job: Job) -> bool:
     return len(job.hosts) > 1 or bool(job.remote)
 
 
-def _hydra(job: Job, wishes: Wishes) -> list[str]:
-    found = ["-hosts", _hosts(job)] if wants_hosts(job) else []
+def _labels(job: Job, wishes: Wishes, *, open_mpi: bool) -> list[str]:
+    """Options by which each rank's output is told from the others'."""
     directory = wishes.get("output_filename")
+    if open_mpi:
+        return ["--output-filename", directory] if directory else ["--tag-output"]
     if not directory:
-        return [*found, "-prepend-rank"]
+        return ["-prepend-rank"]
     for rank in range(job.size):
         Path(directory, f"rank.{rank}").mkdir(parents=True, exist_ok=True)
     place = f"{directory}/rank.%r"
-    return [*found, "-outfile-pattern", f"{place}/stdout", "-errfile-pattern", f"{place}/stderr"]
-
-
-def _open_mpi(job: Job, wishes: Wishes, ours: dict[str, str]) -> list[str]:
-    """Open MPI passes no variables on unless told."""
-    found = ["--host", _hosts(job)] if wants_hosts(job) else []
-    found += open_mpi_options()
-    for name in sorted({*ours, "PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}):
-        if name in ours or name in os.environ:
-            found += ["-x", name]
-    directory = wishes.get("output_filename")
-    return [*found, "--output-filename", directory] if directory else [*found, "--tag-output"]
+    return ["-outfile-pattern", f"{place}/stdout", "-errfile-pattern", f"{place}/stderr"]
 
 
 def replace_process(job: Job, wishes: Wishes) -> NoReturn:

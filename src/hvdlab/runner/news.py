@@ -1,4 +1,4 @@
-"""Events that come from elsewhere than the agents: the coordinator's thread and signals."""
+"""What other threads report to a job's loop: what ranks write, their starts and ends, the coordinator's news, signals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,7 +17,31 @@ from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.runner import events as e
 from hvdlab.runner.report import stall_line
 
+MOST_HELD = 4 << 20
+"""Bytes of output that wait for the loop above which ranks are held up."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A rank wrote to stdout (1) or stderr (2)."""
+
+    rank: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPiece:
+    """The next piece of what a rank's function returned."""
+
+    rank: int
+    data: bytes
+
+
+Posted = e.Event | Written | ResultPiece | str
+"""What the loop is told; a text is to be said."""
 
 
 class News:
@@ -34,21 +59,46 @@ class News:
         os.set_blocking(self._writer, False)
         self.last_pid: dict[int, int] = {}
         self.stopped = 0
-        self._queue: deque[e.Event | str] = deque()
+        self._queue: deque[Posted] = deque()
+        self._room = threading.Condition()
+        #: Bytes of output in the queue, and whether more may come; guarded by ``_room``.
+        self._held, self._closed = 0, False
         self._members: dict[int, int] = {}
 
-    def post(self, event: e.Event | str) -> None:
-        """An event from another thread or a signal; a text is to be said."""
+    def post(self, event: Posted) -> None:
+        """An event from another thread or a signal. What comes after :meth:`stop` may never be taken."""
         self._queue.append(event)
         with contextlib.suppress(BlockingIOError):  # full: it wakes as well
             os.write(self._writer, b"\0")
 
-    def take(self) -> Iterator[e.Event | str]:
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Post what a rank wrote; waits while much of it is held, so that a rank is held up by a slow reader."""
+        with self._room:
+            self._room.wait_for(lambda: self._held < MOST_HELD or self._closed)
+            self._held += len(data)
+        self.post(Written(rank, stream, data))
+
+    def returned(self, rank: int, data: bytes) -> None:
+        """Post a piece of a rank's result."""
+        self.post(ResultPiece(rank, data))
+
+    def take(self) -> Iterator[Posted]:
         """What has arrived."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._queue:
-            yield self._queue.popleft()
+            posted = self._queue.popleft()
+            yield posted
+            if isinstance(posted, Written):
+                with self._room:
+                    self._held -= len(posted.data)
+                    self._room.notify_all()
+
+    def stop(self) -> None:
+        """The loop takes nothing any more: no thread may wait for it."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
 
     def close(self) -> None:
         """Nothing may be posted any more."""

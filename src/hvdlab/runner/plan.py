@@ -1,15 +1,15 @@
-"""What is to be run where: from the operator's wishes to what each host's agent is told."""
+"""What is to be run where, and which launcher starts it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.launch.environment import FOREIGN, exported
-from hvdlab.launch.exec_agent import wire
+from hvdlab.launch import options, registry
 from hvdlab.launch.hosts import Host, Slot, assign, is_local
+from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
 from hvdlab.runner.policy import Policy
 
 
@@ -21,11 +21,14 @@ class Job:
         command: Program and arguments; for a ``function`` the interpreter.
         size: Number of ranks.
         hosts: Where they run, in this order.
+        named: Whether the operator named them; else they are this host.
         function: A pickled call, or empty.
         environment: Variables for all ranks, beside the launcher's own.
         plane: Data plane.
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
+        launcher: Name of what starts the ranks.
+        launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
         slots: Where each rank runs.
         min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the following.
@@ -34,11 +37,14 @@ class Job:
     command: tuple[str, ...]
     size: int
     hosts: tuple[Host, ...]
+    named: bool = False
     function: bytes = b""
     environment: dict[str, str] = field(default_factory=dict)
     plane: str = "auto"
     interfaces: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ("ssh",)
+    launcher: str = "local"
+    launcher_options: Mapping[str, str] = field(default_factory=dict)
     stdin: bool = False
     start_timeout: float = 30.0
     join_timeout: float | None = None
@@ -72,49 +78,61 @@ class Job:
             reset_limit=self.reset_limit,
         )
 
+    @property
+    def host_list(self) -> str:
+        """The hosts as a launcher is given them; empty if none were named."""
+        return ",".join(f"{host.name}:{host.slots}" for host in self.hosts) if self.named else ""
 
-def own_address(job: Job) -> str | None:
+    def host_of(self, rank: int) -> str:
+        """The host that a rank was given to."""
+        return self.hosts[self.slots[rank].host].name
+
+
+def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
+    """The job's launcher, and the values of its options.
+
+    Raises:
+        InvalidRequestError: There is none of this name, it can't start programs, or does not know an option.
+        StartError: It can't be imported, or lacks something.
+    """
+    found = registry.find(job.launcher)
+    if found is None:
+        known = ", ".join(registry.names())
+        raise InvalidRequestError(f"there is no launcher {job.launcher!r}; choose one of {known}.")
+    another = "choose another one by --launcher."
+    found.capabilities.require(Capability.PROGRAMS, found.name, another)
+    if job.min_ranks is not None:
+        found.capabilities.require(
+            Capability.SINGLE_RANKS, found.name, f"run the job without --min-np, or {another}"
+        )
+    values = options.parse(found.name, found.options(), job.launcher_options)
+    if found.name == "ssh":
+        values.setdefault("shell", job.ssh)
+    found.check(job.size, job.host_list)
+    return found, values
+
+
+def own_address(job: Job, launcher: Launcher) -> str | None:
     """The address of this host that ranks of other hosts reach it by; ``None`` if all ranks run here.
 
     Raises:
         InvalidRequestError, StartError: There is none.
     """
-    remote = job.remote
-    if not remote:
+    if not launcher.is_far(job.host_list):
         return None
     from hvdlab.collectives import addresses
 
     if job.interfaces:
         return addresses.of_interfaces(job.interfaces)
-    return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(remote[:1])
+    return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(job.remote[:1])
 
 
-def start_message(job: Job, host: int, world: World, *, here: bool) -> wire.Start:
-    """What the agent of a host is told first."""
-    ranks = [slot.rank for slot in job.slots if slot.host == host]
+def program(job: Job, output: ProgramOutput) -> Program:
+    """What the ranks of a job run."""
     # A program would hold its output back, as it writes to a pipe; a function has its lines flushed, which costs less.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ
-    environment = {} if flushed else {"PYTHONUNBUFFERED": "1"}
-    environment |= ({} if here else exported(os.environ)) | job.environment
+    environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | job.environment
     if job.min_ranks is not None:
         environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
     command = (*job.command, "-m", "hvdlab.runner.function") if job.function else job.command
-    return wire.Start(
-        tuple(map(os.fsencode, command)),
-        os.fsencode(os.getcwd()),
-        {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
-        removed=FOREIGN,
-        function=job.function,
-        threads=len(ranks),
-        stdin_rank=0 if job.stdin and here else -1,
-        coordinator=world.coordinator,
-        interfaces=job.interfaces,
-    )
-
-
-def rank_spec(job: Job, rank: int, world: World) -> wire.RankSpec:
-    """What makes a process this rank."""
-    slot = job.slots[rank]
-    environment = own_environment(world, rank, job.size, slot.where)
-    environment["HOROVOD_HOSTNAME"] = job.hosts[slot.host].name
-    return wire.RankSpec(rank, environment)
+    return Program(command, environment, output, job.function, job.stdin, job.interfaces)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.outcomes import Outcome
 
 
 @dataclass(frozen=True, slots=True)

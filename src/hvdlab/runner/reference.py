@@ -10,6 +10,7 @@ from hvdlab.runner.flags import FLAGS, Flag, Kind
 BEGIN, END = "<!-- flags -->\n", "<!-- end -->"
 _TAKES = {
     Kind.TEXT: " TEXT",
+    Kind.TEXTS: " TEXT",
     Kind.NUMBER: " N",
     Kind.REAL: " X",
     Kind.SWITCH: "",

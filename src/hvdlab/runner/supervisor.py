@@ -15,8 +15,8 @@ import signal
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.outcomes import Outcome
 from hvdlab.runner.policy import Phase, Policy, RankState
 
 

@@ -11,10 +11,13 @@ from typing import Any
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import read as read_knobs
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
+from hvdlab.launch.options import split
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
 from hvdlab.runner.plan import Job
 
 START_TIMEOUT = 30.0
+MPI = "mpi"
+"""The launcher that takes the place of ``hvdlab run``: its process becomes mpiexec."""
 
 
 class Wishes:
@@ -97,11 +100,14 @@ class Wishes:
             tuple(command),
             size,
             hosts or (Host(LOCALHOST, size),),
+            named=bool(hosts),
             function=function,
             environment=self._environment(),
             plane=self.get("plane") or "auto",
             interfaces=tuple(filter(None, (self.get("network_interfaces") or "").split(","))),
             ssh=self.ssh(),
+            launcher=self.launcher(hosts),
+            launcher_options=split(self.get("launcher_options") or ()),
             stdin=stdin,
             start_timeout=float(start or START_TIMEOUT),
             join_timeout=float(start) if start else None,
@@ -128,6 +134,14 @@ class Wishes:
             )
         if self.get("use_jsrun"):
             raise UnsupportedError("--jsrun: call `jsrun … python train.py`, which needs no `hvdlab run`.")
+
+    def launcher(self, hosts: Sequence[Host]) -> str:
+        """The name of what starts the ranks."""
+        if self.get("launcher"):
+            return str(self.get("launcher")).lower()
+        if self.get("use_mpi"):
+            return MPI
+        return "ssh" if hosts else "local"
 
     def ssh(self) -> tuple[str, ...]:
         """The command that reaches other hosts."""

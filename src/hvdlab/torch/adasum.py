@@ -14,20 +14,21 @@ from typing import Any
 import torch
 
 from hvdlab.bindings.handles import Handle
+from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.torch.adapter import BINDING
 from hvdlab.torch.compression import Compressor
 from hvdlab.torch.distributed import DistributedBase
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.gradients import TorchGradients
 from hvdlab.torch.process_sets import ProcessSet, set_id
 
 
-class ChangeReducer(Watcher):
+class ChangeReducer(GradientWatcher[torch.Tensor]):
     """Combines the ranks' changes of parameters."""
 
     def __init__(self, compression: type[Compressor], process_set: ProcessSet, passes: int) -> None:
-        super().__init__(passes)
+        super().__init__(TorchGradients(), passes)
         self._compression = compression
         self._process_set = process_set
         self._buckets: list[tuple[str, list[torch.Tensor]]] = []

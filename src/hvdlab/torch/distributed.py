@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from hvdlab.bindings.buckets import Groups, bucketed
+from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
+from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.buckets import Groups, bucketed, gradient_names, parameter_names
-from hvdlab.torch.gradients import GradientReducer, ReductionSettings
-from hvdlab.torch.hooks import ANOTHER_LOSS, Watcher
+from hvdlab.torch.adapter import ADAPTER
+from hvdlab.torch.gradients import ANOTHER_LOSS
+from hvdlab.torch.parameter_names import gradient_names, parameter_names
 from hvdlab.torch.process_sets import ProcessSet
 
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
@@ -24,7 +27,7 @@ class DistributedBase(torch.optim.Optimizer):
     """Common to all of them: the backward passes of a step are counted, whatever is reduced then."""
 
     _given: type[torch.optim.Optimizer]
-    _watcher: Watcher
+    _watcher: GradientWatcher[torch.Tensor]
     _settings: ReductionSettings
     _parameter_names: dict[torch.Tensor, str]  # programs written for Horovod read it
     _included: bool
@@ -104,7 +107,7 @@ class DistributedBase(torch.optim.Optimizer):
                 stacklevel=3,
             )
 
-    def _watch(self, groups: Groups) -> None:
+    def _watch(self, groups: Groups[torch.Tensor]) -> None:
         """Begin to reduce those parameters that require gradients and are not watched yet."""
         if not self._included:
             return
@@ -116,14 +119,14 @@ class DistributedBase(torch.optim.Optimizer):
         ]
         if new:
             names = gradient_names(self.param_groups, self._parameter_names)
-            for name, parameters in bucketed(new, names, groups):
+            for name, parameters in bucketed(new, names, groups, ADAPTER.is_tensor):
                 self._watcher.watch(name, parameters)
 
 
 class DistributedMixin(DistributedBase):
     """Reduces gradients, then takes the given optimizer's step with them."""
 
-    _watcher: GradientReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
+    _watcher: GradientReducer[torch.Tensor, torch.Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
     _before_scaling = False
 

@@ -8,14 +8,17 @@ from collections.abc import Iterable
 import torch
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
+from hvdlab.bindings.buckets import Groups
+from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
+from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.torch.adapter import BINDING
 from hvdlab.torch.adasum import AdasumMixin, ChangeReducer
-from hvdlab.torch.buckets import Groups, checked_names, parameter_names
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_passes
-from hvdlab.torch.gradients import GradientReducer, ReductionSettings
-from hvdlab.torch.hooks import Watcher
+from hvdlab.torch.gradients import TorchGradients
+from hvdlab.torch.parameter_names import checked_names, parameter_names
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
 from hvdlab.torch.steps import meter_of
 
@@ -28,7 +31,7 @@ def DistributedOptimizer(
     op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Groups | None = None,
+    groups: Groups[torch.Tensor] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> DistributedMixin | AdasumMixin:
@@ -72,7 +75,8 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     given = optimizer._given if isinstance(optimizer, DistributedBase) else type(optimizer)
     mixin: type[DistributedMixin | AdasumMixin] = DistributedMixin
-    watcher: Watcher = GradientReducer(settings, passes)
+    gradients = TorchGradients(sparse_as_dense=sparse_as_dense)
+    watcher: GradientWatcher[torch.Tensor] = GradientReducer(BINDING, gradients, settings, passes)
     if settings.op is Adasum:
         mixin, watcher = AdasumMixin, ChangeReducer(compression, process_set, passes)
     kind: type[DistributedMixin | AdasumMixin]

@@ -27,7 +27,7 @@ ENDS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
     "os._exit": ("os._exit(3)", "exit code 3"),
     "segmentation fault": ("ctypes.string_at(0)", "segmentation fault"),
-    "abort": ("os.abort()", "aborted by abort()"),
+    "abort": ("os.abort()", "abort() was called"),
 }
 
 
@@ -82,6 +82,13 @@ def test_each_line_before_other_ends_is_there_exactly_once(start_pool: StartPool
         for name in ("print", "fd 2"):
             if end != "SIGKILL":
                 check_lines(pool, name, end)
+
+
+def test_so_it_is_of_ranks_that_the_fork_server_of_a_host_has_forked(start_pool: StartPool) -> None:
+    pool = start_pool(2, launcher="ssh", hosts="localhost:2")
+    for name in WRITES:
+        check_lines(pool, name, "SIGKILL")
+    check_lines(pool, "fd 2", "segmentation fault")
 
 
 def check_lines(pool: Pool, name: str, end: str) -> None:

@@ -19,7 +19,7 @@ from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.environment import foreign_sizes
 from hvdlab.kernel_ext.forked import PROGRAM
 from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest, _class
+from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
 from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
@@ -240,16 +240,6 @@ def test_late_answers_concern_nobody() -> None:
 # -- launchers --------------------------------------------------------------------------------------------------------
 
 
-def test_open_mpi_is_told_that_root_and_many_ranks_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "_version", lambda program: "mpiexec (Open MPI) 5.0.8")
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert names.mpiexec()[1:] == ["--allow-run-as-root", "--oversubscribe"]
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert names.mpiexec()[1:] == ["--oversubscribe"]
-    monkeypatch.setattr(names, "_version", lambda program: "HYDRA build details: Version: 4.3.2")
-    assert names.mpiexec()[1:] == []
-
-
 def test_a_missing_mpiexec_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -274,20 +264,22 @@ class FakeClient:
         """Nothing happens."""
 
 
-@pytest.mark.parametrize("name", ["slurm", "mpi"])
-def test_ipyparallel_s_launchers_start_our_ranks(name: str, tmp_path: Path) -> None:
+def test_ipyparallel_s_launchers_start_our_ranks(tmp_path: Path) -> None:
     """As far as the command line goes: there is no cluster here to run it on."""
     from ipyparallel import Cluster
 
     far = World("tls:10.0.0.1:4000", "secret", "PEM")
-    options = parse(name, EngineSetLauncher(name).options(), {"python": "/opt/python"})
+    options = parse("slurm", EngineSetLauncher("slurm").options(), {"python": "/opt/python"})
     request = PoolRequest(far, FakeClient(), module="hvdlab.kernel_ext.rank", options=options)  # type: ignore[arg-type]  # not used here
-    ranks = EngineSetStarter(name, request, Any, Any)  # type: ignore[arg-type]  # not used here
+    ranks = EngineSetStarter("slurm", request, Any, Any)  # type: ignore[arg-type]  # not used here
     traits = ranks.traits(4)
 
     async def make() -> Any:
         cluster = Cluster(
-            engine_launcher_class=_class(name), profile_dir=str(tmp_path), load_profile=False, parent=None
+            engine_launcher_class=names.engine_set_class("slurm"),
+            profile_dir=str(tmp_path),
+            load_profile=False,
+            parent=None,
         )
         return cluster.engine_launcher_class(
             work_dir=".", parent=cluster, profile_dir=str(tmp_path), **traits
@@ -298,9 +290,6 @@ def test_ipyparallel_s_launchers_start_our_ranks(name: str, tmp_path: Path) -> N
     environment = launcher.get_env()
     assert environment["HVDLAB_COORDINATOR"] == "tls:10.0.0.1:4000"
     assert environment["HVDLAB_CERT"] == "PEM"
-    if name == "mpi":
-        launcher.n = 4
-        assert launcher.find_args()[-5:] == ["-n", "4", "/opt/python", "-m", "hvdlab.kernel_ext.rank"]
 
 
 def test_traits_of_a_batch_system_are_options() -> None:

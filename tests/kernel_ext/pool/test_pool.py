@@ -139,7 +139,7 @@ def test_reasons_of_deaths_are_told_in_words(start_pool: StartPool) -> None:
     assert {rank: death.reason for rank, death in run.deaths.items()} == {
         0: "exit code 3",
         1: "segmentation fault",
-        2: "aborted by abort()",
+        2: "abort() was called",
     }
     assert "Segmentation fault" in pool.last_words(1)
 
@@ -335,7 +335,7 @@ def test_a_module_that_crashes_the_import_is_told(
     (tmp_path / "crashing.py").write_text("import os, sys\nprint('about to go', file=sys.stderr)\nos.abort()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HVDLAB_PRELOAD", "crashing")
-    with pytest.raises(StartError, match=r"(?s)aborted.*about to go"):
+    with pytest.raises(StartError, match=r"(?s)abort\(\) was called.*about to go"):
         start_pool(2)
 
 

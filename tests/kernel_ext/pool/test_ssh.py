@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -34,6 +36,44 @@ def test_lost_ranks_are_replaced_and_the_pool_is_resized(start_pool: StartPool) 
         pool.resize(4)
     pool.resize(1)
     assert list(pool.run(PLACE)) == [("0", "1", "0", "1")]
+
+
+def test_ranks_are_forked_by_a_server_of_their_host_that_may_die(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLAB_PRELOAD", "colorsys")
+    pool = start_pool(2, launcher="ssh", hosts="localhost:2")
+    found = list(
+        pool.run("import os, sys; kept = 41; ('colorsys' in sys.modules, os.getpid(), os.getppid())")
+    )
+    (loaded, first, server), (other_loaded, second, other_server) = found
+    assert loaded
+    assert other_loaded
+    assert server == other_server
+    assert psutil.Process(server).name() == "hvd-forkserver"
+    os.kill(server, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=GONE)
+    assert list(pool.run("kept + 1")) == [42, 42]
+    run = pool.start_run("import time; print('said', end=''); time.sleep(60)", ranks=[1])
+    os.kill(second, signal.SIGKILL)
+    assert set(run.wait(GONE).deaths) == {1}
+    assert pool.repair() == (1,)
+    parents = list(pool.run("os.getppid()", ranks=[0])) + list(pool.run("import os; os.getppid()", ranks=[1]))
+    assert parents[1] != server
+    assert list(pool.run("globals().get('kept')")) == [41, None]
+    assert list(pool.run("os.getpid()", ranks=[0])) == [first]
+
+
+def test_a_module_that_crashes_the_import_on_a_host_is_told(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "crashing.py").write_text("import os, sys\nprint('about to go', file=sys.stderr)\nos.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "crashing")
+    with pytest.raises(
+        StartError, match=r"(?s)fork server of its host ended: abort\(\) was called.*about to go"
+    ):
+        start_pool(2, launcher="ssh", hosts="localhost:2")
 
 
 def test_what_can_not_be_had_is_refused_with_the_reason() -> None:

@@ -1,7 +1,8 @@
 """``python -m hvdlab.launch.exec_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
 It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
-ended, it ends its ranks with everything they started. It has one thread, so that children can be forked with care.
+ended, it ends its ranks with everything they started. It has one thread, so that children can be forked with care;
+with a fork server (:mod:`~hvdlab.launch.exec_agent.forked`) that one forks them, and another thread listens to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import selectors
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives.environment import threads_per_rank
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
+
+if TYPE_CHECKING:
+    from hvdlab.launch.exec_agent.forked import ForkedRanks
 
 BACKLOG = 4 << 20
 """Bytes waiting for the launcher above which the output of ranks is not read; they are held up then."""
@@ -46,6 +51,8 @@ class Agent:
         self._open = True
         self._held = False
         self._wakeup = -1
+        #: Forks the ranks, if they are to be forked.
+        self._forked: ForkedRanks | None = None
 
     def run(self) -> None:
         """Serve until the launcher is gone, then end what is left."""
@@ -63,6 +70,8 @@ class Agent:
         except BrokenPipeError:
             pass
         finally:
+            with contextlib.suppress(BrokenPipeError):
+                self._flush()  # why there is nothing to go on for
             self._end_all()
 
     # -- the launcher -----------------------------------------------------------------------------------------------
@@ -108,11 +117,30 @@ class Agent:
             os.chdir(order.directory)
         if order.threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(order.threads)))
+        if order.forked:
+            from hvdlab.launch.exec_agent.forked import ForkedRanks
+
+            forked = self._forked = ForkedRanks(order.forked)
+            self._selector.register(forked.descriptor, selectors.EVENT_READ, lambda: self._hear(forked))
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
+    def _hear(self, forked: ForkedRanks) -> None:
+        """Pass on what the fork server reports; without one there is nothing to go on for."""
+        lost = forked.lost  # before the reports, which then are all there are
+        for report in forked.reports():
+            self._send(report)
+        self._reap_children()  # those that a fork server hid that had ended
+        if lost:
+            print("the fork server ended:", *forked.lost.splitlines(), file=sys.stderr)
+            self._open = False
+
     def _spawn(self, order: wire.Spawn) -> None:
         assert self._start is not None
+        if self._forked is not None:
+            for spec in order.ranks:
+                self._forked.fork(spec)
+            return
         for spec in order.ranks:
             stdin = self._stdin if spec.rank == self._start.stdin_rank else -1
             try:
@@ -132,6 +160,8 @@ class Agent:
 
     def _signal(self, ranks: tuple[int, ...], number: int) -> None:
         for rank in ranks:
+            if self._forked is not None:
+                self._forked.signal(rank, number)
             if rank in self._children:
                 self._children[rank].signal(number)
 
@@ -173,7 +203,12 @@ class Agent:
         numbers = os.read(wakeup, 4096)
         if signal.SIGTERM in numbers or signal.SIGHUP in numbers:
             self._open = False
+        self._reap_children()
+
+    def _reap_children(self) -> None:
         while (ended := _ended_child()) > 0:
+            if self._forked is not None and ended == self._forked.pid:
+                return  # the thread that listens to it asks how it ended, and wakes this one then
             child = self._by_pid.pop(ended, None)
             if child is None:  # an orphan that was adopted
                 os.waitpid(ended, 0)
@@ -198,6 +233,8 @@ class Agent:
 
     def _end_all(self) -> None:
         """Nobody listens any more: SIGTERM, a moment, SIGKILL, also for what left its process group."""
+        if self._forked is not None:
+            self._forked.close(GRACE)
         self._signal(tuple(self._children), signal.SIGTERM)
         until = time.monotonic() + GRACE
         while self._by_pid and (left := until - time.monotonic()) > 0:

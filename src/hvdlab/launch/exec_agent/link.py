@@ -18,7 +18,6 @@ class AgentLink:
 
     Attributes:
         host: Name of its host.
-        ranks: Ranks that run there.
         here: Whether that is this host.
         inbox, outbox: Descriptors to read from and to write to; both non-blocking.
         outgoing: What is still to be written.
@@ -30,7 +29,6 @@ class AgentLink:
     def __init__(
         self,
         host: str,
-        ranks: Sequence[int],
         process: subprocess.Popen[bytes],
         *,
         here: bool,
@@ -38,7 +36,7 @@ class AgentLink:
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self.host, self.ranks, self.here = host, tuple(ranks), here
+        self.host, self.here = host, here
         self.inbox, self.outbox = process.stdout.fileno(), process.stdin.fileno()
         self.outgoing = bytearray()
         self._process = process
@@ -49,9 +47,7 @@ class AgentLink:
         os.set_blocking(self.outbox, False)
 
     @classmethod
-    def local(
-        cls, host: str, ranks: Sequence[int], python: str, *, stdin: bool, errors: IO[bytes] | None = None
-    ) -> AgentLink:
+    def local(cls, host: str, python: str, *, stdin: bool, errors: IO[bytes] | None = None) -> AgentLink:
         """Start an agent on this host; rank 0 may be given our standard input. ``errors`` takes its standard error."""
         command = agent_command(python)
         kept: list[int] = []
@@ -59,7 +55,7 @@ class AgentLink:
             kept = [os.dup(0)]
             command += ["--stdin", str(kept[0])]
         try:
-            return cls(host, ranks, _spawn(command, kept, errors), here=True, errors=errors)
+            return cls(host, _spawn(command, kept, errors), here=True, errors=errors)
         finally:
             for fd in kept:
                 os.close(fd)
@@ -68,7 +64,6 @@ class AgentLink:
     def remote(
         cls,
         host: str,
-        ranks: Sequence[int],
         python: str,
         shell: Sequence[str],
         *,
@@ -76,7 +71,7 @@ class AgentLink:
     ) -> AgentLink:
         """Start an agent on another host. Secrets go over its standard input, never on a command line."""
         command = [*shell, host, *map(shlex.quote, agent_command(python))]
-        return cls(host, ranks, _spawn(command, (), errors), here=False, errors=errors)
+        return cls(host, _spawn(command, (), errors), here=False, errors=errors)
 
     def send(self, message: wire.AgentMessage) -> None:
         """Queue a message; :meth:`flush` writes it."""

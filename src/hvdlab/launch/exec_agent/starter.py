@@ -1,5 +1,7 @@
 """Ranks on other hosts, or this one, each host with an agent of ours: the shell around :class:`AgentLink`.
 
+The agent starts a program for each rank, or forks ranks of a notebook by a fork server of its host.
+
 One thread reads what the agents report and writes what they are asked for. An agent is started when its host gets its
 first rank, and again if it was lost and a rank of its host is started anew.
 """
@@ -38,6 +40,8 @@ class ExecStarter:
         shell: A command that runs a command on another host: a host's name and a command line are appended.
         python: The interpreter of agents and ranks, on every host.
         environment: Variables for the ranks of a host beside those of this process, by the host's name.
+        launches_ranks: Whether what is started are the ranks themselves, whose place in the job is in their variables;
+            else it is something that starts them.
     """
 
     def __init__(
@@ -49,10 +53,12 @@ class ExecStarter:
         shell: Sequence[str],
         python: str,
         environment: Mapping[str, Mapping[str, str]] | None = None,
+        launches_ranks: bool = True,
     ) -> None:
         self._request, self._ranks = request, ranks
         self._hosts, self._shell, self._python = tuple(hosts), tuple(shell), python
         self._environment = environment or {}
+        self._launches_ranks = launches_ranks
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. With the following, guarded by the lock.
         self._links: dict[str, AgentLink] = {}
@@ -89,9 +95,11 @@ class ExecStarter:
                 raise InvalidRequestError("no rank can be started any more: the job has ended.")
             for host, those in by_host.items():
                 link = self._links.get(host) or self._connect(
-                    host, sum(s.host == slots[those[0]].host for s in slots)
+                    host, [slot.rank for slot in slots if self._hosts[slot.host].name == host]
                 )
-                link.send(wire.Spawn(tuple(self._spec(rank, size, slots[rank].where) for rank in those)))
+                link.send(
+                    wire.Spawn(tuple(self._spec(rank, size, slots[rank].where, host) for rank in those))
+                )
                 self._host_of |= dict.fromkeys(those, host)
             self._idle.clear()
         self._wake()
@@ -126,38 +134,54 @@ class ExecStarter:
         ):  # full: it wakes as well; closed: there is no one to wake
             os.write(self._wakeup_write, b"\0")
 
-    def _connect(self, host: str, ranks: int) -> AgentLink:
-        """Start the agent of a host. The lock is held."""
-        errors = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
-        here = is_local(host)
+    def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
+        """Start the agent of a host, which has these ranks in the end. The lock is held."""
+        program, here = self._request.program, is_local(host)
+        # What the shell says about a program's hosts belongs on the terminal, where the program was started.
+        errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
+        stdin = here and program is not None and program.stdin and 0 in ranks
         try:
             if here:
-                link = AgentLink.local(host, (), self._python, stdin=False, errors=errors)
+                link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
             else:
-                link = AgentLink.remote(host, (), self._python, self._shell, errors=errors)
+                link = AgentLink.remote(host, self._python, self._shell, errors=errors)
         except OSError as error:
-            errors.close()
-            program = self._python if here else self._shell[0]
+            if errors is not None:
+                errors.close()
+            starting = self._python if here else self._shell[0]
             raise StartError(
-                f"the agent of {host} could not be started: `{program}`: {error.strerror}"
+                f"the agent of {host} could not be started: `{starting}`: {error.strerror}"
             ) from error
-        variables = {**({} if here else exported(os.environ)), **self._environment.get(host, {})}
+        variables = {} if here else exported(os.environ)
+        if program is not None:
+            variables |= program.environment
+        variables |= self._environment.get(host, {})
+        command = program.command if program else (self._python, "-m", self._request.module)
         link.send(
             wire.Start(
-                tuple(map(os.fsencode, (self._python, "-m", self._request.module))),
+                tuple(map(os.fsencode, command)),
                 os.fsencode(os.getcwd()),
                 {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                 removed=FOREIGN,
-                threads=ranks,
+                function=program.function if program else b"",
+                threads=len(ranks),
+                stdin_rank=0 if stdin else -1,
                 coordinator=self._request.world.coordinator,
+                interfaces=program.interfaces if program else (),
+                forked="" if program else self._request.forked,
             )
         )
         self._links[host] = link
         self._new.append(link)
         return link
 
-    def _spec(self, rank: int, size: int, where: Place) -> wire.RankSpec:
-        return wire.RankSpec(rank, own_environment(self._request.world, rank, size, where))
+    def _spec(self, rank: int, size: int, where: Place, host: str) -> wire.RankSpec:
+        if not self._launches_ranks:
+            return wire.RankSpec(rank, {})
+        environment = own_environment(self._request.world, rank, size, where)
+        if self._request.program is not None:
+            environment["HOROVOD_HOSTNAME"] = host
+        return wire.RankSpec(rank, environment)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -214,19 +238,24 @@ class ExecStarter:
             self._report(message, link.host)
 
     def _report(self, message: wire.FromAgent, host: str) -> None:
+        program = self._request.program
         match message:
+            case wire.Output(rank, stream, data) if program is not None:
+                program.output.write(rank, stream, data)
             case wire.Output(rank, _, data):
                 self._tails[rank].add(data)
             case wire.RankStarted(rank, pid):
                 with self._lock:
                     self._pids[rank] = pid
                 self._ranks.handle(Started(rank, pid, host))
-            case wire.RankNotStarted(rank, _, text):
-                self._end(rank, text)
+            case wire.RankNotStarted(rank, code, text):
+                self._end(rank, text, code)
             case wire.RankExited(rank, code, number):
-                self._end(rank, describe_exit(code, number))
-            case wire.ResultPiece():
-                pass  # of functions only, which are not started here
+                reason = message.reason or describe_exit(code, number)
+                known = None if number or code < 0 else code
+                self._end(rank, reason, known, number, message)
+            case wire.ResultPiece(rank, data) if program is not None:
+                program.output.returned(rank, data)
 
     def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
         """An agent is gone. It has ended its ranks, or they end without it; another one may take its place."""
@@ -240,12 +269,22 @@ class ExecStarter:
         for rank in lost:
             self._end(rank, reason)
 
-    def _end(self, rank: int, reason: str) -> None:
+    def _end(
+        self,
+        rank: int,
+        reason: str,
+        code: int | None = None,
+        number: int = 0,
+        said: wire.RankExited | None = None,
+    ) -> None:
         with self._lock:
             self._host_of.pop(rank, None)
             pid = self._pids.pop(rank, 0)
             idle = not self._host_of
         tail = self._tails.pop(rank, Tail()).text()
-        self._ranks.handle(Ended(rank, pid, reason, tail))
+        detail, left = "", None
+        if said is not None:
+            tail, detail, left = tail or said.tail, said.detail, said.left
+        self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
         if idle:
             self._idle.set()

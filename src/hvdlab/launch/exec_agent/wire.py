@@ -51,6 +51,7 @@ class Start(AgentMessage, frozen=True):
         coordinator: Its address; if it is on the network, the host's address towards it is the ranks'
             ``HVDLAB_ADDRESS``.
         interfaces: Network interfaces to take that address from, or empty.
+        forked: What a fork server of the host forks ranks to run, instead of the command; or empty.
     """
 
     command: tuple[bytes, ...]
@@ -62,6 +63,7 @@ class Start(AgentMessage, frozen=True):
     stdin_rank: int = -1
     coordinator: str = ""
     interfaces: tuple[str, ...] = ()
+    forked: str = ""
 
 
 class Spawn(AgentMessage, frozen=True):
@@ -111,11 +113,21 @@ class ResultPiece(AgentMessage, frozen=True):
 
 
 class RankExited(AgentMessage, frozen=True):
-    """A rank has ended; all its output was sent before. ``signal`` is 0 unless one ended it."""
+    """A rank has ended; all its output was sent before.
+
+    Attributes:
+        code: Its exit code; -1 if it is unknown.
+        signal: What ended it, or 0.
+        reason, tail, detail, left: Of a forked rank, as :class:`~hvdlab.launch.starter.Ended` has them.
+    """
 
     rank: int
     code: int
     signal: int
+    reason: str = ""
+    tail: str = ""
+    detail: str = ""
+    left: bytes | None = None
 
 
 ToAgent = Start | Spawn | SignalRanks

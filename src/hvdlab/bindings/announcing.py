@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-
-import torch
+from collections.abc import Callable
+from typing import Protocol
 
 from hvdlab.collectives import context
 
@@ -20,10 +20,22 @@ LONGEST_SECONDS = 0.005
 """After so long the next gradient takes those before along, however small they are."""
 
 
-class Announcer:
-    """Announces what was submitted without being announced. For one thread at a time."""
+class BackwardPass(Protocol):
+    """What a framework tells of the backward pass that runs on this thread."""
 
-    def __init__(self) -> None:
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call this at its end, unless it fails. Does nothing outside of a backward pass, or if its end is unknown."""
+
+
+class Announcer:
+    """Announces what was submitted without being announced. For one thread at a time.
+
+    Args:
+        backward: Has the rest announced at the end of the backward pass.
+    """
+
+    def __init__(self, backward: BackwardPass) -> None:
+        self._backward = backward
         self._bytes = 0
         self._since = 0.0
         self._waiting = False
@@ -36,9 +48,8 @@ class Announcer:
         now = time.monotonic()
         if not self._waiting:
             self._waiting, self._bytes, self._since = True, 0, now
-            if torch._C._current_graph_task_id() >= 0:
-                here: weakref.ref[Announcer] = weakref.ref(self)
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: _end_of_backward(here))
+            here: weakref.ref[Announcer] = weakref.ref(self)
+            self._backward.at_end(lambda: _announce_rest(here))
         self._bytes += nbytes
         if self._bytes >= ENOUGH_BYTES or now - self._since >= LONGEST_SECONDS:
             self.announce()
@@ -54,7 +65,7 @@ class Announcer:
         self._waiting = False
 
 
-def _end_of_backward(announcer: weakref.ref[Announcer]) -> None:
+def _announce_rest(announcer: weakref.ref[Announcer]) -> None:
     found = announcer()
     if found is not None and context.is_initialized():
         found.announce()

@@ -1,26 +1,54 @@
-"""Who is told of the gradients of a backward pass, and how far a step has come."""
+"""How far a training step has come: hooks on parameters' gradients count the backward passes.
+
+What a framework brings is a :class:`HookRegistry`; what is done with the gradients of a step is for subclasses of
+:class:`GradientWatcher`.
+"""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-
-import torch
-from torch.utils.hooks import RemovableHandle
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
-ANOTHER_LOSS = (
-    "If it was another loss that reached these parameters, as a GAN's generator loss reaches the discriminator's, keep "
-    "it from making their gradients: call requires_grad_(False) on that module before that loss is computed, and "
-    "requires_grad_(True) after its backward pass."
-)
-"""What may have happened where the gradients of parameters were made once more than expected, and what to do."""
+P = TypeVar("P", bound=Hashable)
+"""A framework's parameter, or what stands for it if parameters can't be keys of a dictionary; equal only to itself."""
+P_contra = TypeVar("P_contra", contravariant=True)
 
 
-class _Hook:
+class RemovableHook(Protocol):
+    """A hook that was registered."""
+
+    def remove(self) -> None:
+        """Have it called no more. Idempotent."""
+
+
+class HookRegistry(Protocol[P_contra]):
+    """Where a framework registers hooks of parameters' gradients.
+
+    A framework without such hooks keeps a list of its own, and calls :meth:`GradientWatcher.accumulated` itself.
+
+    Attributes:
+        another_loss: What a user of this framework can do where it was another loss that made gradients once more than
+            expected, as sentences.
+    """
+
+    @property
+    def another_loss(self) -> str: ...
+
+    def register(self, parameter: P_contra, hook: GradientHook) -> RemovableHook:
+        """Call ``hook(parameter)`` on this rank, after each backward pass has added to the parameter's gradient."""
+        ...
+
+    def registered(self, parameter: P_contra) -> Iterable[object]:
+        """The hooks of a parameter's gradient; those of others may be among them."""
+        ...
+
+
+class GradientHook:
     """Tells a watcher, if there still is one, that a gradient has been accumulated.
 
     The parameter must not keep the watcher (and with it the optimizer) alive: in a notebook an optimizer is often
@@ -29,66 +57,74 @@ class _Hook:
 
     __slots__ = ("__weakref__", "_watcher")
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: GradientWatcher[Any]) -> None:
         self._watcher = weakref.ref(watcher)
 
-    def __call__(self, parameter: torch.Tensor) -> None:
+    def __call__(self, parameter: Any) -> None:
         watcher = self._watcher()
         if watcher is not None:
             watcher.accumulated(parameter)
 
     @property
-    def watcher(self) -> Watcher | None:
+    def watcher(self) -> GradientWatcher[Any] | None:
         return self._watcher()
 
 
-def _watcher_of(parameter: torch.Tensor) -> Watcher | None:
-    """Who watches this parameter's gradient so far."""
-    hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    found = (hook.watcher for hook in hooks.values() if isinstance(hook, _Hook))
-    return next((watcher for watcher in found if watcher is not None), None)
-
-
-class Watcher(ABC):
+class GradientWatcher(ABC, Generic[P]):
     """Counts the backward passes of a step.
 
-    A parameter has one watcher: the last that was told to :meth:`watch` it. An earlier one then stops altogether, and
+    A parameter has one watcher: the last one whose :meth:`watch` named it. An earlier one then stops altogether, and
     says so when it is used.
+
+    Args:
+        registry: Where the framework registers hooks.
+        passes: How many backward passes make up a step.
 
     Attributes:
         settled: Whether the gradients have been reduced, and no backward pass was made since.
         stepped: Whether a step has been taken, and no backward pass was made since.
-        passes: How many backward passes make up a step.
+        passes: As given, or as set since.
     """
 
-    def __init__(self, passes: int) -> None:
+    def __init__(self, registry: HookRegistry[P], passes: int) -> None:
         self.settled = self.stepped = False
         self.passes = passes
-        self._left: dict[torch.Tensor, int] = {}
+        self._registry = registry
+        #: Each watched parameter, and how many backward passes of this step have not reached it yet.
+        self._left: dict[P, int] = {}
+        #: Whether a backward pass has reached any parameter since the last step.
         self._touched = False
-        self._unfinished = False  # the reduction was begun, and neither ended nor failed on all ranks
+        #: Whether the reduction was begun, and neither ended nor failed on all ranks.
+        self._unfinished = False
+        #: How many cells had failed when the step began: what a failed cell has left of a step is void.
         self._failed_cells = 0
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHook] = []
+        #: Whether another watcher has taken over a parameter.
         self._replaced = False
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
+    def watch(self, name: str, parameters: Iterable[P]) -> None:
         """Reduce these parameters together, under this name, from now on."""
         for parameter in parameters:
-            previous = _watcher_of(parameter)
+            previous = self._watcher_of(parameter)
             if previous is not None and previous is not self:
                 previous.retire()
             self._left[parameter] = self.passes
-            hook = parameter.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]  # torch's
-            self._hooks.append(hook)
+            self._hooks.append(self._registry.register(parameter, GradientHook(self)))
+
+    def _watcher_of(self, parameter: P) -> GradientWatcher[Any] | None:
+        """The watcher of this parameter's gradient so far."""
+        hooks = self._registry.registered(parameter)
+        found = (hook.watcher for hook in hooks if isinstance(hook, GradientHook))
+        return next((watcher for watcher in found if watcher is not None), None)
 
     @property
     def watching(self) -> bool:
-        """Whether it is told of backward passes at all: not on a rank outside the process set, say."""
+        """Whether it sees backward passes at all: not on a rank outside the process set, say."""
         return bool(self._left)
 
-    def watches(self, parameter: torch.Tensor) -> bool:
+    def watches(self, parameter: P) -> bool:
         return parameter in self._left
 
     def set_passes(self, passes: int) -> None:
@@ -112,8 +148,12 @@ class Watcher(ABC):
         self._drop_what_was_given_up()
         return self._touched
 
-    def accumulated(self, parameter: torch.Tensor) -> None:
-        """Hook: autograd has added to ``parameter.grad``."""
+    def accumulated(self, parameter: P) -> None:
+        """A backward pass has added to the parameter's gradient. Called by the hook.
+
+        Raises:
+            AssertionError: It has done so more often than ``passes`` since the last step.
+        """
         self._drop_what_was_given_up()
         if not self._touched:
             self._touched, self._failed_cells = True, context.engine().failed_cells
@@ -123,14 +163,14 @@ class Watcher(ABC):
             raise AssertionError(
                 "Gradients were computed more often than backward_passes_per_step since the last step(). Call step() "
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
-                f"more of them locally. {ANOTHER_LOSS}"
+                f"more of them locally. {self._registry.another_loss}"
             )
         self._left[parameter] = left - 1
         if left == 1:
             self.complete(parameter)
 
     @abstractmethod
-    def complete(self, parameter: torch.Tensor) -> None:
+    def complete(self, parameter: P) -> None:
         """A parameter's gradient has been accumulated often enough."""
 
     @abstractmethod

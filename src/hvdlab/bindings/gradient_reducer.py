@@ -1,0 +1,267 @@
+"""Reduction of gradients while the backward pass still runs.
+
+A *bucket* is one parameter, or a group of them that is reduced together. As soon as the gradients of all its
+parameters have been accumulated often enough, its allreduce is started; :meth:`GradientReducer.synchronize`
+starts those that this rank's backward pass did not reach (another rank's may have) and waits for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from hvdlab.bindings.announcing import Announcer, BackwardPass
+from hvdlab.bindings.arguments import Average
+from hvdlab.bindings.compression import Compressor, NoneCompressor
+from hvdlab.bindings.handles import FAILURES, Handle, synchronize
+from hvdlab.bindings.hooks import GradientWatcher, HookRegistry, P, P_contra
+from hvdlab.bindings.operations import Binding, Operation
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
+from hvdlab.collectives.process_sets import ProcessSet, set_id
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReductionSettings:
+    """How gradients are reduced.
+
+    Attributes:
+        compression: What they are sent as.
+        op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for what an optimizer makes of them.
+        predivide: What they are divided by before the sum, as part of the division of an average.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones.
+        process_set: The ranks that reduce them together.
+    """
+
+    compression: type[Compressor]
+    op: ReduceOp
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    def operation(self) -> Operation:
+        """The allreduce of a bucket; for an average the division is split around the sum."""
+        before, after = (1.0 / self.predivide, self.predivide) if self.op is Average else (1.0, 1.0)
+        return Operation(OpKind.ALLREDUCE, self.op, before, after, process_set=set_id(self.process_set))
+
+
+class GradientAdapter(HookRegistry[P_contra], BackwardPass, Protocol[P_contra, T]):
+    """How a framework's parameters hold their gradients. One object for each reducer: it may remember what it saw.
+
+    All functions are called on the thread of the backward pass, or of ``synchronize``.
+
+    Attributes:
+        names_twice: What it means, and what a user of this framework can do, if two optimizers reduce gradients of the
+            same name at once, as sentences.
+    """
+
+    @property
+    def names_twice(self) -> str: ...
+
+    def untracked(self) -> AbstractContextManager[object]:
+        """Within it nothing is recorded for differentiation."""
+        ...
+
+    def gradient(self, parameter: P_contra) -> T:
+        """What this rank gives for a parameter: its gradient, or zeros if it has none.
+
+        Raises:
+            AssertionError: The gradient can't be written to.
+        """
+        ...
+
+    def is_sparse(self, gradient: T) -> bool:
+        """Whether it is reduced by :meth:`reduce_sparse`."""
+        ...
+
+    def reduce_sparse(self, gradient: T, name: str, settings: ReductionSettings) -> Handle:
+        """Start the reduction of a sparse gradient; the handle yields the result."""
+        ...
+
+    def as_sent(self, parameters: Sequence[P_contra], tensors: Sequence[T]) -> Sequence[T]:
+        """Views of tensors that the core can work on without copies, if they lie in memory as their parameters do."""
+        ...
+
+    def nbytes(self, tensors: Sequence[T]) -> int:
+        """The size of these together, in bytes."""
+        ...
+
+    def install(self, parameter: P_contra, reduced: T) -> None:
+        """Leave the result in the parameter's gradient. Called within :meth:`untracked`."""
+
+
+@dataclass(slots=True)
+class _InFlight(Generic[P, T]):
+    """An allreduce of a bucket's gradients.
+
+    Attributes:
+        handle: Its handle.
+        parameters: Whose gradients.
+        contexts: What each of them needs to be decompressed.
+        outputs: Where the results are, if the handle does not yield them.
+    """
+
+    handle: Handle
+    parameters: Sequence[P]
+    contexts: Sequence[Any]
+    outputs: Sequence[T] | None = None
+
+
+class _Bucket(Generic[P, T]):
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        name: Tensor name in the core.
+        parameters: Its parameters.
+        ready: How many of them have been accumulated often enough.
+        work: What is in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
+            been started.
+    """
+
+    __slots__ = ("name", "parameters", "ready", "work")
+
+    def __init__(self, name: str, parameters: Iterable[P]) -> None:
+        self.name = name
+        self.parameters = tuple(parameters)
+        self.ready = 0
+        self.work: list[_InFlight[P, T]] | None = None
+
+
+class GradientReducer(GradientWatcher[P], Generic[P, T]):
+    """Starts allreduces from hooks of the backward pass, and collects them.
+
+    Args:
+        binding: Runs collectives on the framework's tensors.
+        adapter: How its parameters hold their gradients.
+        settings: How gradients are reduced.
+        passes: After how many backward passes.
+    """
+
+    def __init__(
+        self, binding: Binding[T], adapter: GradientAdapter[P, T], settings: ReductionSettings, passes: int
+    ) -> None:
+        super().__init__(adapter, passes)
+        self._binding, self._adapter, self._settings = binding, adapter, settings
+        self._buckets: list[_Bucket[P, T]] = []
+        self._bucket_of: dict[P, _Bucket[P, T]] = {}
+        self._announcer = Announcer(adapter)
+        #: Of this step: a process set's number may be another in the next.
+        self._operation: Operation | None = None
+
+    def watch(self, name: str, parameters: Iterable[P]) -> None:
+        bucket: _Bucket[P, T] = _Bucket(name, parameters)
+        super().watch(name, bucket.parameters)
+        self._buckets.append(bucket)
+        self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+
+    def complete(self, parameter: P) -> None:
+        bucket = self._bucket_of[parameter]
+        bucket.ready += 1
+        if bucket.ready == len(bucket.parameters):
+            self._start(bucket)
+
+    def synchronize(self) -> None:
+        """Reduce what is still missing, wait for all, and leave the results in the parameters' gradients.
+
+        Parameters without a gradient take part with zeros, since another rank may have one. After an error, the
+        gradients are undefined and the next backward pass starts afresh.
+
+        Raises:
+            CollectiveError, DuplicateNameError: The first failure; then no gradient is written to any more.
+            InvalidRequestError: Another watcher has taken over.
+        """
+        self.check()
+        if self._unfinished:
+            self.drop()
+        self._unfinished = True
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._start(bucket)
+        try:
+            self._collect()
+        except FAILURES:
+            self.reset()
+            raise
+        self.reset()
+        self.settled = True
+
+    def drop(self) -> None:
+        try:
+            for bucket in self._buckets:
+                for work in bucket.work or ():
+                    with contextlib.suppress(*FAILURES):
+                        synchronize(work.handle)
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._announcer.forget()
+        self._operation = None
+        for bucket in self._buckets:
+            bucket.ready, bucket.work = 0, None
+
+    # -- a bucket -----------------------------------------------------------------------------------------------------
+
+    def _start(self, bucket: _Bucket[P, T]) -> None:
+        try:
+            self._submit(bucket)
+        except DuplicateNameError as error:
+            raise DuplicateNameError(
+                error.name, error.first_site, error.second_site, self._adapter.names_twice
+            ) from None
+
+    def _submit(self, bucket: _Bucket[P, T]) -> None:
+        adapter, parameters = self._adapter, bucket.parameters
+        gradients = [adapter.gradient(parameter) for parameter in parameters]
+        if not any(map(adapter.is_sparse, gradients)):
+            bucket.work = [self._start_dense(bucket.name, parameters, gradients)]
+            return
+        pairs = list(zip(parameters, gradients, strict=True))
+        dense = [(parameter, gradient) for parameter, gradient in pairs if not adapter.is_sparse(gradient)]
+        bucket.work = [self._start_dense(bucket.name, *zip(*dense, strict=True))] if dense else []
+        for number, (parameter, gradient) in enumerate(pairs):
+            if adapter.is_sparse(gradient):
+                handle = adapter.reduce_sparse(gradient, f"{bucket.name}.sparse{number}", self._settings)
+                bucket.work.append(_InFlight(handle, [parameter], [None]))
+
+    def _start_dense(self, name: str, parameters: Sequence[P], gradients: Sequence[T]) -> _InFlight[P, T]:
+        adapter, operation = self._adapter, self._operation
+        if operation is None:
+            operation = self._operation = self._settings.operation()
+        sent: Sequence[T] = gradients
+        contexts: Sequence[Any] = (None,) * len(gradients)
+        if self._settings.compression is not NoneCompressor:
+            with adapter.untracked():
+                pairs = [self._settings.compression.compress(gradient) for gradient in gradients]
+            sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+        views = adapter.as_sent(parameters, sent)
+        if len(views) == 1:
+            handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False)
+        else:
+            handle = self._binding.submit_group(operation, views, name, in_place=True, announce=False)
+        self._announcer.hold(adapter.nbytes(sent))
+        return _InFlight(handle, parameters, contexts, sent)
+
+    def _collect(self) -> None:
+        """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
+        failure: CollectiveError | DuplicateNameError | None = None
+        for work in (work for bucket in self._buckets for work in bucket.work or ()):
+            try:
+                result = synchronize(work.handle)
+            except FAILURES as error:
+                failure = failure or error
+                continue
+            self._install(work, [result] if work.outputs is None else work.outputs)
+        if failure is not None:
+            raise failure
+
+    def _install(self, work: _InFlight[P, T], outputs: Sequence[T]) -> None:
+        with self._adapter.untracked():
+            for parameter, output, context in zip(work.parameters, outputs, work.contexts, strict=True):
+                self._adapter.install(parameter, self._settings.compression.decompress(output, context))

@@ -1,0 +1,63 @@
+"""What is reported of ranks that are known by their connections alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.launch.by_connection import ConnectedRanks
+from hvdlab.launch.starter import Ended, Started
+
+
+class Coordinator:
+    """Tells of memberships as a test likes, and collects what is reported."""
+
+    def __init__(self) -> None:
+        self.told: list[Callable[[Membership], None]] = []
+        self.events: list[Started | Ended] = []
+        self.ranks = ConnectedRanks(self, self)  # type: ignore[arg-type]  # no client is needed to listen
+
+    def on_membership(self, callback: Callable[[Membership], None]) -> None:
+        self.told.append(callback)
+
+    def handle(self, event: Started | Ended) -> None:
+        self.events.append(event)
+
+    def tell(self, *pids: int, deaths: tuple[m.Death, ...] = ()) -> list[Started | Ended]:
+        """The members of ranks 0, 1, ... have these processes (0: none); what is reported of that."""
+        members = tuple(
+            m.Member(rank=rank, pid=pid, host="elsewhere") for rank, pid in enumerate(pids) if pid
+        )
+        self.events.clear()
+        for callback in self.told:
+            callback(Membership(members=members, deaths=deaths))
+        return list(self.events)
+
+
+def test_starts_and_ends_are_reported_once() -> None:
+    coordinator = Coordinator()
+    assert coordinator.tell(10, 11, 12) == [Started(0, 10), Started(1, 11), Started(2, 12)]
+    assert coordinator.tell(10, 11, 12) == []
+    death = m.Death(rank=1, pid=11, when=0.0, reason="its connection was closed")
+    ended = Ended(1, 11, "its connection was closed")
+    assert coordinator.tell(10, 0, 12, deaths=(death,)) == [ended]
+    assert coordinator.tell(10, 0, 12, deaths=(death,)) == []
+    assert coordinator.tell(10, 0, 0, deaths=(death,)) == [Ended(2, 12, "it left")]
+    assert coordinator.tell(10, 0, 12, deaths=(death,)) == [Started(2, 12)]
+
+
+def test_the_end_of_what_started_them_is_the_end_of_those_that_are_left() -> None:
+    coordinator = Coordinator()
+    coordinator.tell(10, 11)
+    coordinator.tell(10)
+    coordinator.events.clear()
+    coordinator.ranks.end_all(3, "mpiexec ended", "last words")
+    assert coordinator.events == [
+        Ended(0, 10, "mpiexec ended", "last words"),
+        Ended(2, 0, "mpiexec ended", "last words"),
+    ]
+    coordinator.events.clear()
+    coordinator.ranks.end_all(3, "again")
+    assert coordinator.events == []
+    assert coordinator.tell(10) == []

@@ -1,0 +1,54 @@
+"""A pool over ssh on two hosts, one of whose agents is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hosts import Network
+from remote_shell import RemoteShell
+
+SCRIPT = str(Path(__file__).with_name("ssh_pool.py"))
+
+
+def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(network: Network, tmp_path: Path) -> None:
+    first, second = network.hosts
+    with RemoteShell(network, tmp_path) as shell:
+        process = first.popen(
+            [sys.executable, SCRIPT, first.name, second.name, shell.client],
+            env={"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            out, err = process.communicate(timeout=200)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        assert process.returncode == 0, err.decode()
+        shell.wait()
+    found = json.loads(out.decode().splitlines()[-1])
+    places = [
+        [first.name, 0, 2, 0, 10.0],
+        [first.name, 1, 2, 0, 10.0],
+        [second.name, 0, 2, 1, 10.0],
+        [second.name, 1, 2, 1, 10.0],
+    ]
+    assert found["before"] == places
+    program = Path(sys.executable).name  # stands for ssh
+    reason = f"`{program}` for {second.name} ended with exit code 137"
+    assert set(found["deaths"]) == {"2", "3"}
+    assert all(said.startswith(reason) for said in found["deaths"].values()), found["deaths"]
+    assert found["lost"] == found["deaths"]
+    assert found["repaired"] == [2, 3]
+    assert found["after"] == places
+    assert found["kept"] == [41, 41, None, None]
+    assert [(rank, state) for rank, _, state in found["status"]] == [(rank, "idle") for rank in range(4)]
+    assert len(shell.commands) == 2  # an agent, and the one after it
+    for host in network.hosts:
+        left = [line for line in host.run("ps", "-eo", "args").splitlines() if "hvdlab" in line]
+        assert left == []

@@ -1,0 +1,61 @@
+"""The queue between what starts ranks and the loop of a job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hvdlab.runner import events as e
+from hvdlab.runner.news import MOST_HELD, News, Written
+
+PIECE = bytes(MOST_HELD // 4)
+
+
+@pytest.fixture
+def news() -> Iterator[News]:
+    made = News()
+    yield made
+    made.stop()
+    made.close()
+
+
+def test_what_was_posted_is_taken_in_order(news: News) -> None:
+    news.write(0, 1, b"a")
+    news.post("said")
+    news.write(1, 2, b"b")
+    news.post(e.Spawned(1, 7))
+    assert list(news.take()) == [Written(0, 1, b"a"), "said", Written(1, 2, b"b"), e.Spawned(1, 7)]
+    assert list(news.take()) == []
+
+
+def test_a_rank_that_writes_faster_than_its_output_is_taken_is_held_up(news: News) -> None:
+    for _ in range(4):
+        news.write(0, 1, PIECE)
+    wrote = threading.Event()
+
+    def write_more() -> None:
+        news.write(0, 1, b"more")
+        wrote.set()
+
+    writer = threading.Thread(target=write_more)
+    writer.start()
+    with news._room:
+        assert news._held == MOST_HELD
+    assert not wrote.is_set()
+    taken = 0
+    while not wrote.wait(0) or taken < MOST_HELD + 4:
+        taken += sum(len(posted.data) for posted in news.take() if isinstance(posted, Written))
+    writer.join()
+    assert taken == MOST_HELD + 4
+
+
+def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: News) -> None:
+    for _ in range(4):
+        news.write(0, 1, PIECE)
+    writer = threading.Thread(target=news.write, args=(0, 1, b"more"))
+    writer.start()
+    news.stop()
+    writer.join(60)
+    assert not writer.is_alive()

@@ -117,7 +117,8 @@ class Prestart:
             self._error = error
         finally:
             self._done.set()
-        # What the first cell and, later, the cluster will import: slow, and here in nobody's way.
-        with contextlib.suppress(ImportError):  # whoever needs it gets the error
+        # What the first cell and, later, the cluster will import: slow, and here it delays no cell. What needs a module that
+        # can't be imported gets the error; some modules (concurrent.futures) can't while the interpreter ends: RuntimeError.
+        with contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module("hvdlab.kernel_ext.pool")
             load_ipyparallel()

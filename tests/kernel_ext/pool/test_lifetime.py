@@ -76,6 +76,18 @@ def test_everything_ends_when_the_owner_exits_without_stopping_the_pool() -> Non
         assert alive == []
 
 
+def test_an_owner_that_exits_while_it_starts_says_nothing() -> None:
+    """Its thread is in the middle of imports then, which fail once the interpreter ends."""
+    source = (
+        "from hvdlab.kernel_ext.prestart import Prestart; prestart = Prestart.begin(preload=False); "
+        "prestart._done.wait()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_ctrl_c_while_the_pool_starts_leaves_nothing() -> None:
     source = (
         "from hvdlab.kernel_ext.pool import Pool\n"

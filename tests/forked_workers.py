@@ -30,7 +30,7 @@ LIGHT = ("numpy", "numpy.testing", "pytest", "hvdlab.collectives.context")
 WITH_TORCH = (*LIGHT, "torch")
 FOR_TRAINING = (*WITH_TORCH, "torch._dynamo", "hvdlab.torch")
 """The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
-WITH_TENSORFLOW = (*LIGHT, "hvdlab.tensorflow")
+WITH_TENSORFLOW = (*LIGHT, "hvdlab.keras", "tf_keras")
 FIXED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -14,6 +14,7 @@ if find_spec("tensorflow") is None:
 
 
 @pytest.fixture(scope="package")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, imports=["hvdlab.tensorflow"]) as ranks:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder = str(tmp_path_factory.mktemp("tensorflow"))
+    with Ranks(2, imports=["hvdlab.tensorflow"], env={"HVDLAB_TEST_FOLDER": folder}) as ranks:
         yield ranks

@@ -29,6 +29,8 @@ from hvdlab.horovod.common.util import (
 from hvdlab.horovod.common.util import (
     num_rank_is_power_2 as check_num_rank_power_of_2,
 )
+from hvdlab.tensorflow import elastic
+from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.basics import (
     barrier,
     ccl_built,
@@ -82,6 +84,9 @@ from hvdlab.tensorflow.ops import (
     reducescatter,
     size_op,
 )
+from hvdlab.tensorflow.optimizer import DistributedAdasumOptimizer, DistributedOptimizer
+from hvdlab.tensorflow.sync_batch_norm import SyncBatchNormalization
+from hvdlab.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(arguments)
 
@@ -90,12 +95,18 @@ __all__ = [
     "Average",
     "BroadcastGlobalVariablesHook",
     "Compression",
+    "DistributedAdasumOptimizer",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
+    "LocalGradientAggregationHelper",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -115,6 +126,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "export",
     "global_process_set",
     "gloo_built",

@@ -51,6 +51,14 @@ def plain_variable(variable: Any) -> Any:
     return inner if hasattr(inner, "assign") else variable
 
 
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer of Keras has made by now; none of ``None``."""
+    if not hasattr(optimizer, "variables"):
+        return []
+    listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return [variable for variable in listed if hasattr(plain_variable(variable), "assign")]
+
+
 def broadcast_global_variables(root_rank: int) -> Any:
     """An operation that gives every rank the values that all global variables have on one of them, for TensorFlow 1.
 

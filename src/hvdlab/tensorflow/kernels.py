@@ -11,6 +11,7 @@ have them in different orders wait for ever.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import sys
 import threading
@@ -447,9 +448,8 @@ class Registered:
 
     def _functions(self, names: list[str]) -> Any:
         """What ``tf.load_op_library`` does with the operations of a library."""
-        from tensorflow.core.framework import op_def_pb2  # type: ignore[import-untyped,import-not-found,unused-ignore]
-
-        definitions = op_def_pb2.OpList(op=[self._definitions.get(name) for name in names])
+        messages: Any = importlib.import_module("tensorflow.core.framework.op_def_pb2")
+        definitions = messages.OpList(op=[self._definitions.get(name) for name in names])
         module: Any = type(sys)("hvdlab.tensorflow.generated")
         module.__dict__["_IS_TENSORFLOW_PLUGIN"] = True
         sys.modules[module.__name__] = module
@@ -468,7 +468,7 @@ class Registered:
             except tf.errors.OpError as error:
                 LOG.debug("the self-test of TensorFlow operations failed: %s", error)
                 self._kernels.tested = False
-        return self._kernels.tested
+        return bool(self._kernels.tested)
 
 
 @cache

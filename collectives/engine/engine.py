@@ -219,6 +219,14 @@ class Engine(Groups):
         """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set goes on."""
         self._dispatcher.withdraw(process_set, text, kind)
 
+    def tell_blocked(self, handle: Handle, seconds: float) -> None:
+        """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
+        self._guarded.tell(lambda state: state.blocked(handle, seconds))
+
+    def tell_unblocked(self, handle: Handle) -> None:
+        """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
+        self._guarded.tell(lambda state: state.unblocked(handle))
+
     def pending(self) -> list[PendingCollective]:
         """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
         return self._guarded.pending(_monotonic_ns())

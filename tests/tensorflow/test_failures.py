@@ -99,13 +99,13 @@ def test_what_fails_on_all_ranks(two: Ranks, function: Callable[[], None]) -> No
 def waits(how: str, press: bool) -> str:
     """Wait in C++ for a collective that the other rank does not call; this one may be interrupted."""
     tf, hvd = _modules()
-    from hvdlab.tensorflow import interrupts
+    from hvdlab.tensorflow import waiting
 
-    interrupts.begin()
+    waiting.begin()
     name = f"lonely{hvd.rank()}"
 
     def interrupt() -> None:
-        while not interrupts._watch.sets():
+        while not waiting._watch.sets():
             time.sleep(0.001)
         if press:
             os.kill(os.getpid(), signal.SIGINT)
@@ -130,6 +130,12 @@ def test_an_interrupt_ends_an_operation_on_all_ranks(two: Ranks, how: str) -> No
     one = two.start(waits, how, False, ranks=[1])
     outcomes = two.run(waits, how, True, ranks=[0], timeout=PATIENCE)
     assert outcomes + one.outcomes(PATIENCE) == ["KeyboardInterrupt", "AbortedError"]
+    two.catch_up()
+    two.run(works)
+
+
+def test_ranks_that_wait_for_different_operations_are_found(two: Ranks) -> None:
+    assert two.run(waits, "function", False, timeout=PATIENCE) == ["AbortedError", "AbortedError"]
     two.catch_up()
     two.run(works)
 

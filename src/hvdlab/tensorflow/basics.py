@@ -33,7 +33,7 @@ from hvdlab.collectives.basics import (
 )
 from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.collectives.process_sets import ProcessSet
-from hvdlab.tensorflow import failures, interrupts
+from hvdlab.tensorflow import failures, waiting
 
 __all__ = [
     "barrier",
@@ -68,7 +68,7 @@ def init(
 ) -> None:
     ask_frameworks(devices_in_use)
     basics.init(comm, process_sets)
-    interrupts.begin()
+    waiting.begin()
 
 
 init.__doc__ = basics.init.__doc__

@@ -33,7 +33,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
-from hvdlab.tensorflow import interrupts
+from hvdlab.tensorflow import waiting
 from hvdlab.tensorflow.c_api import CApi, Done, Unavailable, is_function
 from hvdlab.tensorflow.calls import Call, decoded
 from hvdlab.tensorflow.failures import to_status
@@ -231,7 +231,7 @@ def _run(execution: Execution, call: Call) -> None:
     count = len(tensors)
 
     def finished(handle: Handle) -> None:
-        interrupts.ended(handle)
+        waiting.ended(handle)
         try:
             outputs = handle.wait()
             if kind is OpKind.ALLGATHER:
@@ -243,7 +243,7 @@ def _run(execution: Execution, call: Call) -> None:
         else:
             execution.end()
 
-    interrupts.started(handle, operation.process_set)
+    waiting.started(handle, operation.process_set)
     handle.add_done_callback(finished)
 
 

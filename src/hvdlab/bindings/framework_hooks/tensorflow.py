@@ -82,7 +82,7 @@ def _weights(layer: Any) -> list[Part]:
 
 
 def _of_optimizer(optimizer: Any) -> list[Part]:
-    listed = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
     return [
         (".config", {name: repr(value) for name, value in optimizer.get_config().items()}),
         *((f"[{number}] {_path(variable)}", variable) for number, variable in enumerate(listed)),

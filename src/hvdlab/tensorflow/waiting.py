@@ -1,4 +1,8 @@
-"""Ctrl-C while the main thread waits in TensorFlow's C++ for collectives.
+"""Collectives that are waited for in TensorFlow's C++: Ctrl-C meanwhile, and deadlocks.
+
+Nothing calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't go on without another one
+that has ended its cell, or waits for something else. A thread that runs only while kernels are executed says so, once the process
+has computed nothing for a while: before that the next operation may be on its way.
 
 Python's own handler runs only once that thread is back in Python, which it is when the collectives end. So a thread of its own
 watches the descriptor to which Python's C handler writes each signal's number, and withdraws what is pending: it ends with
@@ -13,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from hvdlab.bindings.handles import Handle
@@ -26,6 +31,12 @@ _GRACE = 0.2
 _LOOK = 0.02
 """Seconds between two looks at the main thread: there is no event for an interpreter that goes on."""
 
+_BLOCKED_AFTER = 1.0
+"""Seconds between two looks at a process with pending kernels; one in which it computed next to nothing is a wait."""
+
+_NOTHING = 0.1
+"""Seconds of CPU that a process takes by itself in such a time, at most."""
+
 _HOME = os.path.join(os.path.dirname(tf.__file__), "")
 
 
@@ -34,17 +45,53 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Process set of each handle that has not ended.
+        #: Process set of each handle that has not ended, the oldest first.
         self._pending: dict[Handle, int] = {}
         self._thread: threading.Thread | None = None
+        #: How many have been started.
+        self._count = 0
+        #: The thread that looks whether this process computes. It ends once a whole look has found no new kernel.
+        self._looking: threading.Thread | None = None
 
     def started(self, handle: Handle, process_set: int) -> None:
+        """A kernel waits for this handle from now on."""
         with self._lock:
             self._pending[handle] = process_set
+            self._count += 1
+            if self._looking is not None:
+                return
+            self._looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
+            self._looking.start()
 
     def ended(self, handle: Handle) -> None:
+        """It has ended."""
         with self._lock:
             self._pending.pop(handle, None)
+
+    def _look(self) -> None:
+        """Tell of the oldest handle for as long as this process waits and does nothing else."""
+        told: Handle | None = None
+        untell: Callable[[], None] | None = None
+        waited = 0.0
+        while True:
+            with self._lock:
+                oldest, count = next(iter(self._pending), None), self._count
+            before, cpu = time.monotonic(), time.process_time()
+            time.sleep(_BLOCKED_AFTER)
+            with self._lock:
+                now = next(iter(self._pending), None)
+                over = now is None and count == self._count
+                if over:
+                    self._looking = None
+            computed = time.process_time() - cpu > _NOTHING
+            if untell is not None and (computed or now is not told):
+                untell()
+                told, untell, waited = None, None, 0.0
+            if over:
+                return
+            if now is not None and now is oldest and not computed:
+                waited += time.monotonic() - before
+                told, untell = now, now.tell_blocked(waited) or untell
 
     def sets(self) -> set[int]:
         """Process sets with collectives that have not ended."""

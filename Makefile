@@ -21,6 +21,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,tls,lab,test,dev]' mpich
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt tensorflow-cpu
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps tf_keras  # its dependency `tensorflow` would overwrite tensorflow-cpu
 	@touch $@
 
 install: $(INSTALLED) ## create .venv with everything
@@ -87,7 +89,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 lock: ## write constraints.txt for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
-	echo mpich | out/lock/bin/uv pip compile --no-config --quiet --universal --python-version 3.11.0 --fork-strategy fewest \
+	printf 'mpich\ntensorflow-cpu\n' | out/lock/bin/uv pip compile --no-config --quiet --universal --python-version 3.11.0 --fork-strategy fewest \
 		--all-extras --no-annotate --custom-compile-command "make lock" --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
 
 clean:

@@ -1,6 +1,6 @@
 """Call sites: the line of the user's code that a collective comes from.
 
-Frames of hvdlab and torch are skipped. Cells are compiled under a file name of their own; whoever compiles them
+Frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; whoever compiles them
 registers a label for it, so that a site reads ``cell [7] line 4``.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from types import CodeType, FrameType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # src/hvdlab, or an installed hvdlab
@@ -38,7 +39,7 @@ def register_label(filename: str, label: str) -> None:
 
 
 def call_site(depth: int = 1) -> str:
-    """The innermost frame outside hvdlab and torch, above ``depth`` frames, in words.
+    """The innermost frame outside hvdlab and the frameworks, above ``depth`` frames, in words.
 
     Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``UNKNOWN`` if there is no such
     frame.
@@ -54,18 +55,29 @@ def call_site(depth: int = 1) -> str:
     return UNKNOWN
 
 
+def site_of_lines(lines: Iterable[tuple[str, int]]) -> str:
+    """The same, of a stack that a framework keeps: file names and line numbers, the innermost first."""
+    for filename, line in lines:
+        if not _is_ours_by_name(filename):
+            return _in_words(filename, line)
+    return UNKNOWN
+
+
 def _is_ours(code: CodeType) -> bool:
     if len(_skip) >= _CACHE_LIMIT:
         _skip.clear()  # cells make new code objects for ever
-    name = code.co_filename
-    skip = name not in _labels and (name.startswith((_HOME, *_REAL_HOMES, *_torch_homes(), "<frozen ")))
+    skip = _is_ours_by_name(code.co_filename)
     _skip[id(code)] = skip, code
     return skip
 
 
-def _torch_homes() -> tuple[str, ...]:
+def _is_ours_by_name(name: str) -> bool:
+    return name not in _labels and name.startswith((_HOME, *_REAL_HOMES, *_framework_homes(), "<frozen "))
+
+
+def _framework_homes() -> tuple[str, ...]:
     homes = []
-    for package in ("torch", "threading", "concurrent.futures"):
+    for package in ("torch", "tensorflow", "keras", "tf_keras", "threading", "concurrent.futures"):
         module = sys.modules.get(package)
         file = getattr(module, "__file__", None)
         if file:
@@ -76,8 +88,11 @@ def _torch_homes() -> tuple[str, ...]:
 def _describe(code: CodeType, instruction: int, line: int) -> str:
     if len(_sites) >= _CACHE_LIMIT:
         _sites.clear()
-    filename = code.co_filename
-    label = _labels.get(filename)
-    site = f"{label} line {line}" if label else f"{os.path.basename(filename)}:{line}"
+    site = _in_words(code.co_filename, line)
     _sites[id(code), instruction] = site, code
     return site
+
+
+def _in_words(filename: str, line: int) -> str:
+    label = _labels.get(filename)
+    return f"{label} line {line}" if label else f"{os.path.basename(filename)}:{line}"

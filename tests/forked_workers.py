@@ -37,7 +37,15 @@ WITH_TORCH = (*LIGHT, "torch")
 FOR_TRAINING = (*WITH_TORCH, "torch._dynamo", "hvdlab.torch")
 """The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
 FOR_EXAMPLES = (*FOR_TRAINING, "sklearn.datasets")
-FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+WITH_TENSORFLOW = (*LIGHT, "hvdlab.keras", "tf_keras")
+FIXED = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "2",
+}
 _LARGEST = 1 << 17
 """Bytes of a message: mostly the environment."""
 _STANDARD = 2

@@ -157,7 +157,7 @@ class Ranks:
             "HVDLAB_TOKEN": self.coordinator.token,
             "HVDLAB_RANK": str(rank),
             "HVDLAB_SIZE": str(self.size),
-            "OMP_NUM_THREADS": "1",
+            **forked_workers.FIXED,
             **self._env,
         }
         with ours, theirs:
@@ -175,6 +175,8 @@ class Ranks:
         if any(name.startswith("hvdlab.torch") for name in self._imports):
             examples = "sklearn.datasets" in self._imports
             return forked_workers.FOR_EXAMPLES if examples else forked_workers.FOR_TRAINING
+        if any(name.startswith(("hvdlab.tensorflow", "hvdlab.keras")) for name in self._imports):
+            return forked_workers.WITH_TENSORFLOW
         needs_torch = self._env.get("HVDLAB_PLANE") == "gloo" or "torch" in self._imports
         return forked_workers.WITH_TORCH if needs_torch else forked_workers.LIGHT
 

@@ -28,12 +28,14 @@ LONGEST_FIRST = (
     "runner",
     "conformance",
     "torch",
+    "tensorflow",
     "collectives/engine",
 )
 """Beginnings of module names. Groups that take minutes begin early, so that no worker is left alone with one at the end."""
 
-TOGETHER = ("browser",)
-"""Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at."""
+TOGETHER = ("browser", "tensorflow")
+"""Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at, and TensorFlow
+costs seconds of CPU for each process that imports it."""
 
 RESIDENT = {
     "conformance": re.compile(r"\[([a-z-]+-\d+)"),

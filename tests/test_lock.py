@@ -30,8 +30,10 @@ PROMISED = [
 ]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 #: What `make install` brings beside the extras, and the one extra that it does not bring.
-BESIDE = ["mpich"]
+BESIDE = ["mpich", "tensorflow-cpu"]
 LEFT_OUT = "gpu"
+#: The same files as another one that it brings.
+REPLACED = {"tensorflow": "tensorflow-cpu"}
 
 
 class Pin(NamedTuple):
@@ -149,7 +151,7 @@ def test_what_the_project_asks_for_allows_what_is_pinned() -> None:
 def test_what_is_installed_is_what_is_pinned() -> None:
     here = {name: str(value) for name, value in default_environment().items()}
     pinned = {pin.name: pin.version.public for pin in PINS if pin.holds(here)}
-    brought = required(asked_by_project(EXTRAS.keys() - {LEFT_OUT}), here)
+    brought = required(asked_by_project(EXTRAS.keys() - {LEFT_OUT}), here) - REPLACED.keys()
     versions = {
         name: found and Version(found.version).public
         for name, found in zip(brought, map(installed, brought), strict=True)

@@ -191,9 +191,9 @@ class Dispatcher:
         """Send a message. Any thread."""
         self._guarded.tell(lambda state: state.post(message))
 
-    def withdraw(self, process_set: int, text: str) -> None:
+    def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """End the epoch of a process set. Any thread."""
-        self._guarded.tell(lambda state: state.withdraw(process_set, CauseKind.WITHDRAWN, text))
+        self._guarded.tell(lambda state: state.withdraw(process_set, kind, text))
 
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)

@@ -220,9 +220,17 @@ class Engine(Groups):
         """Announce what was submitted by now, without waiting for it."""
         self._guarded.flush_direct()
 
-    def withdraw(self, text: str, process_set: int = 0) -> None:
+    def withdraw(self, text: str, process_set: int = 0, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set goes on."""
-        self._dispatcher.withdraw(process_set, text)
+        self._dispatcher.withdraw(process_set, text, kind)
+
+    def tell_blocked(self, handle: Handle, seconds: float) -> None:
+        """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
+        self._guarded.tell(lambda state: state.blocked(handle, seconds))
+
+    def tell_unblocked(self, handle: Handle) -> None:
+        """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
+        self._guarded.tell(lambda state: state.unblocked(handle))
 
     def pending(self) -> list[PendingCollective]:
         """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""

@@ -83,6 +83,14 @@ class Handle(Entry):
         self.request.on_done = hook
         return not (self._done and self._engine.hooks.claim(self))
 
+    def tell_blocked(self, seconds: float) -> None:
+        """What the user runs can't go on before this has ended, and has waited that long: for one who waits without :meth:`wait`."""
+        self._engine.tell_blocked(self, seconds)
+
+    def tell_unblocked(self) -> None:
+        """That is over: the user's code goes on."""
+        self._engine.tell_unblocked(self)
+
     def outcome(self) -> tuple[Result | None, Exception | None]:
         """Result and error of a handle that is done; one of them is ``None``."""
         return (self._result, None) if self._error is None else (None, self._error)

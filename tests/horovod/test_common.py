@@ -31,7 +31,7 @@ def test_check_extension(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / f"mine{util.get_ext_suffix()}").touch()
     util.check_extension("horovod.mine", "", str(tmp_path / "__init__.py"), "mine")
     assert util.extension_available("torch")
-    assert not util.extension_available("tensorflow")
+    assert not util.extension_available("mxnet")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert not util.extension_available("torch")
     with pytest.raises(ImportError, match="torch, which is not installed"):

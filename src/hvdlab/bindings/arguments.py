@@ -22,7 +22,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-_NOT_THE_USERS = ("hvdlab.", "torch.")
+_NOT_THE_USERS = ("hvdlab.", "torch.", "tensorflow.", "keras.", "tf_keras.")
 """Modules whose lines a warning does not name: ours, and those of frameworks that may stand between."""
 
 
@@ -149,7 +149,7 @@ def _listed(splits: Any) -> Sequence[int]:
 
 
 def _levels_to_the_user() -> int:
-    """``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and torch."""
+    """``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and the frameworks."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

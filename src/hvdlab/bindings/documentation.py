@@ -42,6 +42,9 @@ _ARGUMENTS = {
     ),
     "prescale_factor": "Multiplies the inputs.",
     "postscale_factor": "Multiplies the result.",
+    "device_dense": "TensorFlow device for dense tensors, such as ``/cpu:0``; by default where the tensors are.",
+    "device_sparse": "TensorFlow device for ``tf.IndexedSlices``; by default where they are.",
+    "ignore_name_scope": "In a graph: whether the name is to be without TensorFlow's name scope.",
     "process_set": "The ranks that take part; all by default. A rank outside may not call it.",
     "root_rank": "The rank whose values all get: a rank of the world, also within a process set.",
     "splits": (

@@ -82,7 +82,7 @@ class ForwardPass:
         name: Its name.
         grouped: Whether it was a group.
         shapes: Shapes of the tensors.
-        rows: For an allgather: for each tensor the rows of each member.
+        rows: For an allgather: for each tensor the number of its first row in the output, and how many rows it has.
         received: For an alltoall: the rows received from each member.
     """
 
@@ -90,7 +90,7 @@ class ForwardPass:
     name: str | None
     grouped: bool
     shapes: list[tuple[int, ...]]
-    rows: list[list[int]] = field(default_factory=list)
+    rows: Sequence[tuple[int, int]] = field(default_factory=list)
     received: tuple[int, ...] = ()
 
     @property
@@ -184,10 +184,9 @@ class Differentiable(Generic[T]):
 
     def _of_allgather(self, forward: ForwardPass, gradients: Sequence[T]) -> Sequence[T]:
         averaged = self._on_gradients(forward, _AVERAGE, gradients)
-        mine = position(forward.operation.process_set)
         return [
-            self._framework.rows(gradient, sum(rows[:mine]), rows[mine], shape)
-            for gradient, rows, shape in zip(averaged, forward.rows, forward.shapes, strict=True)
+            self._framework.rows(gradient, start, count, shape)
+            for gradient, (start, count), shape in zip(averaged, forward.rows, forward.shapes, strict=True)
         ]
 
     def _of_broadcast(self, forward: ForwardPass, gradients: Sequence[T]) -> Sequence[T]:
@@ -225,7 +224,19 @@ class Differentiable(Generic[T]):
 
 def _keep_rows(forward: ForwardPass, tables: Sequence[tuple[tuple[int, ...], ...]]) -> None:
     if forward.operation.kind is OpKind.ALLGATHER:
-        forward.rows = [[rows for (rows,) in table] for table in tables]
+        forward.rows = own_rows(tables, forward.operation.process_set)
+
+
+def own_rows(tables: Sequence[tuple[tuple[int, ...], ...]], process_set: int) -> list[tuple[int, int]]:
+    """Where this rank's rows begin in the output of an allgather, and how many they are.
+
+    Args:
+        tables: For each tensor what each member announced, as a handle has it when it is done.
+        process_set: The ranks that took part.
+    """
+    mine = position(process_set)
+    counts = [[rows for (rows,) in table] for table in tables]
+    return [(sum(each[:mine]), each[mine]) for each in counts]
 
 
 _SUM = Operation(OpKind.ALLREDUCE, ReduceOp.SUM)

@@ -36,6 +36,14 @@ class CoreHandle(Protocol):
         """Have a hook called at the end; ``False`` if that has been, and it is not called. At most once for each handle."""
         ...
 
+    def tell_blocked(self, seconds: float) -> None:
+        """The user's code has waited that long for it, on a thread that does not call :meth:`wait`."""
+        ...
+
+    def tell_unblocked(self) -> None:
+        """That is over."""
+        ...
+
 
 class OutputAllocator(Generic[T]):
     """Allocates the output of a collective as a tensor, once its shape is known.
@@ -90,6 +98,11 @@ class Part(Generic[T]):
     def add_hook(self, hook: CompletionHook) -> bool:
         """See :meth:`CoreHandle.add_hook`."""
         return self._core.add_hook(hook)
+
+    def tell_blocked(self, seconds: float) -> Callable[[], None]:
+        """See :meth:`Handle.tell_blocked`."""
+        self._core.tell_blocked(seconds)
+        return self._core.tell_unblocked
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the output is complete. Raises what the core's handle raises."""
@@ -159,6 +172,20 @@ class Handle:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         return self._result
+
+    def tell_blocked(self, seconds: float) -> Callable[[], None] | None:
+        """Let the other ranks know that the user's code can't go on before this has ended, so that deadlocks are found.
+
+        Waiting with :meth:`wait` says so by itself; this is for a framework that waits otherwise.
+
+        Args:
+            seconds: For how long it has waited.
+
+        Returns:
+            To be called when it waits no more; ``None`` if the collective has ended, and nothing was said.
+        """
+        part = next((part for part in self._parts if not part.done()), None)
+        return None if part is None else part.tell_blocked(seconds)
 
     def __call__(self) -> Any:
         """The same as :meth:`wait`: what Horovod's ``sparse_allreduce_async`` returns is called, not synchronized."""

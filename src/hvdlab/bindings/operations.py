@@ -61,16 +61,18 @@ class Binding(Generic[T]):
         *,
         in_place: bool = False,
         announce: bool = True,
+        site: str | None = None,
     ) -> Handle:
         """Start a collective on one tensor; ``in_place`` writes the result to it.
 
-        Without ``announce`` the caller is to see to it that it is announced; see ``Engine.submit``.
+        Without ``announce`` the caller is to see to it that it is announced; see ``Engine.submit``. ``site`` is the user's
+        line, where the stack does not lead to it.
 
         The handle yields the output (in place: the very ``tensor``), or for an alltoall the output and the received
         splits.
         """
         request, output, deliver = self._request(operation, tensor, in_place)
-        request.name = name
+        request.name, request.site = name, site
         core = context.engine(_LABELS[operation.kind]).submit(request, announce=announce)
         part = Part(core, output, deliver)
         return Handle((part,), self._with_splits if operation.kind is OpKind.ALLTOALL else only)
@@ -97,6 +99,7 @@ class Binding(Generic[T]):
         in_place: bool = False,
         finish: Finish[T] = every,
         announce: bool = True,
+        site: str | None = None,
     ) -> Handle:
         """Start a collective on tensors that are executed together; the handle yields the list of outputs.
 
@@ -107,7 +110,7 @@ class Binding(Generic[T]):
         base = name or f"grouped_{label}.noname"
         prepared = [self._request(operation, tensor, in_place) for tensor in tensors]
         for number, (request, _, _) in enumerate(prepared):
-            request.name = f"{base}.{number}"
+            request.name, request.site = f"{base}.{number}", site
             request.anonymous = name is None
             request.group = (base, len(prepared))
         handles = engine.submit_group([request for request, _, _ in prepared], announce=announce)

@@ -8,6 +8,8 @@ OWN = "hvdlab.horovod"
 
 STANDS_FOR = {
     "horovod.torch": "hvdlab.torch",
+    "horovod.tensorflow": "hvdlab.tensorflow",
+    "horovod.keras": "hvdlab.keras",
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",
     "horovod.common.elastic": "hvdlab.collectives.elastic",
     "horovod.data": "hvdlab.data",
@@ -20,8 +22,6 @@ _NOT_YET = "is not part of hvdlab yet"
 _FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to."
 
 ABSENT = {
-    "horovod.tensorflow": f"{_NOT_YET}. {_INSTEAD}",
-    "horovod.keras": f"{_NOT_YET}. {_INSTEAD}",
     "horovod.mxnet": f"{_NOT_YET}. {_INSTEAD}",
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hvdlab.collectives import errors
 from hvdlab.collectives.dtypes import DType
 
 Values = npt.NDArray[Any]
@@ -21,6 +23,12 @@ BINDINGS = {
 }
 """Modules that have a ``BINDING``."""
 
+if find_spec("tensorflow") is not None:
+    BINDINGS["tensorflow"] = "conformance.bindings.tensorflow_binding"
+
+ONLY_IN_RANKS = frozenset({"tensorflow"})
+"""Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import."""
+
 SIZES = (1, 3)
 """Worlds that every binding is tried in."""
 
@@ -30,7 +38,8 @@ class BindingUnderTest(ABC):
 
     Attributes:
         module: Name of the module that users import as ``hvd``.
-        lacks: What it does not have, of ``average`` and ``compression`` (the arguments) and ``gradients``.
+        lacks: What it does not have, of ``average`` and ``compression`` (the arguments), ``gradients``, ``async`` and
+            ``in place`` (the forms).
         scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
         dtypes: Element types that its tensors have.
         not_a_tensor: A value that it does not take, and the text that says so after the name of the collective.
@@ -99,12 +108,18 @@ class Problems(list[str]):
         try:
             yield
         except kind as error:
-            if type(error) is not kind or text not in str(error):
+            if class_of(error) is not kind or text not in str(error):
                 self.append(f"{case}: expected {kind.__name__} with {text!r}, got {error!r}")
         except Exception as error:  # noqa: BLE001
             self.append(f"{case}: expected {kind.__name__}, got {error!r}")
         else:
             self.append(f"{case}: nothing was raised")
+
+
+def class_of(error: Exception) -> type:
+    """Its class in the core's tree of errors; a binding may derive others, which are its framework's, too."""
+    tree = (kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return next(tree, type(error))
 
 
 def values_of(rank: int, shape: tuple[int, ...], seed: int = 0) -> Values:

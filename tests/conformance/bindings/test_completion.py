@@ -9,7 +9,7 @@ from typing import Any
 from conformance.bindings.conftest import World
 from conformance.bindings.harness import Problems, binding
 from conformance.bindings.test_arguments import ones, works
-from conformance.bindings.test_failures import _press_ctrl_c, _when_this_thread_waits, after
+from conformance.bindings.test_failures import _needs_handles, _press_ctrl_c, _when_this_thread_waits, after
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 
 LARGE = 1 << 16
@@ -78,6 +78,7 @@ def finished(name: str) -> list[str]:
 
 
 def test_it_is_called_when_the_collective_is_finished(world: World) -> None:
+    _needs_handles(world)
     world.check(finished)
 
 
@@ -106,6 +107,7 @@ def grouped(name: str) -> list[str]:
 
 
 def test_a_group_has_one_end(world: World) -> None:
+    _needs_handles(world)
     world.check(grouped)
 
 
@@ -135,6 +137,7 @@ def failed(name: str) -> list[str]:
 
 
 def test_it_is_called_when_the_collective_fails(three: World) -> None:
+    _needs_handles(three)
     three.check(failed)
 
 
@@ -157,6 +160,7 @@ def aborted(name: str) -> list[str]:
 
 
 def test_it_is_called_when_the_collective_is_aborted(three: World) -> None:
+    _needs_handles(three)
     three.check(aborted)
 
 
@@ -178,6 +182,7 @@ def interrupted(name: str) -> list[str]:
 
 
 def test_it_is_called_when_the_wait_is_interrupted(three: World) -> None:
+    _needs_handles(three)
     assert three.ranks.run(interrupted, three.name, ranks=[0]) == [[]]
     three.ranks.catch_up()
     assert three.ranks.run(after, three.name) == [True] * 3
@@ -219,4 +224,5 @@ def inside(name: str) -> list[str]:
 
 
 def test_what_may_be_done_inside(world: World) -> None:
+    _needs_handles(world)
     world.check(inside)

@@ -16,7 +16,7 @@ from hvdlab.collectives import basics
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """The frameworks that Horovod knows."""
 
-_BINDINGS = {"torch": "hvdlab.torch"}
+_BINDINGS = {"torch": "hvdlab.torch", "tensorflow": "hvdlab.tensorflow", "keras": "hvdlab.keras"}
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------
@@ -75,9 +75,12 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether this framework sees a GPU of its own, and hvdlab has a binding of it. Imports the framework."""
     found = False
     if extension_available(ext_base_name):
-        import torch
+        if ext_base_name == "torch":
+            import torch
 
-        found = torch.cuda.is_available()
+            found = torch.cuda.is_available()
+        else:
+            found = bool(importlib.import_module("tensorflow").config.list_physical_devices("GPU"))
     return _told(f"{ext_base_name} sees a GPU", found, verbose)
 
 

@@ -1,0 +1,166 @@
+"""Horovod's TensorFlow API on hvdlab's collective core: ``import hvdlab.tensorflow as hvd``.
+
+Names and signatures are Horovod's; what the collectives do with shapes, dtypes, gradients and errors is described
+in :mod:`hvdlab.tensorflow.ops`. It needs no compiler, and works with the TensorFlow that is installed.
+"""
+
+from __future__ import annotations
+
+from hvdlab.bindings import arguments
+from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.collectives.metrics.export_from_rank import export
+from hvdlab.collectives.metrics.record import metric
+from hvdlab.collectives.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+# Not among the names that `import *` brings: it would take the built-in one's place.
+from hvdlab.collectives.stopping import breakpoint as breakpoint
+from hvdlab.horovod.common.util import (
+    check_extension,
+    get_average_backwards_compatibility_fun,
+    gpu_available,
+    split_list,
+)
+from hvdlab.horovod.common.util import (
+    num_rank_is_power_2 as check_num_rank_power_of_2,
+)
+from hvdlab.tensorflow import elastic
+from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.basics import (
+    barrier,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlab.tensorflow.compression import Compression
+from hvdlab.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    refs_to_vars,
+    vars_to_refs,
+)
+from hvdlab.tensorflow.ops import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    reducescatter,
+    size_op,
+)
+from hvdlab.tensorflow.optimizer import DistributedAdasumOptimizer, DistributedOptimizer
+from hvdlab.tensorflow.sync_batch_norm import SyncBatchNormalization
+from hvdlab.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(arguments)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedAdasumOptimizer",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "LocalGradientAggregationHelper",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "export",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "gpu_available",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "metric",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "refs_to_vars",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "split_list",
+    "start_timeline",
+    "stop_timeline",
+    "vars_to_refs",
+]

@@ -1,0 +1,129 @@
+"""What hvdlab's bindings know of TensorFlow's eager tensors.
+
+A tensor on the CPU shares its memory with the core, without a copy. Collectives outside of functions do not go through TensorFlow at
+all: they wait in Python, so that Ctrl-C, call sites and errors are as in every other binding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.bindings.operations import Binding
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.tensorflow.installed import internal, tf
+
+_record = internal("eager.record")
+_DTYPES: dict[Any, DType] = {tf.dtypes.as_dtype(dtype.label): dtype for dtype in DType}
+_BITS = np.dtype(np.uint16)
+
+
+class _Memory:
+    """Memory of a tensor as numpy sees it, which keeps the tensor alive."""
+
+    def __init__(self, tensor: Any, address: int, kind: np.dtype[Any]) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "shape": (),
+            "typestr": kind.str,
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class TensorFlowAdapter:
+    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+
+    def check(self, value: Any, kind: OpKind, in_place: bool) -> Any:
+        return as_tensor(value, kind)
+
+    def is_tensor(self, value: Any) -> bool:
+        return tf.is_tensor(value) or isinstance(value, np.ndarray)
+
+    def dtype(self, tensor: Any) -> DType:
+        return core_dtype(tensor)
+
+    def shape(self, tensor: Any) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def is_direct(self, tensor: Any) -> bool:
+        return "CPU" in tensor.device
+
+    def host_view(self, tensor: Any) -> npt.NDArray[Any]:
+        array = tensor._numpy_internal()
+        half = tensor.dtype == tf.bfloat16
+        if type(array) is np.ndarray:
+            return array.view(_BITS) if half else array
+        # A 0-d tensor gives a copy there, and bfloat16 no buffer.
+        plain = tf.bitcast(tensor, tf.uint16) if half else tensor
+        address = np.asarray(memoryview(plain)).__array_interface__["data"][0]
+        return np.asarray(_Memory(plain, address, storage_type(_DTYPES[tensor.dtype])))
+
+    def stage(self, tensor: Any) -> Any:
+        copy = self.empty(tuple(tensor.shape), tensor)
+        with tf.device("CPU:0"):
+            np.copyto(self.host_view(copy), self.host_view(tf.identity(tensor)))
+        return copy
+
+    def empty_like(self, tensor: Any) -> Any:
+        return self.empty(tuple(tensor.shape), tensor)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        with tf.device("CPU:0"):
+            return tf.raw_ops.Empty(shape=shape, dtype=like.dtype)
+
+    def deliver(self, output: Any, into: Any) -> None:
+        into.assign(output)
+
+    def placed(self, output: Any, like: Any) -> Any:
+        with tf.device(like.device):
+            return tf.identity(output)
+
+    def mark_written(self, tensor: Any) -> None:
+        raise AssertionError("tensors of TensorFlow are never written to")
+
+    def requires_grad(self, tensors: Sequence[Any]) -> bool:
+        watched = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
+        return bool(watched) and bool(_record.should_record_backprop(watched))
+
+    def received_splits(self, counts: tuple[int, ...]) -> Any:
+        return tf.constant(counts, tf.int32)
+
+
+def as_tensor(value: Any, kind: OpKind) -> Any:
+    """A tensor of what a user gave to a collective: a tensor, a variable, or anything that TensorFlow makes one of.
+
+    Raises:
+        InvalidRequestError: It makes none of this.
+    """
+    if isinstance(value, tf.Tensor):
+        return value
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError, tf.errors.OpError):
+        pass
+    raise InvalidRequestError(f"{kind.label} takes a tf.Tensor, not {type(value).__name__}.")
+
+
+def core_dtype(tensor: Any) -> DType:
+    """The core's element type; raises ``UnsupportedError`` if it has none (complex, strings, quantised, ...)."""
+    try:
+        return _DTYPES[tensor.dtype]
+    except KeyError:
+        known = ", ".join(dtype.label for dtype in DType)
+        hint = (
+            " Send tf.math.real(tensor) and tf.math.imag(tensor) instead." if tensor.dtype.is_complex else ""
+        )
+        raise UnsupportedError(
+            f"Collectives take {known}; this tensor is {tensor.dtype.name}.{hint}"
+        ) from None
+
+
+ADAPTER = TensorFlowAdapter()
+BINDING = Binding(ADAPTER)
+"""Runs collectives on eager tensors."""

@@ -1,0 +1,186 @@
+"""Several backward passes for each step: gradients are added up on their rank before they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.tensorflow.functions import vars_to_refs
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.ops import size_op
+
+
+class LocalGradientAggregationHelper:
+    """Adds gradients up over some passes, and has them reduced in the last of these.
+
+    Args:
+        backward_passes_per_step: How many passes make a step.
+        allreduce_func: ``f(gradients, variables)``: the reduced gradients.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` may be made dense; they are refused otherwise.
+        average_aggregated_gradients: Whether the sum is divided by the number of passes.
+        rank: This rank.
+        optimizer_type: Class of the optimizer.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+        name: Beginning of the names of the variables that are made.
+
+    Attributes:
+        counter: Passes since the last step, once there is a variable for it.
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Callable[..., Sequence[Any]],
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int,
+        optimizer_type: Any,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        if backward_passes_per_step < 1:
+            raise ValueError(f"backward_passes_per_step= is at least 1, not {backward_passes_per_step}.")
+        self.backward_passes_per_step = backward_passes_per_step
+        self.sparse_as_dense = sparse_as_dense
+        self.average_aggregated_gradients = average_aggregated_gradients
+        self.process_set = process_set
+        self.scale_local_gradients = scale_local_gradients
+        self._allreduce = allreduce_func
+        self._name = name
+        self._local: set[Any] = set()
+        self._sums: list[Any] = []
+        #: In a graph of TensorFlow 1: what a pass has to do before its gradients can be applied.
+        self._computed: list[Any] = []
+        self.counter: Any = None
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on their rank."""
+        self._local.add(vars_to_refs(var))
+
+    def build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Make the variables that gradients are added up in. Does nothing if they are there."""
+        if self.counter is not None:
+            return
+        prefix = f"{self._name}_" if self._name else ""
+        with tf.init_scope():
+            self.counter = tf.Variable(
+                0, trainable=False, dtype=tf.int32, name=f"{prefix}aggregation_counter"
+            )
+            self._sums = [
+                None
+                if gradient is None
+                else tf.Variable(
+                    tf.zeros(tuple(variable.shape), gradient.dtype),
+                    trainable=False,
+                    name=f"{prefix}aggregated_{number}",
+                )
+                for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            ]
+
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Add these gradients, and return the sums: reduced in a step's last pass, as they are in the others.
+
+        Raises:
+            ValueError: One is sparse, and ``sparse_as_dense`` was not given.
+        """
+        dense = [self._dense(gradient) for gradient in grads]
+        if self.backward_passes_per_step == 1:
+            return self._reduced(dense, vars)
+        self.build(dense, vars)
+        sums = [
+            None if total is None or gradient is None else total.assign_add(gradient)
+            for total, gradient in zip(self._sums, dense, strict=True)
+        ]
+        counter = self.counter.assign_add(1)
+        present = [i for i, each in enumerate(sums) if each is not None]
+        with tf.control_dependencies(
+            [] if tf.executing_eagerly() else [counter, *(sums[i] for i in present)]
+        ):
+            outputs = tf.cond(
+                tf.equal(counter, self.backward_passes_per_step),
+                lambda: self._last_pass(present, vars),
+                lambda: [tf.identity(self._sums[i]) for i in present],
+            )
+        found = list(sums)
+        for i, output in zip(
+            present, outputs if isinstance(outputs, list | tuple) else [outputs], strict=True
+        ):
+            found[i] = output
+        self._computed = [] if tf.executing_eagerly() else [found[i] for i in present] + [counter]
+        return found
+
+    def _last_pass(self, present: list[int], variables: Sequence[Any]) -> list[Any]:
+        sums = [self._sums[i].read_value() for i in present]
+        reduced = self._reduced(sums, [variables[i] for i in present])
+        if self.average_aggregated_gradients:
+            reduced = [each / tf.cast(self.backward_passes_per_step, each.dtype) for each in reduced]
+        with tf.control_dependencies(reduced):
+            cleared = [
+                self._sums[i].assign(tf.zeros_like(total)) for i, total in zip(present, sums, strict=True)
+            ]
+            with tf.control_dependencies(cleared):
+                return [tf.identity(each) for each in reduced]
+
+    def apply_gradients(
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure in a step's last pass; in the others only count the iteration.
+
+        Args:
+            apply_grads_closure: Applies the gradients that :meth:`compute_gradients` returned.
+            optimizer: Has ``iterations``, which counts passes.
+        """
+        if self.backward_passes_per_step == 1:
+            return apply_grads_closure()
+
+        def apply() -> Any:
+            with tf.control_dependencies(_in_graph(self.counter.assign(0))):
+                applied = apply_grads_closure()
+            with tf.control_dependencies(
+                _in_graph(applied)
+            ):  # a graph of TensorFlow 1 runs nothing by itself
+                return tf.constant(True)
+
+        def skip() -> Any:
+            iterations = getattr(optimizer, "iterations", None)
+            if iterations is not None:
+                iterations.assign_add(1)
+            return tf.constant(False)
+
+        with tf.control_dependencies(self._computed):
+            passes = self.counter.read_value()
+        self._computed = []
+        return tf.cond(tf.equal(passes, self.backward_passes_per_step), apply, skip)
+
+    def _dense(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self.sparse_as_dense and self.backward_passes_per_step > 1:
+            raise ValueError(
+                "Sparse gradients can't be added up over several backward passes; give sparse_as_dense=True."
+            )
+        return tf.convert_to_tensor(gradient) if self.sparse_as_dense else gradient
+
+    def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self._local:
+            return list(self._allreduce(gradients, variables))
+        local = [vars_to_refs(variable) in self._local for variable in variables]
+        shared = [i for i, is_local in enumerate(local) if not is_local]
+        found = list(gradients)
+        reduced = self._allreduce([gradients[i] for i in shared], [variables[i] for i in shared])
+        for i, output in zip(shared, reduced, strict=True):
+            found[i] = output
+        if self.scale_local_gradients:
+            for i, is_local in enumerate(local):
+                if is_local and found[i] is not None:
+                    size = size_op(self.process_set.process_set_id or 0)
+                    found[i] = found[i] / tf.cast(size, found[i].dtype)
+        return found
+
+
+def _in_graph(operation: Any) -> list[Any]:
+    """An operation that another one is to wait for; none where operations run at once."""
+    return [] if operation is None or tf.executing_eagerly() else [operation]

@@ -1,0 +1,75 @@
+"""Joining and leaving the world, one's place in it, and what this installation can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlab.bindings.framework_hooks import devices_in_use
+from hvdlab.collectives import basics
+from hvdlab.collectives.basics import (
+    barrier,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlab.collectives.metrics.gpus import ask_frameworks
+from hvdlab.collectives.process_sets import ProcessSet
+from hvdlab.tensorflow import failures, waiting
+
+__all__ = [
+    "barrier",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+def init(
+    comm: Sequence[int] | Any | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    ask_frameworks(devices_in_use)
+    basics.init(comm, process_sets)
+    waiting.begin()
+
+
+init.__doc__ = basics.init.__doc__
+failures.install()

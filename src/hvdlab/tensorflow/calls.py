@@ -1,0 +1,38 @@
+"""What an operation in a graph knows of its collective: fixed when the graph is made, and kept in an attribute."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from hvdlab.bindings.operations import Operation
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+
+
+class Call(NamedTuple):
+    """A collective that an operation in a graph runs whenever it is executed.
+
+    Attributes:
+        operation: The collective.
+        name: Its name; ``None`` to be matched in order.
+        grouped: Whether the tensors are a group, however many they are.
+        site: The line of the user's that made it, for error texts and the timeline.
+    """
+
+    operation: Operation
+    name: str | None
+    grouped: bool
+    site: str
+
+    def encoded(self) -> bytes:
+        """As the value of an attribute."""
+        operation = [*self.operation[:-1]]  # splits are an input
+        return msgspec.json.encode([operation, self.name, self.grouped, self.site])
+
+
+def decoded(value: bytes | str) -> Call:
+    """The call that :meth:`Call.encoded` made a value of."""
+    (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
+    operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
+    return Call(operation, name, grouped, site)

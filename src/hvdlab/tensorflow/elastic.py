@@ -1,0 +1,166 @@
+"""Elastic training: it goes on when ranks are lost, and when they come back.
+
+::
+
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            ...
+            state.commit()
+
+    train(state)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hvdlab.bindings.elastic.handlers import HandlerRegistry, SamplerStateHandler, StateHandler
+from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.objects import broadcast_object as _broadcast
+from hvdlab.collectives.elastic import HostsUpdatedInterrupt, ObjectState, State, run_fn
+from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
+from hvdlab.tensorflow.basics import init, is_initialized, rank, shutdown
+from hvdlab.tensorflow.functions import (
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    optimizer_variables,
+    plain_variable,
+)
+from hvdlab.tensorflow.installed import tf
+
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "init",
+    "rank",
+    "run",
+    "run_fn",
+    "shutdown",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+class _Variables:
+    """A list of variables, and the session that has their values, if they are of TensorFlow 1."""
+
+    def __init__(self, get: Callable[[], Sequence[Any]], session: Any = None) -> None:
+        self.get = get
+        self.session = session
+
+    def read(self) -> list[Any]:
+        variables = [plain_variable(each) for each in self.get()]
+        if self.session is not None:
+            return list(self.session.run(variables))
+        return [variable.numpy() for variable in variables]
+
+    def write(self, values: Sequence[Any]) -> None:
+        variables = [plain_variable(each) for each in self.get()]
+        for variable, value in zip(variables, values, strict=False):
+            if self.session is not None:
+                variable.load(value, self.session)
+            else:
+                variable.assign(value)
+
+
+class _VariablesHandler(StateHandler[_Variables]):
+    """The values of variables, kept in the host's memory."""
+
+    def __init__(self, value: _Variables) -> None:
+        super().__init__(value)
+        self._saved = value.read()
+
+    def save(self) -> None:
+        self._saved = self.value.read()
+
+    def restore(self) -> None:
+        self.value.write(self._saved)
+
+    def sync(self) -> None:
+        """Variables that a rank has not made yet (an optimizer's, before its first step) are left to the first step."""
+        if self.value.session is None:
+            counts = _broadcast(len(self.value.get()), self.root_rank)
+            if counts == len(self.value.get()):
+                broadcast_variables(self.value.get(), self.root_rank)
+            else:
+                self.value.write(_broadcast(self.value.read(), self.root_rank))
+        else:
+            self.value.write(_broadcast(self.value.read(), self.root_rank))
+        self.save()
+
+
+_registry = HandlerRegistry([(_Variables, _VariablesHandler), (ElasticSampler, SamplerStateHandler)])
+
+
+class TensorFlowState(HandledState):
+    """The state of a training with plain variables; each further argument becomes an attribute.
+
+    Args:
+        variables: The variables; by default TensorFlow 1's global ones.
+        session: The session that has their values, for TensorFlow 1; by default the default one.
+        kwargs: Values such as ``epoch=0``.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
+        given = tf.compat.v1.global_variables() if variables is None else list(variables)
+        if session is None and not tf.executing_eagerly():
+            session = tf.compat.v1.get_default_session()
+        super().__init__(_registry, variables_=_Variables(lambda: given, session), **kwargs)
+        object.__setattr__(self, "variables", given)
+
+
+class TensorFlowKerasState(HandledState):
+    """The state of a training with Keras: the variables of a model and of its optimizer.
+
+    Args:
+        model: A model of Keras 3 or of Keras 2; it must have its variables.
+        optimizer: Its optimizer, if it was not compiled into the model.
+        backend: Not used: values are read without a session.
+        kwargs: Values such as ``batch=0`` and ``epoch=0``, which become attributes.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if hasattr(model, "built") and not model.built:
+            raise ValueError(
+                "The model has no variables yet: build it, or call it once, before its state is made."
+            )
+        super().__init__(
+            _registry,
+            model_=_Variables(lambda: model.variables),
+            optimizer_=_Variables(lambda: optimizer_variables(chosen)),
+            **kwargs,
+        )
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "optimizer", chosen)
+        object.__setattr__(self, "backend", backend)
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a training function elastic; its first argument is a state.
+
+    All ranks call it alike. No other collective may come before it in the program, since a rank that comes back would
+    run it alone. See :func:`hvdlab.collectives.elastic.run_fn` for what is called again when, and what is raised.
+    """
+    return run_fn(func, _reset)
+
+
+def _reset() -> Any:
+    """The ranks find each other again by themselves; only a world that the training itself has left is made anew."""
+    if not is_initialized():
+        init()

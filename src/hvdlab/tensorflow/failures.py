@@ -1,0 +1,216 @@
+"""Errors of collectives in TensorFlow: hvdlab's own classes, which are TensorFlow's as well.
+
+Code that was written for Horovod catches ``tf.errors.FailedPreconditionError`` where ranks disagree, and
+``HorovodInternalError`` in elastic training; here one error is both. What fails inside a function or a session passes
+TensorFlow's C++ as a status with a text. The error itself is kept meanwhile, and raised where that status comes out again,
+in place of TensorFlow's own error with its many lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.collectives.errors import (
+    CollectiveError,
+    HvdlabError,
+    InvalidRequestError,
+    MismatchError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from hvdlab.tensorflow.installed import internal, tf
+
+_KEPT = 64
+"""Errors that are kept for statuses which may still come out; an operation fails rarely, and comes out soon."""
+
+_MARK = re.compile(r"\s*\[hvdlab error (\d+)\]")
+_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
+_OUR_OPS = re.compile(r"\bHvdlab[A-Z][a-z]+")
+
+JIT = (
+    "hvdlab's collectives can't be compiled by XLA. Use tf.function without jit_compile=True, and in Keras "
+    "model.compile(..., jit_compile=False)."
+)
+"""What is said of a collective in a function that is to be compiled."""
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+def _tensorflow_class(error: HvdlabError) -> Any:
+    if isinstance(error, NotInitializedError | MismatchError):
+        return tf.errors.FailedPreconditionError
+    if isinstance(error, InvalidRequestError):
+        return tf.errors.InvalidArgumentError
+    return tf.errors.UnknownError
+
+
+_classes: dict[tuple[Any, Any], Any] = {}
+
+
+def _class_of_both(ours: Any, theirs: Any) -> Any:
+    both = _classes.get((ours, theirs))
+    if both is None:
+        both = _classes[ours, theirs] = _made_class(ours, theirs)
+    return both
+
+
+def _made_class(ours: Any, theirs: Any) -> Any:
+    def init(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
+        # AutoGraph makes a new error of one that was raised while it traced, with the user's lines in its text.
+        self.__dict__.update(theirs(node_def, op, message).__dict__)
+        self.args = (message,)
+
+    members = {
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+        "__init__": init,
+        "__reduce__": _reduced,
+    }
+    return type(ours.__name__, (ours, theirs), members)
+
+
+def _reduced(error: Any) -> Any:
+    original = next(kind for kind in type(error).__mro__ if _is_plain(kind))
+    return _rebuilt, (original, error.args, dict(error.__dict__))
+
+
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, HvdlabError) and not issubclass(kind, tf.errors.OpError)
+
+
+def _rebuilt(original: type[HvdlabError], arguments: tuple[Any, ...], state: dict[str, Any]) -> HvdlabError:
+    error = original.__new__(original, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return as_tensorflow(error)
+
+
+def as_tensorflow(error: HvdlabError) -> HvdlabError:
+    """The same error as one of TensorFlow's, too; itself if it is that already."""
+    if issubclass(type(error), tf.errors.OpError):
+        return error
+    theirs = _tensorflow_class(error)
+    both = _class_of_both(type(error), theirs)
+    made = both.__new__(both, *error.args)
+    made.args = error.args
+    made.__dict__.update(error.__dict__)
+    template = theirs(None, None, str(error))  # what it sets besides the text differs between releases
+    made.__dict__.update(template.__dict__)
+    found: HvdlabError = made
+    return found
+
+
+# -- through C++ ------------------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """Errors on their way through TensorFlow's C++, by the number in the status's text."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._errors: OrderedDict[int, BaseException] = OrderedDict()
+
+    def add(self, error: BaseException) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            self._errors[number] = error
+            if len(self._errors) > _KEPT:
+                self._errors.popitem(last=False)
+            return number
+
+    def find(self, text: str) -> BaseException | None:
+        mark = _MARK.search(text)
+        return None if mark is None else self._errors.get(int(mark[1]))
+
+
+_kept = _Kept()
+
+
+def to_status(error: BaseException) -> tuple[int, str]:
+    """TensorFlow's code and text for an error; the text leads back to it."""
+    if isinstance(error, HvdlabError):
+        error = as_tensorflow(error)
+    code = getattr(error, "error_code", tf.errors.UNKNOWN)
+    text = str(error) or type(error).__name__
+    return int(code), f"{text} [hvdlab error {_kept.add(error)}]"
+
+
+def from_text(text: str) -> BaseException | None:
+    """The error that TensorFlow's text stands for: the kept one, or what is to be said of XLA's; ``None`` for others."""
+    error = _kept.find(text)
+    if error is not None:
+        return error.with_traceback(None)
+    if "XLA" in text.upper() and _OUR_OPS.search(text):
+        return as_tensorflow(UnsupportedError(JIT))
+    return None
+
+
+# -- where it comes out -----------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Have errors of collectives raised in place of those that TensorFlow makes of their statuses. Once is enough."""
+    core, execute = internal("eager.core"), internal("eager.execute")
+    session = internal("client.session").BaseSession
+    if hasattr(core._status_to_exception, "__wrapped__"):
+        return
+    core._status_to_exception = _translating(core._status_to_exception)
+    wrapped = _passing_on(execute.quick_execute)
+    if execute.execute is execute.quick_execute:
+        execute.execute = wrapped
+    execute.quick_execute = wrapped
+    session._do_call = _passing_on(session._do_call)
+
+
+def _translating(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def status_to_exception(status: Any) -> Any:
+        found = from_text(status.message)
+        return original(status) if found is None else found
+
+    return status_to_exception
+
+
+def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function whose errors were made in C++, or that was interrupted while one was made."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except (tf.errors.OpError, RuntimeError) as error:
+            if _INTERRUPTED in str(
+                error
+            ):  # Ctrl-C while a status became an exception: pybind11 makes this of it
+                raise KeyboardInterrupt from None
+            found = from_text(str(error))
+            if found is None or found is error:
+                raise
+            raise found from None
+
+    return call
+
+
+# -- outside of functions ---------------------------------------------------------------------------------------------
+
+
+def translated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A public function whose errors are TensorFlow's, too, and which AutoGraph leaves alone."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (CollectiveError, InvalidRequestError) as error:
+            raise as_tensorflow(error) from None
+
+    public: Callable[..., Any] = tf.autograph.experimental.do_not_convert(call)
+    return public

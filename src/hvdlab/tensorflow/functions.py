@@ -1,0 +1,204 @@
+"""Variables and Python objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hvdlab.bindings import objects
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.tensorflow.failures import translated
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.ops import broadcast_
+
+_v1 = tf.compat.v1
+
+
+@translated
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Give every rank the values that variables have on one of them.
+
+    Args:
+        variables: Variables of TensorFlow or of Keras, of equal shapes and dtypes on every rank, in the same order.
+        root_rank: The rank whose values all get: a rank of the world, also within a process set.
+        process_set: The ranks that take part; all by default.
+        inplace: Changes nothing: the variables are assigned to in either case.
+
+    Returns:
+        In a graph of TensorFlow 1 an operation, which must be run; else ``None``.
+
+    Raises:
+        InvalidRequestError: An argument is wrong, or this rank is not in the process set. Nothing was sent.
+        NotInitializedError: ``init()`` was not called.
+        MismatchError: The ranks disagree about the variables (some were made on some ranks only, or in another order).
+        AbortedError: It can't complete: a rank died, failed, left, was interrupted, ... The group can go on.
+    """
+    given = [plain_variable(variable) for variable in variables]
+    if not given:
+        return None if tf.executing_eagerly() else tf.no_op()
+    assigned = broadcast_(given, root_rank, name="broadcast_variables", process_set=process_set)
+    return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*assigned)
+
+
+def plain_variable(variable: Any) -> Any:
+    """TensorFlow's variable behind one of Keras 3; another one as it is."""
+    inner = getattr(variable, "_value", None)
+    return inner if hasattr(inner, "assign") else variable
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer of Keras has made by now; none of ``None``."""
+    if not hasattr(optimizer, "variables"):
+        return []
+    listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return [variable for variable in listed if hasattr(plain_variable(variable), "assign")]
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """An operation that gives every rank the values that all global variables have on one of them, for TensorFlow 1.
+
+    Args:
+        root_rank: The rank whose values all get.
+
+    Raises:
+        RuntimeError: There are no global variables, since operations run at once.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() works in graphs of TensorFlow 1 only; give the variables to "
+            "hvd.broadcast_variables(model.variables, root_rank=0)."
+        )
+    return broadcast_variables(_v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[misc,name-defined,unused-ignore]
+    """Gives every rank the values that all global variables have on one of them, when a session has been made.
+
+    For ``tf.compat.v1.train.MonitoredTrainingSession`` and estimators.
+
+    Args:
+        root_rank: The rank whose values all get.
+        device: The device of the operations; by default that of the variables.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.bcast_op: Any = None
+        self.device = device
+
+    def begin(self) -> None:
+        """Make the operation, anew for each graph."""
+        if self.bcast_op is None or self.bcast_op.graph is not _v1.get_default_graph():
+            with tf.device(self.device or None):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self.bcast_op)
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+@translated
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return ``root_rank``'s object on every rank.
+
+    Args:
+        obj: Anything cloudpickle takes; only the root's matters.
+        root_rank: The rank it comes from: a rank of the world, also within a process set.
+        session: Not used: objects do not go through TensorFlow.
+        name: Equal on all ranks.
+        process_set: Ranks that take part; all by default.
+
+    Returns:
+        At the root the very ``obj``, elsewhere a copy.
+
+    Raises:
+        InvalidRequestError: The process set is not registered, or has no such root. Nothing was sent.
+        MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+    """
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function ``f(obj)`` that is :func:`broadcast_object` with these arguments."""
+
+    def broadcast(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name, process_set)
+
+    return broadcast
+
+
+@translated
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return the list of all ranks' objects, in the order of the ranks, on every rank.
+
+    Args:
+        obj: Anything cloudpickle takes.
+        session: Not used: objects do not go through TensorFlow.
+        name: Equal on all ranks.
+        process_set: Ranks that take part; all by default.
+
+    Raises:
+        InvalidRequestError: The process set is not registered. Nothing was sent.
+        MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+    """
+    return objects.allgather_object(obj, name, process_set)
+
+
+# -- as keys ----------------------------------------------------------------------------------------------------------
+
+
+def vars_to_refs(vars: Any) -> Any:
+    """What variables can be looked up by: ``variable.ref()`` of each; lists become tuples of them."""
+    if isinstance(vars, list | tuple):
+        return tuple(vars_to_refs(each) for each in vars)
+    return vars.ref() if hasattr(vars, "ref") else _ById(vars)
+
+
+def refs_to_vars(refs: Any) -> Any:
+    """The variables behind what :func:`vars_to_refs` gave; tuples become lists."""
+    if isinstance(refs, list | tuple):
+        return [refs_to_vars(each) for each in refs]
+    return refs.deref() if hasattr(refs, "deref") else refs
+
+
+class _ById:
+    """A reference to a variable that has none of its own, such as one of Keras 3."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def deref(self) -> Any:
+        return self._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other._variable is self._variable

@@ -1,0 +1,323 @@
+"""Collectives in TensorFlow, wherever they are called, and their gradients.
+
+Outside of functions they run at once; in functions and graphs they become operations. :func:`collective` and its
+relatives decide which. Gradients follow the rules of :mod:`hvdlab.bindings.gradients` in either case: TensorFlow's tape records what
+runs at once, and asks for the gradient of an operation by its name.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hvdlab.bindings.arguments import row_counts
+from hvdlab.bindings.gradients import Differentiable, ForwardPass
+from hvdlab.bindings.operations import Operation
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.reduce.support import check_supported
+from hvdlab.collectives.sites import site_of_lines
+from hvdlab.tensorflow import kernels
+from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
+from hvdlab.tensorflow.calls import Call, decoded
+from hvdlab.tensorflow.failures import JIT
+from hvdlab.tensorflow.fallback import grouped_numpy_function
+from hvdlab.tensorflow.installed import internal, tf
+from hvdlab.tensorflow.nonlinear import reduced
+
+_record = internal("eager.record")
+_stack = internal("util.tf_stack")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_./-]")
+_SPLITTING = (OpKind.REDUCESCATTER, OpKind.ALLTOALL)
+
+
+class Outputs(NamedTuple):
+    """What an operation in a graph gives.
+
+    Attributes:
+        tensors: The output for each tensor.
+        received: For an alltoall the rows received from each member.
+        places: For an allgather, for each tensor: where this rank's rows begin, and how many they are.
+    """
+
+    tensors: list[Any]
+    received: Any = None
+    places: Any = None
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class _TensorFlowDifferentiation:
+    """See :class:`hvdlab.bindings.gradients.Differentiation`."""
+
+    def record(self, forward: ForwardPass, tensors: Sequence[Any]) -> Sequence[Any]:
+        with _record.stop_recording():
+            outputs = _eager.forward(forward, tensors)
+        kept = () if forward.linear else tensors
+        count = len(tensors)
+
+        def backward(*gradients: Any) -> Sequence[Any]:
+            return _anywhere.backward(forward, kept, gradients)
+
+        _record.record_operation("HvdlabCollective", list(outputs[:count]), list(tensors), backward)
+        return outputs
+
+    def rows(self, tensor: Any, start: Any, count: Any, shape: Any) -> Any:
+        return tf.reshape(tensor[start : start + count], shape)
+
+    def zeros_like(self, tensor: Any) -> Any:
+        with tf.control_dependencies(
+            [tensor]
+        ):  # in a graph its collective would not be run, but on other ranks
+            return tf.zeros_like(tensor)
+
+    def scaled(self, tensor: Any, factor: float) -> Any:
+        return tensor * tf.cast(factor, tensor.dtype)
+
+    def as_row(self, tensor: Any) -> Any:
+        return tf.expand_dims(tensor, 0)
+
+    def derivative(self, operation: Operation, stacked: Any, gradient: Any, mine: int, count: int) -> Any:
+        # An allgather averages gradients, while the losses of all ranks add up here.
+        inputs = _scaled_backwards(stacked, count)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            output = reduced(operation.op, inputs, count, operation.prescale, operation.postscale)
+        return tape.gradient(output, inputs, gradient)[mine]
+
+
+def _scaled_backwards(tensor: Any, factor: int) -> Any:
+    @tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
+    def same(tensor: Any) -> Any:
+        return tf.identity(tensor), lambda gradient: gradient * tf.cast(factor, gradient.dtype)
+
+    return same(tensor)
+
+
+class _Nowhere:
+    """An adapter as far as :class:`Differentiable` asks it: what records gradients is TensorFlow."""
+
+    def requires_grad(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+
+class _Ended(NamedTuple):
+    """As much of a handle as the rules need."""
+
+    outputs: list[Any]
+
+    def wait(self) -> list[Any]:
+        return self.outputs
+
+
+class _Anywhere:
+    """As much of a binding as the rules need: runs the collectives on gradients wherever these are."""
+
+    adapter = _Nowhere()
+
+    def run(self, operation: Operation, tensor: Any, name: str | None) -> tuple[Any, Any]:
+        if operation.kind is OpKind.ALLTOALL:
+            return exchange(operation, tensor, operation.splits, name)
+        return collective(operation, tensor, name), None
+
+    def submit_group(self, operation: Operation, tensors: Sequence[Any], name: str | None) -> _Ended:
+        return _Ended(collectives(operation, list(tensors), name))
+
+    def received_splits(self, result: Any) -> Any:
+        return result
+
+
+_differentiation: Any = _TensorFlowDifferentiation()
+_binding: Any = _Anywhere()
+_eager: Differentiable[Any] = Differentiable(BINDING, _differentiation)
+_anywhere: Differentiable[Any] = Differentiable(_binding, _differentiation)
+
+
+def gradients_of(call: Call, inputs: Sequence[Any], outputs: Outputs, gradients: Sequence[Any]) -> list[Any]:
+    """The gradients of an operation's inputs from those of its outputs."""
+    forward = ForwardPass(call.operation, call.name, call.grouped, [tf.shape(each) for each in inputs])
+    if outputs.places is not None:
+        forward.rows = [(outputs.places[i, 0], outputs.places[i, 1]) for i in range(len(inputs))]
+    forward.received = outputs.received
+    whole = [
+        tf.convert_to_tensor(gradient) if gradient is not None else tf.zeros_like(output)
+        for gradient, output in zip(gradients, outputs.tensors, strict=False)
+    ]
+    return list(_anywhere.backward(forward, () if forward.linear else inputs, whole))
+
+
+def _gradient(op: Any, *gradients: Any) -> list[Any]:
+    call = decoded(op.get_attr("call"))
+    kind = call.operation.kind
+    if kind is OpKind.ALLTOALL:
+        found = Outputs([op.outputs[0]], received=op.outputs[1])
+        return [*gradients_of(call, [op.inputs[0]], found, gradients), None]
+    inputs = list(op.inputs)
+    found = Outputs(
+        list(op.outputs[: len(inputs)]), places=op.outputs[-1] if kind is OpKind.ALLGATHER else None
+    )
+    return gradients_of(call, inputs, found, gradients)
+
+
+for _kind, _name in kernels.OPS.items():
+    if _kind is not OpKind.JOIN:
+        tf.RegisterGradient(_name)(_gradient)
+for _name in (kernels.OPS[OpKind.JOIN], kernels.QUERY):
+    tf.no_gradient(_name)
+
+
+# -- anywhere ---------------------------------------------------------------------------------------------------------
+
+
+def in_graph(tensors: Sequence[Any]) -> bool:
+    """Whether a collective of these becomes an operation in a graph."""
+    return not tf.executing_eagerly() or any(is_symbolic(tensor) for tensor in tensors)
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Whether this stands for a tensor of a graph, and has no values yet."""
+    return isinstance(tensor, tf.Tensor) and not hasattr(tensor, "_numpy_internal")
+
+
+def collective(
+    operation: Operation, tensor: Any, name: str | None, *, ignore_name_scope: bool = False
+) -> Any:
+    """Run a collective on one tensor, or make an operation of it."""
+    if not in_graph((tensor,)):
+        return _eager.collective(operation, as_tensor(tensor, operation.kind), name)
+    return _emitted(operation, [tensor], name, False, ignore_name_scope).tensors[0]
+
+
+def collectives(
+    operation: Operation, tensors: list[Any], name: str | None, *, ignore_name_scope: bool = False
+) -> list[Any]:
+    """Run a collective on a group, or make one operation of it."""
+    if not tensors:
+        return []
+    if not in_graph(tensors):
+        return _eager.collectives(operation, [as_tensor(each, operation.kind) for each in tensors], name)
+    return _emitted(operation, tensors, name, True, ignore_name_scope).tensors
+
+
+def exchange(
+    operation: Operation, tensor: Any, splits: Any, name: str | None, *, ignore_name_scope: bool = False
+) -> tuple[Any, Any]:
+    """Run an alltoall, or make an operation of it: the output, and the rows that came from each member."""
+    if not in_graph((tensor, splits)):
+        given = as_tensor(tensor, operation.kind)
+        _refuse_scalars(operation.kind, given)
+        return _eager.exchange(operation._replace(splits=_counts(splits)), given, name)
+    found = _emitted(operation._replace(splits=None), [tensor], name, False, ignore_name_scope, splits)
+    return found.tensors[0], found.received
+
+
+def _counts(splits: Any) -> tuple[int, ...] | None:
+    if tf.is_tensor(splits):
+        splits = splits.numpy()
+    return row_counts(splits)
+
+
+def _refuse_scalars(kind: OpKind, *tensors: Any) -> None:
+    if kind in _SPLITTING and any(tensor.shape.rank == 0 for tensor in tensors):
+        raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
+
+
+# -- in a graph -------------------------------------------------------------------------------------------------------
+
+
+def _emitted(
+    operation: Operation,
+    given: Sequence[Any],
+    name: str | None,
+    grouped: bool,
+    ignore_name_scope: bool,
+    splits: Any = None,
+) -> Outputs:
+    kind = operation.kind
+    tensors = [as_tensor(tensor, kind) for tensor in given]
+    for tensor in tensors:
+        check_supported(kind, core_dtype(tensor), operation.op)
+    _refuse_scalars(kind, *tensors)
+    _refuse_compilation()
+    base = name or _made_name(kind, tensors[0], grouped)
+    unique = tf.compat.v1.get_default_graph().unique_name(
+        _NOT_IN_A_NAME.sub("_", base).strip("/") or "tensor"
+    )
+    if ignore_name_scope:
+        unique = unique.rpartition("/")[2]
+    call = Call(operation, unique, grouped, users_line())
+    found = _as_operation(call, tensors, splits)
+    _keep_shapes(kind, tensors, found.tensors)
+    return found
+
+
+def users_line() -> str:
+    """The line of the user's that is being traced; of what AutoGraph made, the line that it was made of."""
+    frames = _stack.extract_stack()
+    return site_of_lines((frame.filename, frame.lineno) for frame in reversed(list(frames)))
+
+
+def _made_name(kind: OpKind, tensor: Any, grouped: bool) -> str:
+    return f"{'HvdlabGrouped' if grouped else 'Hvdlab'}{kind.label.capitalize()}_{getattr(tensor, 'name', 'tensor')}"
+
+
+def _as_operation(call: Call, tensors: list[Any], splits: Any) -> Outputs:
+    kind = call.operation.kind
+    registered = kernels.usable()
+    rows = _splits_tensor(splits) if kind is OpKind.ALLTOALL else None
+    if isinstance(registered, str):
+        warnings.warn(
+            f"Collectives in graphs run one after the other, through numpy_function: {registered}. "
+            "All ranks must have them in the same order.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Outputs(*grouped_numpy_function(call, tensors, rows, gradients_of))
+    function = getattr(registered.functions, f"hvdlab_{kind.label}")
+    if kind is OpKind.ALLTOALL:
+        output, received = function(tensors[0], rows, call=call.encoded(), name=_node(call))
+        return Outputs([output], received=received)
+    found = function(tensors, call=call.encoded(), name=_node(call))
+    if kind is OpKind.ALLGATHER:
+        return Outputs(list(found[0]), places=found[1])
+    return Outputs(list(found))
+
+
+def _node(call: Call) -> str:
+    """Of the operation in the graph; the collective's name is in its attribute."""
+    return f"{kernels.OPS[call.operation.kind]}/{call.name}"
+
+
+def _splits_tensor(splits: Any) -> Any:
+    if splits is None:
+        return tf.zeros((0,), tf.int32)
+    if tf.is_tensor(splits):
+        if not splits.dtype.is_integer:
+            raise InvalidRequestError(
+                f"splits= takes a one-dimensional tensor or a list of integers, not a tensor of {splits.dtype.name}."
+            )
+        return tf.cast(splits, tf.int32)
+    return tf.constant(row_counts(splits), tf.int32)
+
+
+def _keep_shapes(kind: OpKind, tensors: list[Any], outputs: list[Any]) -> None:
+    for tensor, output in zip(tensors, outputs, strict=True):
+        if kind in (OpKind.ALLREDUCE, OpKind.BROADCAST):
+            output.set_shape(tensor.shape)
+        elif tensor.shape.rank is not None:
+            output.set_shape([None, *tensor.shape[1:]])
+
+
+def _refuse_compilation() -> None:
+    """Raise if the function that is being traced is to be compiled by XLA, instead of failing when it runs."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("polymorphic_function.py"):
+            function = frame.f_locals.get("self")
+            if getattr(function, "_jit_compile", None) is True:
+                raise UnsupportedError(JIT)
+        frame = frame.f_back

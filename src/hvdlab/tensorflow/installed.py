@@ -1,0 +1,39 @@
+"""The TensorFlow of this process, imported once, and refused with one sentence if it is missing or too old."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from packaging.version import Version
+
+OLDEST = "2.15"
+"""The first release of TensorFlow that hvdlab works with."""
+
+
+def _imported() -> Any:
+    try:
+        module = importlib.import_module("tensorflow")
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        raise ImportError(
+            "hvdlab.tensorflow needs TensorFlow, which is not installed; pip install 'hvdlab[tensorflow]', or for CPUs "
+            "only: pip install tensorflow-cpu, then tf_keras without its dependencies.",
+            name="tensorflow",
+        ) from None
+    if Version(module.__version__) < Version(OLDEST):
+        raise ImportError(
+            f"hvdlab.tensorflow works with TensorFlow {OLDEST} and newer; this is {module.__version__}.",
+            name="tensorflow",
+        )
+    return module
+
+
+tf: Any = _imported()
+"""The module ``tensorflow``, which has no annotations that type checkers could use."""
+
+
+def internal(name: str) -> Any:
+    """A module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
+    return importlib.import_module(f"tensorflow.python.{name}")

@@ -1,0 +1,25 @@
+"""The base of callbacks that models of Keras 3 and of Keras 2 take alike, whichever of the two ``tf.keras`` is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.tensorflow.installed import tf
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+
+class Callback(_Callback):  # type: ignore[misc,unused-ignore]
+    """A callback with what Keras 2 asks of its own besides."""
+
+    _supports_tf_logs = False
+    _chief_worker_only: bool | None = None
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False

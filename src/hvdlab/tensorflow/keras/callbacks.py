@@ -1,0 +1,311 @@
+"""Callbacks of ``model.fit`` for distributed training; they work with models of Keras 3 and of Keras 2."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.bindings.arguments import Average
+from hvdlab.collectives import basics
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.horovod.common.util import is_version_greater_equal_than
+from hvdlab.tensorflow.functions import broadcast_variables, optimizer_variables, vars_to_refs
+from hvdlab.tensorflow.functions import plain_variable as _plain
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras.base import Callback
+from hvdlab.tensorflow.ops import grouped_allreduce
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "is_version_greater_equal_than",
+]
+
+_Checkpoint: Any = tf.keras.callbacks.ModelCheckpoint
+
+
+class BroadcastGlobalVariablesCallback(Callback):
+    """Gives every rank the model's and the optimizer's variables of one of them, after the first batch.
+
+    Then all of them exist: those of the optimizer are made in the first step.
+
+    Args:
+        root_rank: The rank whose values all get.
+        device: The device of the operations; by default that of the variables.
+        local_variables: Variables that stay as they are on each rank.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local = {vars_to_refs(_plain(each)) for each in local_variables or ()}
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable as it is on each rank."""
+        self._local.add(vars_to_refs(_plain(var)))
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.broadcast_done:
+            return
+        with tf.device(self.device or None):
+            chosen = [_plain(each) for each in _variables(self.model)]
+            broadcast_variables([v for v in chosen if vars_to_refs(v) not in self._local], self.root_rank)
+        self.broadcast_done = True
+
+
+def _variables(model: Any) -> list[Any]:
+    """Of a model and of its optimizer, each once."""
+    found = [*model.variables, *optimizer_variables(getattr(model, "optimizer", None))]
+    return list({id(_plain(each)): each for each in found if hasattr(_plain(each), "assign")}.values())
+
+
+class MetricAverageCallback(Callback):
+    """Averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
+
+    Args:
+        device: The device of the reduction.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if _is_number(value))
+        with tf.device(self.device or None):
+            averages = grouped_allreduce(
+                [tf.constant(float(logs[name]), tf.float64) for name in names],
+                op=Average,
+                name=f"MetricAverageCallback.{','.join(names)}",
+            )
+        for name, average in zip(names, averages, strict=True):
+            logs[name] = (
+                type(logs[name])(average.numpy()) if isinstance(logs[name], float) else float(average)
+            )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class LearningRateScheduleCallback(Callback):
+    """Sets the learning rate to ``initial_lr * multiplier`` between two epochs.
+
+    Args:
+        initial_lr: The learning rate at the start of the training.
+        multiplier: A number, or a function ``f(epoch)``. With ``staircase`` it is called at the beginning of each epoch with its
+            number, without it at the beginning of each batch with ``epoch + batch / steps_per_epoch``.
+        start_epoch: The first epoch that is adjusted.
+        end_epoch: The epoch before which that ends; by default never.
+        staircase: Whether it stays the same during an epoch.
+        momentum_correction: Whether an optimizer's momentum is scaled during the batch in which the rate changes.
+        steps_per_epoch: Batches of an epoch; by default as many as ``fit`` says.
+
+    Raises:
+        InvalidRequestError: ``steps_per_epoch`` is needed and not known.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise InvalidRequestError(
+                "initial_lr= is needed: the learning rate at the start of the training."
+            )
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase if callable(multiplier) else True
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.restore_momentum: Any = None
+        self.current_epoch: int | None = None
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise InvalidRequestError(
+                    "The number of batches in an epoch is not known; give steps_per_epoch= to "
+                    f"{type(self).__name__}."
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.current_epoch = epoch
+
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        epoch = self.current_epoch or 0
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(epoch)
+        elif not self.staircase:
+            self._adjust(epoch + float(batch) / (self.steps_per_epoch or 1))
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.restore_momentum is not None:
+            _set(self._optimizer, "momentum", self.restore_momentum)
+            self.restore_momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs is not None:
+            logs["lr"] = learning_rate(self._optimizer)
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = self.model.optimizer
+        return getattr(optimizer, "inner_optimizer", optimizer)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self._optimizer
+        before = learning_rate(optimizer)
+        rate = self.initial_lr * self.multiplier(epoch)
+        set_learning_rate(optimizer, rate)
+        momentum = getattr(optimizer, "momentum", None)
+        if momentum and self.momentum_correction and before:
+            # From arXiv 1706.02677, section 2.1: the velocity was made with the rate before.
+            if isinstance(momentum, float):
+                if not hasattr(optimizer, "_hvdlab_momentum_warned"):
+                    object.__setattr__(optimizer, "_hvdlab_momentum_warned", True)
+                    if not tf.config.functions_run_eagerly() and rate != before:
+                        warnings.warn(
+                            "momentum_correction= does nothing: this optimizer's momentum is a number that its "
+                            "compiled step has taken over.",
+                            RuntimeWarning,
+                            stacklevel=2,
+                        )
+                return
+            self.restore_momentum = float(momentum)
+            _set(optimizer, "momentum", float(momentum) * rate / before)
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The learning rate of an optimizer now."""
+    return float(tf.convert_to_tensor(_plain(optimizer.learning_rate)))
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Change the learning rate; raises ``InvalidRequestError`` if a schedule of its own sets it."""
+    try:
+        _set(optimizer, "learning_rate", rate)
+    except TypeError:
+        raise InvalidRequestError(
+            "This optimizer's learning rate follows a schedule of its own; give it a number to use this callback."
+        ) from None
+
+
+def _set(optimizer: Any, name: str, value: float) -> None:
+    current = getattr(optimizer, name)
+    if hasattr(current, "assign"):
+        current.assign(value)
+    else:
+        setattr(optimizer, name, value)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs, a little with each batch.
+
+    After ``e`` epochs of ``w`` it is ``initial_lr / size * (e * (size - 1) / w + 1)`` (arXiv 1706.02677, section 2.2).
+
+    Args:
+        initial_lr: The learning rate that is reached in the end.
+        warmup_epochs: Epochs until then.
+        momentum_correction: See :class:`LearningRateScheduleCallback`.
+        steps_per_epoch: See there.
+        verbose: Whether the end of it is told.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # At the end of an epoch's last batch the whole next part is reached.
+            reached = epoch + 1.0 / (self.steps_per_epoch or 1)
+            return 1.0 / basics.size() * (reached * (basics.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch=0,
+            end_epoch=math.ceil(warmup_epochs),
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if (
+            self.end_epoch is not None
+            and epoch == self.end_epoch - 1
+            and self.verbose > 0
+            and basics.rank() == 0
+        ):
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {learning_rate(self._optimizer):g}."
+            )
+
+
+class BestModelCheckpoint(_Checkpoint):  # type: ignore[misc,unused-ignore]
+    """A ``ModelCheckpoint`` that keeps the best model; ``filepath`` may be assigned after it was made.
+
+    Args:
+        monitor: The metric that says what is best.
+        verbose: 0, or 1 to tell when a model is saved.
+        save_weights_only: Whether only the weights are saved.
+        mode: ``auto``, ``min`` or ``max``.
+        save_freq: ``"epoch"``, or a number of batches.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        ending = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(
+            filepath=f"best{ending}",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: Any = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.filepath is None:
+            raise InvalidRequestError("Assign the file to BestModelCheckpoint's `filepath` before training.")
+        super().on_epoch_end(epoch, logs)

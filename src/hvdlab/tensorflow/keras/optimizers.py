@@ -1,0 +1,258 @@
+"""Distributed optimizers of Keras 3 (on TensorFlow) and of Keras 2 (``tf_keras``), through one subclass of each one's own class.
+
+The subclass has the name and module of its base, so that a model which was saved with it can be loaded where hvdlab is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from hvdlab.bindings.arguments import Adasum, Average
+from hvdlab.collectives import basics
+from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.functions import plain_variable
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.reduction import GradientReducer, Groups
+
+_PACKAGES = ("keras", "tf_keras")
+
+
+class Distributed:
+    """What an optimizer has besides its own class.
+
+    Attributes:
+        hvdlab_reducer: Reduces gradients.
+        hvdlab_helper: Adds them up over several passes, if a step has several.
+        hvdlab_reduced: Whether the gradients that come have been reduced already.
+    """
+
+    hvdlab_reducer: GradientReducer
+    hvdlab_helper: LocalGradientAggregationHelper | None
+    hvdlab_reduced: bool
+    _HAS_AGGREGATE_GRAD = True
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on their rank: they are not reduced."""
+        self.hvdlab_reducer.register_local_var(plain_variable(var))
+        if self.hvdlab_helper is not None:
+            self.hvdlab_helper.register_local_var(plain_variable(var))
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce gradients over all ranks and apply them to variables; see the plain optimizer's."""
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        plain: Any = super()
+        if self.hvdlab_reduced:
+            return plain.apply_gradients(pairs, *args, **kwargs)
+        variables = [variable for _, variable in pairs]
+
+        def apply(gradients: Sequence[Any]) -> Any:
+            with self._hvdlab_with_reduced():
+                return plain.apply_gradients(list(zip(gradients, variables, strict=True)), *args, **kwargs)
+
+        return self._hvdlab_step([gradient for gradient, _ in pairs], variables, apply)
+
+    @contextmanager
+    def _hvdlab_with_reduced(self) -> Iterator[None]:
+        before, self.hvdlab_reduced = self.hvdlab_reduced, True
+        try:
+            yield
+        finally:
+            self.hvdlab_reduced = before
+
+    def _hvdlab_step(self, gradients: list[Any], variables: Sequence[Any], apply: Callable[..., Any]) -> Any:
+        plain = [plain_variable(variable) for variable in variables]
+        helper = self.hvdlab_helper
+        if helper is None:
+            return apply(self.hvdlab_reducer(gradients, plain))
+        if not getattr(self, "built", getattr(self, "_built", True)):
+            with tf.init_scope():
+                self.build(variables)  # type: ignore[attr-defined]  # it can't make its variables in a condition
+        reduced = helper.compute_gradients(gradients, plain)
+        return helper.apply_gradients(lambda: apply(reduced), self)
+
+
+class DistributedWithApply(Distributed):
+    """The same for Keras 3, whose optimizers apply gradients by a method of their own that others call."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """Keras 3: reduce gradients over all ranks and apply them; see the plain optimizer's."""
+        plain: Any = super()
+        if self.hvdlab_reduced:
+            return plain.apply(grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)  # type: ignore[attr-defined]
+
+        def apply(gradients: Sequence[Any]) -> Any:
+            with self._hvdlab_with_reduced():
+                return plain.apply(list(gradients), trainable_variables)
+
+        return self._hvdlab_step(list(grads), variables, apply)
+
+
+@cache
+def _distributed_class(kind: Any) -> Any:
+    members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    base = DistributedWithApply if hasattr(kind, "apply") else Distributed
+    return type(kind.__name__, (base, kind), members)
+
+
+def is_keras_optimizer(value: Any) -> bool:
+    """Whether this is an optimizer of Keras 3, or of Keras 2 (also of its ``legacy`` ones)."""
+    return any(
+        kind.__name__ in ("Optimizer", "OptimizerV2") and kind.__module__.partition(".")[0] in _PACKAGES
+        for kind in type(value).__mro__
+    )
+
+
+def distributed(
+    optimizer: Any,
+    *,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp | int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    in_place: bool = False,
+) -> Any:
+    """A distributed optimizer with the settings, and the state, of another one.
+
+    Args:
+        in_place: Make this very optimizer distributed, with all that refers to it.
+
+    Raises:
+        InvalidRequestError: It is no optimizer of Keras, or distributed already, or an argument is wrong.
+    """
+    if not is_keras_optimizer(optimizer):
+        raise InvalidRequestError(
+            f"hvd.DistributedOptimizer takes an optimizer of Keras or of tf_keras, not {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
+        raise InvalidRequestError(
+            "This optimizer is distributed already: its gradients would be reduced twice."
+        )
+    if op == Adasum:
+        raise UnsupportedError("Optimizers of Keras can't use Adasum; use one of tf.compat.v1.train with it.")
+    _refuse_other_backends(optimizer)
+    label = name or f"Distributed{type(optimizer).__name__}"
+    reducer = GradientReducer(
+        label,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    helper = None
+    if backward_passes_per_step != 1:
+        helper = LocalGradientAggregationHelper(
+            backward_passes_per_step,
+            reducer,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            basics.rank() if basics.is_initialized() else 0,
+            type(optimizer),
+            process_set,
+            scale_local_gradients,
+        )
+    original: Any = type(optimizer)
+    kind = _distributed_class(original)
+    if in_place:
+        made = optimizer
+        made.__class__ = kind
+    else:
+        made = kind.from_config(optimizer.get_config())
+        _copy_state(optimizer, made)
+    for attribute, value in (("reducer", reducer), ("helper", helper), ("reduced", False)):
+        # Keras tracks what is assigned; these are none of its variables.
+        object.__setattr__(made, f"hvdlab_{attribute}", value)
+    _reduce_before_scaling(type(optimizer))
+    return made
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", None)
+
+
+def _refuse_other_backends(optimizer: Any) -> None:
+    keras = sys.modules.get("keras")
+    if type(optimizer).__module__.startswith("keras.") and keras is not None:
+        backend = keras.config.backend() if hasattr(keras, "config") else "tensorflow"
+        if backend != "tensorflow":
+            raise UnsupportedError(
+                f"hvdlab's Keras works on TensorFlow, and Keras runs on {backend}; set KERAS_BACKEND=tensorflow, or "
+                "use hvdlab.torch with a training loop of your own."
+            )
+
+
+def _copy_state(optimizer: Any, into: Any) -> None:
+    """Of an optimizer that has made its variables."""
+    variables = getattr(optimizer, "_trainable_variables", None)
+    if not getattr(optimizer, "built", False) or not variables:
+        return
+    into.build(variables)
+    for mine, its in zip(into.variables, optimizer.variables, strict=True):
+        mine.assign(its)
+
+
+# -- mixed precision --------------------------------------------------------------------------------------------------
+
+
+def _reduce_before_scaling(kind: type) -> None:
+    """Have loss scaling decide on reduced gradients.
+
+    ``compile`` puts a ``LossScaleOptimizer`` around the optimizer, which applies gradients only if all of them are finite.
+    Were they reduced inside, a rank whose own are finite would wait for one whose own are not.
+    """
+    package = sys.modules.get(next(k.__module__.partition(".")[0] for k in kind.__mro__))
+    for owner in (package, getattr(package, "mixed_precision", None)):
+        scaling = getattr(getattr(owner, "optimizers", owner), "LossScaleOptimizer", None) or getattr(
+            owner, "LossScaleOptimizer", None
+        )
+        for method in ("apply", "apply_gradients"):
+            if (
+                scaling is not None
+                and method in vars(scaling)
+                and not hasattr(vars(scaling)[method], "hvdlab")
+            ):
+                setattr(scaling, method, _reducing_first(vars(scaling)[method], pairs=method != "apply"))
+
+
+def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = _inner(self)
+        if not isinstance(inner, Distributed) or inner.hvdlab_reduced or inner.hvdlab_helper is not None:
+            return original(self, given, *args, **kwargs)
+        listed = list(given)
+        if pairs:
+            variables = [plain_variable(variable) for _, variable in listed]
+            reduced = inner.hvdlab_reducer([gradient for gradient, _ in listed], variables)
+            listed = [(gradient, variable) for gradient, (_, variable) in zip(reduced, listed, strict=True)]
+        else:
+            given_variables = args[0] if args else kwargs.get("trainable_variables")
+            plain = None if given_variables is None else [plain_variable(each) for each in given_variables]
+            listed = inner.hvdlab_reducer(listed, plain)
+        with inner._hvdlab_with_reduced():
+            return original(self, listed, *args, **kwargs)
+
+    apply.hvdlab = True  # type: ignore[attr-defined]
+    return apply

@@ -1,0 +1,488 @@
+"""Asynchronous operations of TensorFlow's, registered at run time: what collectives in a graph are.
+
+A kernel submits its tensors and returns; the handle's callback finishes it, on a thread of the engine. So any number of them
+can wait, in any order, while TensorFlow has few threads. The core reads TensorFlow's inputs and writes its outputs where they are.
+
+They are registered as *stateful* and then listed among TensorFlow's own asynchronous collectives: without the first, equal ones are
+merged and those of constants folded; without the second, a function runs them one after the other, so that ranks which
+have them in different orders wait for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import sys
+import threading
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, byref, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.bindings.arguments import row_counts
+from hvdlab.bindings.gradients import own_rows
+from hvdlab.bindings.handles import Handle
+from hvdlab.bindings.operations import Binding
+from hvdlab.collectives import context as core
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.logs import LOG
+from hvdlab.tensorflow import waiting
+from hvdlab.tensorflow.c_api import CApi, Done, Unavailable, is_function
+from hvdlab.tensorflow.calls import Call, decoded
+from hvdlab.tensorflow.failures import to_status
+from hvdlab.tensorflow.installed import internal, tf
+
+TYPES = {dtype: tf.dtypes.as_dtype(dtype.label) for dtype in DType}
+"""TensorFlow's type for each of the core's."""
+
+_DTYPES = {kind.as_datatype_enum: dtype for dtype, kind in TYPES.items()}
+_LIST = (
+    "T: list({"
+    + ", ".join(
+        {"float16": "half", "float32": "float", "float64": "double"}.get(d.label, d.label) for d in DType
+    )
+    + "}) >= 1"
+)
+
+OPS = {
+    OpKind.ALLREDUCE: "HvdlabAllreduce",
+    OpKind.ALLGATHER: "HvdlabAllgather",
+    OpKind.BROADCAST: "HvdlabBroadcast",
+    OpKind.REDUCESCATTER: "HvdlabReducescatter",
+    OpKind.ALLTOALL: "HvdlabAlltoall",
+    OpKind.JOIN: "HvdlabJoin",
+}
+"""Names of the operations. A group is one operation with several tensors."""
+
+QUERY = "HvdlabQuery"
+"""Name of the operation that gives a number such as the size of the world, when it is executed."""
+
+_KEEPS_SHAPE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class KernelTensor:
+    """An input of a kernel, or the output in the same place.
+
+    Attributes:
+        array: Its memory, in the core's storage type.
+        dtype: Its element type.
+        place: Number of the output that belongs to it.
+        execution: The execution of the kernel.
+    """
+
+    __slots__ = ("array", "dtype", "execution", "place")
+
+    def __init__(self, array: npt.NDArray[Any], dtype: DType, place: int, execution: Execution) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.place = place
+        self.execution = execution
+
+
+class KernelAdapter:
+    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+
+    def check(self, value: Any, kind: OpKind, in_place: bool) -> KernelTensor:
+        tensor: KernelTensor = value
+        return tensor
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, KernelTensor)
+
+    def dtype(self, tensor: KernelTensor) -> DType:
+        return tensor.dtype
+
+    def shape(self, tensor: KernelTensor) -> tuple[int, ...]:
+        return tensor.array.shape
+
+    def is_direct(self, tensor: KernelTensor) -> bool:
+        return True
+
+    def host_view(self, tensor: KernelTensor) -> npt.NDArray[Any]:
+        return tensor.array
+
+    def stage(self, tensor: KernelTensor) -> KernelTensor:
+        copy = self.empty_like(tensor)
+        np.copyto(copy.array, tensor.array)
+        return copy
+
+    def empty_like(self, tensor: KernelTensor) -> KernelTensor:
+        return self.empty(tensor.array.shape, tensor)
+
+    def empty(self, shape: tuple[int, ...], like: KernelTensor) -> KernelTensor:
+        array = like.execution.allocate(like.place, like.dtype, shape)
+        return KernelTensor(array, like.dtype, like.place, like.execution)
+
+    def deliver(self, output: KernelTensor, into: KernelTensor) -> None:
+        raise AssertionError("kernels write to outputs only")
+
+    def placed(self, output: KernelTensor, like: KernelTensor) -> KernelTensor:
+        return output
+
+    def mark_written(self, tensor: KernelTensor) -> None:
+        raise AssertionError("kernels write to outputs only")
+
+    def requires_grad(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+    def received_splits(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        return counts
+
+
+_BINDING: Binding[KernelTensor] = Binding(KernelAdapter())
+
+
+# -- an execution -----------------------------------------------------------------------------------------------------
+
+
+class Execution:
+    """One execution of a kernel, from its start until TensorFlow is told that it has finished.
+
+    Args:
+        api: TensorFlow's functions.
+        context: TensorFlow's ``TF_OpKernelContext``, valid until the end.
+        done: To be called at the end.
+    """
+
+    __slots__ = ("_api", "_context", "_done", "_lock", "_status", "_tensors")
+
+    def __init__(self, api: CApi, context: int, done: Done) -> None:
+        self._api, self._context, self._done = api, context, done
+        self._status = api.new_status()
+        #: TensorFlow's tensors whose memory is in use: inputs and outputs.
+        self._tensors: list[int] = []
+        self._lock = threading.Lock()
+
+    def inputs(self) -> list[KernelTensor]:
+        """All inputs."""
+        api = self._api
+        found = []
+        for place in range(api.num_inputs(self._context)):
+            tensor = c_void_p()
+            api.get_input(self._context, place, byref(tensor), self._status)
+            api.check(self._status)
+            assert tensor.value is not None
+            self._tensors.append(tensor.value)
+            shape = tuple(api.dim(tensor, number) for number in range(api.num_dims(tensor)))
+            dtype = _DTYPES[api.tensor_type(tensor)]
+            found.append(KernelTensor(self._view(tensor.value, dtype, shape), dtype, place, self))
+        return found
+
+    def allocate(self, place: int, dtype: DType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Memory for an output. Any thread."""
+        api, kind = self._api, storage_type(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        number = TYPES[dtype].as_datatype_enum
+        with self._lock:  # of a group, several may be executed at the same time
+            tensor = api.allocate_output(
+                self._context, place, number, (c_int64 * len(shape))(*shape), len(shape), size, self._status
+            )
+            api.check(self._status)
+            self._tensors.append(tensor)
+        return self._view(tensor, dtype, shape)
+
+    def _view(self, tensor: int, dtype: DType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        kind, size = storage_type(dtype), self._api.byte_size(tensor)
+        if not size:
+            return np.empty(shape, kind)
+        memory = (ctypes.c_char * size).from_address(self._api.data(tensor))
+        return np.frombuffer(memory, kind).reshape(shape)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Finish; once. Any thread."""
+        api = self._api
+        if error is not None:
+            code, text = to_status(error)
+            api.set_status(self._status, code, text.encode())
+            api.fail(self._context, self._status)
+        tensors, self._tensors = self._tensors, []
+        for tensor in tensors:
+            api.delete_tensor(tensor)
+        api.delete_status(self._status)
+        self._done()
+
+
+def _run(execution: Execution, call: Call) -> None:
+    """Start what a kernel is for; the execution ends by itself."""
+    operation, kind = call.operation, call.operation.kind
+    if kind is OpKind.JOIN:
+        _join(execution, call)
+        return
+    tensors = execution.inputs()
+    if kind is OpKind.ALLTOALL:
+        splits = tensors.pop().array
+        operation = operation._replace(splits=row_counts(splits) if splits.size else None)
+    if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) and any(not each.array.shape for each in tensors):
+        raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
+    if call.grouped:
+        handle = _BINDING.submit_group(operation, tensors, call.name, site=call.site)
+    else:
+        handle = _BINDING.submit(operation, tensors[0], call.name, site=call.site)
+    count = len(tensors)
+
+    def finished(handle: Handle) -> None:
+        waiting.ended(handle)
+        try:
+            outputs = handle.wait()
+            if kind is OpKind.ALLGATHER:
+                _give(execution, count, DType.I64, own_rows(handle.tables, operation.process_set))
+            elif kind is OpKind.ALLTOALL:
+                _give(execution, count, DType.I32, outputs[1])
+        except BaseException as error:  # noqa: BLE001  # the user gets it from the operation
+            execution.end(error)
+        else:
+            execution.end()
+
+    waiting.started(handle, operation.process_set)
+    handle.add_done_callback(finished)
+
+
+def _give(execution: Execution, place: int, dtype: DType, values: Any) -> None:
+    array = np.asarray(values, storage_type(dtype))
+    np.copyto(execution.allocate(place, dtype, array.shape), array)
+
+
+def _join(execution: Execution, call: Call) -> None:
+    def finished(result: Any, error: Exception | None, /) -> None:
+        try:
+            if error is None:
+                _give(execution, 0, DType.I32, result.last_joined)
+        except BaseException as failure:  # noqa: BLE001  # the user gets it from the operation
+            execution.end(failure)
+        else:
+            execution.end(error)
+
+    request = Request(OpKind.JOIN, process_set=call.operation.process_set, site=call.site, on_done=finished)
+    core.engine("hvd.join()").submit(request)
+
+
+# -- callbacks --------------------------------------------------------------------------------------------------------
+
+SELF_TEST = b"self-test"
+_QUERIES = {
+    "size": lambda process_set: len(_members(process_set)),
+    "rank": lambda process_set: core.engine("hvd.rank_op()").rank,
+    "local_size": lambda process_set: core.engine("hvd.local_size_op()").local_size,
+    "local_rank": lambda process_set: core.engine("hvd.local_rank_op()").local_rank,
+    "included": lambda process_set: int(core.engine().rank in _members(process_set)),
+}
+
+
+def _members(process_set: int) -> tuple[int, ...]:
+    engine = core.engine("hvd.size_op()")
+    if process_set and not engine.knows_process_set(process_set):
+        raise InvalidRequestError(f"There is no process set {process_set}.")
+    return engine.ranks(process_set)
+
+
+def asked(what: str, process_set: int) -> int:
+    """A number about the world: ``size``, ``rank``, ``local_size``, ``local_rank``, ``included``."""
+    return _QUERIES[what](process_set)
+
+
+class _Kernels:
+    """The callbacks, and what they know of the kernels that TensorFlow has made."""
+
+    def __init__(self, api: CApi) -> None:
+        self._api = api
+        self._numbers = itertools.count(1)
+        #: What each kernel is for. TensorFlow keeps the numbers for as long as it likes, also beyond the interpreter's
+        #: end, so nothing is ever removed; equal ones share a number.
+        self._calls: dict[int, bytes] = {}
+        self._numbers_of: dict[bytes, int] = {}
+        #: Whether the self-test found the function that is to be called at the end where it is expected.
+        self.tested: bool | None = None
+        self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
+        self.compute = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self._compute)
+        self.same_shapes = CFUNCTYPE(None, c_void_p, c_void_p)(self._same_shapes)
+        self.unknown_shapes = CFUNCTYPE(None, c_void_p, c_void_p)(self._unknown_shapes)
+        self.scalar = CFUNCTYPE(None, c_void_p, c_void_p)(self._scalar)
+
+    def _create(self, construction: int) -> int:
+        api, size, total = self._api, c_int(), c_int()
+        status = api.new_status()
+        api.attr_size(construction, b"call", byref(size), byref(total), status)
+        text = ctypes.create_string_buffer(max(0, total.value) + 1)
+        api.attr_string(construction, b"call", text, max(0, total.value), status)
+        if api.code(status):
+            api.construction_fails(construction, status)
+        api.delete_status(status)
+        number = self._numbers_of.get(text.value)
+        if number is None:
+            number = next(self._numbers)
+            self._calls[number], self._numbers_of[text.value] = text.value, number
+        return number
+
+    def _compute(self, kernel: int, context: int, done: int) -> None:
+        call = self._calls[kernel]
+        if call == SELF_TEST and not is_function(done):
+            self.tested = False
+            self._api.run_done(done)
+            return
+        execution = Execution(self._api, context, Done(self._api, done))
+        try:
+            if call == SELF_TEST:
+                self._echo(execution)
+            elif call.startswith(b"?"):
+                what, _, process_set = call[1:].decode().partition(" ")
+                _give(execution, 0, DType.I32, asked(what, int(process_set)))
+                execution.end()
+            else:
+                _run(execution, decoded(call))
+        except BaseException as error:  # noqa: BLE001  # must not leave a callback of C
+            execution.end(error)
+
+    def _echo(self, execution: Execution) -> None:
+        """Copy the input to the output, and finish on another thread, after this callback has returned."""
+        (tensor,) = execution.inputs()
+
+        def finish() -> None:
+            _BINDING.adapter.stage(tensor)
+            self.tested = True
+            execution.end()
+
+        threading.Timer(0.01, finish).start()
+
+    def _same_shapes(self, context: int, status: int) -> None:
+        api = self._api
+        for number in range(api.shape_inputs(context)):
+            handle = api.new_shape()
+            api.shape_input(context, number, handle, status)
+            api.shape_output(context, number, handle, status)
+            api.delete_shape(handle)
+
+    def _unknown_shapes(self, context: int, status: int) -> None:
+        self._api.unknown_shape(context, status)
+
+    def _scalar(self, context: int, status: int) -> None:
+        handle = self._api.shape_scalar(context)
+        self._api.shape_output(context, 0, handle, status)
+        self._api.delete_shape(handle)
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+_OUTPUTS = {
+    OpKind.ALLGATHER: ("outputs: T", "places: int64"),
+    OpKind.ALLTOALL: ("output: T", "received: int32"),
+    OpKind.JOIN: ("last: int32",),
+}
+
+
+class Registered:
+    """The operations as Python functions, such as ``hvdlab_allreduce``, of which TensorFlow makes operations in graphs.
+
+    Raises:
+        Unavailable: This TensorFlow does not have what it takes.
+    """
+
+    def __init__(self) -> None:
+        self._api = CApi()
+        try:
+            self._wrappers = internal("framework._pywrap_python_op_gen").GetPythonWrappers
+            self._dependencies = internal("framework.auto_control_deps")
+            self._dependencies.ASYNC_STATEFUL_OPS  # noqa: B018  # it may be missing
+            self._definitions = internal("framework.op_def_registry")
+        except (ImportError, AttributeError) as error:
+            raise Unavailable(f"TensorFlow has no {error}") from None
+        self._kernels = _Kernels(self._api)
+        names = [*OPS.values(), QUERY]
+        for kind, name in OPS.items():
+            self._register(name, kind)
+        self._register(QUERY, None)
+        self._dependencies.ASYNC_STATEFUL_OPS = self._dependencies.ASYNC_STATEFUL_OPS | set(OPS.values())
+        self.functions = self._functions(names)
+
+    def _register(self, name: str, kind: OpKind | None) -> None:
+        api, kernels = self._api, self._kernels
+        inputs: tuple[str, ...] = ("tensors: T",)
+        outputs: tuple[str, ...] = ("outputs: T",)
+        if kind is None or kind is OpKind.JOIN:
+            inputs, outputs = (), ("number: int32",)
+        elif kind is OpKind.ALLTOALL:
+            inputs = ("tensor: T", "splits: int32")
+        outputs = _OUTPUTS.get(kind, outputs) if kind is not None else outputs
+        builder = api.new_definition(name.encode())
+        if inputs:
+            attr = _LIST if kind is not OpKind.ALLTOALL else _LIST.replace("list(", "").replace(") >= 1", "")
+            api.add_attr(builder, attr.encode())
+        api.add_attr(builder, b"call: string")
+        for spec in inputs:
+            api.add_input(builder, spec.encode())
+        for spec in outputs:
+            api.add_output(builder, spec.encode())
+        api.set_stateful(builder, True)
+        if not inputs:
+            shapes = kernels.scalar
+        else:
+            shapes = kernels.same_shapes if kind in _KEEPS_SHAPE else kernels.unknown_shapes
+        api.set_shape_function(builder, ctypes.cast(shapes, c_void_p))
+        status = api.new_status()
+        api.register_definition(builder, status)
+        self._check(status)
+        create, compute = (ctypes.cast(f, c_void_p) for f in (kernels.create, kernels.compute))
+        for device in (b"CPU", b"GPU"):  # on a GPU TensorFlow copies to and from the host
+            builder = api.new_kernel(name.encode(), device, create, compute, None)
+            if device == b"GPU":
+                for spec in (*inputs, *outputs):
+                    api.host_memory(builder, spec.partition(":")[0].encode())
+            api.register_kernel(name.encode(), builder, status)
+            self._check(status)
+        api.delete_status(status)
+
+    def _check(self, status: int) -> None:
+        try:
+            self._api.check(status)
+        except RuntimeError as error:
+            raise Unavailable(str(error)) from None
+
+    def _functions(self, names: list[str]) -> Any:
+        """What ``tf.load_op_library`` does with the operations of a library."""
+        messages: Any = importlib.import_module("tensorflow.core.framework.op_def_pb2")
+        definitions = messages.OpList(op=[self._definitions.get(name) for name in names])
+        module: Any = type(sys)("hvdlab.tensorflow.generated")
+        module.__dict__["_IS_TENSORFLOW_PLUGIN"] = True
+        sys.modules[module.__name__] = module
+        exec(self._wrappers(definitions.SerializeToString()), module.__dict__)  # noqa: S102
+        return module
+
+    def works(self) -> bool:
+        """Whether an operation runs and ends as it should; tried once, where TensorFlow is used anyway."""
+        if self._kernels.tested is None:
+            try:
+                with tf.init_scope(), tf.Graph().as_default(), tf.device("CPU"):
+                    (echo,) = self.functions.hvdlab_broadcast([tf.constant([1, 2])], call=SELF_TEST)
+                    with tf.compat.v1.Session() as session:
+                        found = session.run(echo).tolist()
+                self._kernels.tested = bool(self._kernels.tested) and found == [1, 2]
+            except tf.errors.OpError as error:
+                LOG.debug("the self-test of TensorFlow operations failed: %s", error)
+                self._kernels.tested = False
+        return bool(self._kernels.tested)
+
+
+@cache
+def registered() -> Registered | str:
+    """The operations of this process, or why there are none."""
+    try:
+        return Registered()
+    except Unavailable as error:
+        return str(error)
+
+
+def usable() -> Registered | str:
+    """The operations, tested; or why there are none."""
+    found = registered()
+    if isinstance(found, str) or found.works():
+        return found
+    return "its operations do not end as they should: the layout of its std::function is another one"

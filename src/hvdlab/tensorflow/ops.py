@@ -1,0 +1,463 @@
+"""The collectives on TensorFlow's tensors.
+
+Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType``; variables, arrays and numbers are taken as well. Outside of functions a
+collective runs at once. In a ``tf.function``, a graph of TensorFlow 1 or a ``tf.data`` pipeline it is an asynchronous
+operation: any number of them may wait, in any order on the ranks.
+
+All of them are differentiable; every rank must then run the backward pass. Each docstring is completed by
+:func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from hvdlab.bindings import arguments
+from hvdlab.bindings.arguments import Adasum, Average, Sum
+from hvdlab.bindings.compression import all_compressed, compressed
+from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.operations import Operation
+from hvdlab.collectives import basics, context
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.tensorflow import kernels
+from hvdlab.tensorflow.adapter import ADAPTER
+from hvdlab.tensorflow.calls import Call
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.failures import translated
+from hvdlab.tensorflow.graph import collective, collectives, exchange, in_graph, users_line
+from hvdlab.tensorflow.installed import tf
+
+# -- allreduce --------------------------------------------------------------------------------------------------------
+
+
+@translated
+@documented
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor over all ranks into a new one of its shape and dtype.
+
+    The gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients, that of the other operators the
+    derivative of the sum of the ranks' losses.
+
+    Of ``tf.IndexedSlices`` the values and indices of all ranks are gathered; that is the sum, or the average, of the
+    tensors they stand for.
+    """
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _sparse(operation, tensor, name, device_sparse, ignore_name_scope)
+    with _device(device_dense):
+        return compressed(
+            compression,
+            _tensor(tensor, OpKind.ALLREDUCE, compression),
+            lambda sent: collective(operation, sent, name, ignore_name_scope=ignore_name_scope),
+        )
+
+
+@translated
+@documented
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """:func:`allreduce` of several tensors, executed together once each of them is there on every rank."""
+    operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
+    given = arguments.tensor_list(ADAPTER, tensors)
+    sparse = {i: each for i, each in enumerate(given) if isinstance(each, tf.IndexedSlices)}
+    dense = [_tensor(each, OpKind.ALLREDUCE, compression) for i, each in enumerate(given) if i not in sparse]
+    with _device(device_dense):
+        outputs = iter(
+            all_compressed(
+                compression,
+                dense,
+                lambda sent: collectives(operation, sent, name, ignore_name_scope=ignore_name_scope),
+            )
+        )
+    found = []
+    for i in range(len(given)):
+        if i in sparse:
+            part = None if name is None else f"{name}.sparse.{i}"
+            found.append(_sparse(operation, sparse[i], part, device_sparse, ignore_name_scope))
+        else:
+            found.append(next(outputs))
+    return found
+
+
+def _sparse(operation: Operation, slices: Any, name: str | None, device: str, ignore_name_scope: bool) -> Any:
+    if operation.op not in (Average, Sum):
+        raise UnsupportedError(
+            f"tf.IndexedSlices can be averaged and summed, not reduced by {operation.op.name.lower()}; give "
+            "sparse_as_dense=True, or tf.convert_to_tensor(slices)."
+        )
+    gathering = Operation(OpKind.ALLGATHER, process_set=operation.process_set)
+    with _device(device):
+        values, indices = collectives(
+            gathering, [slices.values, slices.indices], name, ignore_name_scope=ignore_name_scope
+        )
+        scale = operation.prescale * operation.postscale
+        if scale != 1.0:
+            values = values * tf.cast(scale, values.dtype)
+        if operation.op is Average:
+            count = tf.cast(size_op(operation.process_set), values.dtype)
+            values = values / count if values.dtype.is_floating else values // count
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+# -- allgather --------------------------------------------------------------------------------------------------------
+
+
+@translated
+@documented
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets all of it.
+
+    A rank's gradient is its own rows of the *average* of the gradients over all ranks.
+    """
+    return collective(_gathering(process_set), tensor, name, ignore_name_scope=ignore_name_scope)
+
+
+@translated
+@documented
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """:func:`allgather` of several tensors, executed together."""
+    given = arguments.tensor_list(ADAPTER, tensors)
+    return collectives(_gathering(process_set), given, name, ignore_name_scope=ignore_name_scope)
+
+
+# -- broadcast --------------------------------------------------------------------------------------------------------
+
+
+@translated
+@documented
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give every rank the tensor of one of them.
+
+    The gradient at the root is the *average* of the gradients over all ranks, elsewhere zero.
+    """
+    operation = arguments.broadcasting(root_rank, set_id(process_set))
+    _check_root(operation)
+    return collective(operation, tensor, name, ignore_name_scope=ignore_name_scope)
+
+
+@translated
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Give every rank the values that the variables have on one of them.
+
+    Args:
+        variables: Resource variables of equal shapes and dtypes on every rank, in the same order.
+        root_rank: The rank whose values all get: a rank of the world, also within a process set.
+        name: Equal on all ranks, and not in flight twice. Calls without a name are matched in order.
+        process_set: The ranks that take part; all by default.
+
+    Returns:
+        The variables. In a graph of TensorFlow 1: tensors of their new values, which must be run.
+
+    Raises:
+        InvalidRequestError: An argument is wrong, or this rank is not in the process set. Nothing was sent.
+        NotInitializedError: ``init()`` was not called.
+        MismatchError: The ranks disagree about the variables; raised on all of them. The group can go on.
+        AbortedError: It can't complete: a rank died, failed, left, was interrupted, ... The group can go on.
+
+    After a failed collective the variables are as they were.
+    """
+    operation = arguments.broadcasting(root_rank, set_id(process_set))
+    _check_root(operation)
+    given = list(variables)
+    for variable in given:
+        if not hasattr(variable, "assign"):
+            raise InvalidRequestError(f"broadcast_ takes variables, not {type(variable).__name__}.")
+    values = collectives(operation, [_value(variable) for variable in given], name)
+    assigned = [variable.assign(value) for variable, value in zip(given, values, strict=True)]
+    if tf.executing_eagerly() or tf.inside_function():
+        return given
+    return assigned
+
+
+def _value(variable: Any) -> Any:
+    read = getattr(variable, "read_value", None)
+    return tf.convert_to_tensor(variable) if read is None else read()
+
+
+# -- reducescatter ----------------------------------------------------------------------------------------------------
+
+
+@translated
+@documented
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce a tensor over all ranks, and give each rank some rows of the result.
+
+    The gradient is that of :func:`allreduce` on the whole tensor, gathered from all ranks.
+    """
+    _refuse_sparse("reducescatter", tensor)
+    operation = _scattering(op, prescale_factor, postscale_factor, process_set, [tensor])
+    with _device(device_dense):
+        return compressed(
+            compression,
+            _tensor(tensor, OpKind.REDUCESCATTER, compression),
+            lambda sent: collective(operation, sent, name, ignore_name_scope=ignore_name_scope),
+        )
+
+
+@translated
+@documented
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Any]:
+    """:func:`reducescatter` of several tensors, executed together."""
+    given = arguments.tensor_list(ADAPTER, tensors)
+    _refuse_sparse("grouped_reducescatter", *given)
+    operation = _scattering(op, prescale_factor, postscale_factor, process_set, given)
+    dense = [_tensor(each, OpKind.REDUCESCATTER, compression) for each in given]
+    with _device(device_dense):
+        return all_compressed(compression, dense, lambda sent: collectives(operation, sent, name))
+
+
+def _refuse_sparse(function: str, *tensors: Any) -> None:
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise UnsupportedError(
+            f"hvd.{function} takes dense tensors, not tf.IndexedSlices; give tf.convert_to_tensor(slices)."
+        )
+
+
+# -- alltoall ---------------------------------------------------------------------------------------------------------
+
+
+@translated
+@documented
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send each rank some rows of a tensor, and get some rows of each rank's.
+
+    The gradient is sent back the way the rows came.
+
+    Returns:
+        A new tensor with the rows that came, in the order of the ranks they came from. If ``splits`` were given, a pair of
+        that and an int32 tensor of the rows that came from each rank.
+    """
+    operation = Operation(OpKind.ALLTOALL, process_set=set_id(process_set))
+    output, received = exchange(operation, tensor, splits, name, ignore_name_scope=ignore_name_scope)
+    return output if splits is None else (output, received)
+
+
+# -- the end of the data ----------------------------------------------------------------------------------------------
+
+
+@translated
+def join() -> Any:
+    """Take part with zeros in what the other ranks do, until all have joined.
+
+    Returns:
+        The rank that joined last, the same on all: a number, or in a graph an int32 tensor.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+        AbortedError: A rank died, left, failed or was interrupted before all had joined.
+    """
+    if not in_graph(()):
+        return context.engine("hvd.join()").run(Request(OpKind.JOIN)).last_joined
+    registered = kernels.usable()
+    if isinstance(registered, str):
+        return tf.numpy_function(lambda: _int32(context.engine("hvd.join()").join()), [], tf.int32)
+    call = Call(Operation(OpKind.JOIN), None, False, users_line())
+    return registered.functions.hvdlab_join(call=call.encoded())
+
+
+# -- the world, when an operation is executed -------------------------------------------------------------------------
+
+
+@translated
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The number of ranks of a process set, as an int32 tensor that has it when it is executed.
+
+    In a graph it follows elastic training, while ``hvd.size()`` is the number at the time the graph was made.
+
+    Args:
+        process_set_id: ``process_set_id`` of a process set; all ranks by default.
+        name: Of the operation.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+        InvalidRequestError: There is no such process set.
+    """
+    return _query("size", process_set_id, name)
+
+
+@translated
+def rank_op(name: str | None = None) -> Any:
+    """This rank's number, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    return _query("rank", 0, name)
+
+
+@translated
+def local_size_op(name: str | None = None) -> Any:
+    """The number of ranks on this host, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    return _query("local_size", 0, name)
+
+
+@translated
+def local_rank_op(name: str | None = None) -> Any:
+    """This rank's number on its host, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    return _query("local_rank", 0, name)
+
+
+@translated
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 if this rank is in a process set, else 0, as an int32 tensor that has it when it is executed.
+
+    Args:
+        process_set_id: ``process_set_id`` of a process set; all ranks by default.
+        name: Of the operation.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+        InvalidRequestError: There is no such process set.
+    """
+    return _query("included", process_set_id, name)
+
+
+def _query(what: str, process_set_id: int, name: str | None) -> Any:
+    if not in_graph(()):
+        return tf.constant(kernels.asked(what, process_set_id), tf.int32)
+    registered = kernels.usable()
+    if isinstance(registered, str):
+        return tf.numpy_function(lambda: _int32(kernels.asked(what, process_set_id)), [], tf.int32)
+    return registered.functions.hvdlab_query(call=f"?{what} {process_set_id}", name=name)
+
+
+def _int32(number: int) -> Any:
+    return tf.int32.as_numpy_dtype(number)
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+def _allreducing(
+    average: bool | None,
+    op: ReduceOp | int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Operation:
+    return arguments.allreducing(average, op, prescale_factor, postscale_factor, set_id(process_set))
+
+
+def _gathering(process_set: ProcessSet) -> Operation:
+    return arguments.gathering(set_id(process_set))
+
+
+def _scattering(
+    op: ReduceOp | int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    tensors: Sequence[Any],
+) -> Operation:
+    chosen = arguments.checked_operator(op)
+    if chosen is Adasum:
+        raise UnsupportedError(
+            "reducescatter with Adasum does not exist, since what Adasum makes of a part depends on the whole tensor; "
+            "use allreduce with Adasum, or reducescatter with Average."
+        )
+    if any(getattr(getattr(tensor, "shape", None), "rank", 1) == 0 for tensor in tensors):
+        raise InvalidRequestError("reducescatter splits dimension 0, which a 0-d tensor does not have.")
+    return Operation(
+        OpKind.REDUCESCATTER,
+        chosen,
+        float(prescale_factor),
+        float(postscale_factor),
+        process_set=set_id(process_set),
+    )
+
+
+def _check_root(operation: Operation) -> None:
+    """In a graph, where it would fail only when it is run."""
+    if not tf.executing_eagerly() and basics.is_initialized():
+        engine = context.engine()
+        ranks = engine.ranks(operation.process_set)
+        if operation.root not in ranks:
+            raise InvalidRequestError(
+                f"root {operation.root} is not in process set {operation.process_set}; its ranks are {list(ranks)}."
+            )
+
+
+def _tensor(value: Any, kind: OpKind, compression: type[Compressor]) -> Any:
+    """A compressor takes tensors; without one what was given goes on as it is."""
+    return value if compression is Compression.none else ADAPTER.check(value, kind, False)
+
+
+@cache
+def _no_device() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _device(name: str) -> Any:
+    return tf.device(name) if name else _no_device()

@@ -1,0 +1,272 @@
+"""``DistributedOptimizer``: of TensorFlow 1's optimizers here, of Keras' in :mod:`hvdlab.tensorflow.keras`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlab.bindings.arguments import Adasum, Average, checked_operator
+from hvdlab.collectives import basics
+from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras.optimizers import distributed, is_keras_optimizer
+from hvdlab.tensorflow.ops import allreduce
+from hvdlab.tensorflow.reduction import GradientReducer, Groups
+from hvdlab.tensorflow.tape import chosen_groups
+
+_v1 = tf.compat.v1
+_V1Optimizer: Any = _v1.train.Optimizer
+
+
+class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
+    """An optimizer of TensorFlow 1 that has another one do most of its work."""
+
+    def __init__(self, optimizer: Any, name: str | None, use_locking: bool) -> None:
+        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        self._optimizer = optimizer
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer.variables(*args, **kwargs)
+
+
+class _DistributedOptimizer(_Wrapping):
+    """Reduces gradients when they are computed."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None,
+        use_locking: bool,
+        reducer: GradientReducer,
+        helper: LocalGradientAggregationHelper | None,
+    ) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._reducer = reducer
+        self._agg_helper = helper
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on their rank."""
+        self._reducer.register_local_var(var)
+        if self._agg_helper is not None:
+            self._agg_helper.register_local_var(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Pairs of reduced gradients and variables; see the wrapped optimizer's."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if self._agg_helper is not None:
+            reduced = self._agg_helper.compute_gradients(gradients, variables)
+        else:
+            reduced = self._reducer(gradients, variables)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply what :meth:`compute_gradients` returned, in the last pass of a step."""
+        if self._agg_helper is None:
+            return self._optimizer.apply_gradients(*args, **kwargs)
+        return self._agg_helper.apply_gradients(
+            lambda: self._optimizer.apply_gradients(*args, **kwargs), self, *args, **kwargs
+        )
+
+
+class _DistributedAdasumOptimizer(_Wrapping):
+    """Lets each rank make its own step, and combines the steps by Adasum.
+
+    The variables are where they were at the step's beginning when it is combined: each rank's step is the difference to that.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None,
+        use_locking: bool,
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+    ) -> None:
+        super().__init__(optimizer, name, use_locking)
+        self._compression = compression
+        self._passes = backward_passes_per_step
+        self._starts: list[Any] = []
+        self._counter: Any = None
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's own gradients."""
+        return self._optimizer.compute_gradients(*args, **kwargs)
+
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        if self._counter is None:
+            with tf.init_scope():
+                self._counter = tf.Variable(0, trainable=False, dtype=tf.int32, name="adasum_counter")
+                self._starts = [
+                    tf.Variable(
+                        tf.zeros(variable.shape, variable.dtype.base_dtype),
+                        trainable=False,
+                        name=f"adasum_start_{number}",
+                    )
+                    for number, variable in enumerate(variables)
+                ]
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make this rank's step, and in the last pass combine the steps of all ranks."""
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        variables = [variable for _, variable in pairs]
+        self._prepare(variables)
+        first = tf.equal(self._counter, 0)
+        kept = [
+            start.assign(tf.where(first, variable, start))
+            for start, variable in zip(self._starts, variables, strict=True)
+        ]
+        with tf.control_dependencies(
+            [each.op if hasattr(each, "op") else each for each in _graph_only(kept)]
+        ):
+            stepped = self._optimizer.apply_gradients(pairs, *args, **kwargs)
+        with tf.control_dependencies(_graph_only([stepped])):
+            counter = self._counter.assign_add(1)
+            return tf.cond(
+                tf.equal(counter, self._passes),
+                lambda: self._combine(variables),
+                lambda: tf.constant(False),
+            )
+
+    def _combine(self, variables: Sequence[Any]) -> Any:
+        done = []
+        for number, (variable, start) in enumerate(zip(variables, self._starts, strict=True)):
+            step = variable.read_value() - start.read_value()
+            combined = allreduce(
+                step, op=Adasum, compression=self._compression, name=f"DistributedAdasum.{number}"
+            )
+            done.append(variable.assign(start + combined))
+        done.append(self._counter.assign(0))
+        with tf.control_dependencies(_graph_only(done)):
+            return tf.constant(True)
+
+
+def _graph_only(operations: list[Any]) -> list[Any]:
+    """Control dependencies: there are none outside of graphs, where an assignment gives the variable."""
+    return [] if tf.executing_eagerly() else [each for each in operations if each is not None]
+
+
+def DistributedAdasumOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """An optimizer that combines the ranks' steps by Adasum; what ``DistributedOptimizer(op=hvd.Adasum)`` makes."""
+    return _DistributedAdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer that reduces gradients over all ranks before it applies them.
+
+    Args:
+        optimizer: One of ``tf.compat.v1.train``, of Keras 3 or of Keras 2 (``tf_keras``).
+        name: Of the optimizer; by default ``Distributed`` and the class's.
+        use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
+        device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
+        device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
+        compression: Applied to what is sent, and undone on what is received.
+        sparse_as_dense: Make sparse gradients dense before they are reduced.
+        backward_passes_per_step: How often gradients are computed, and added up on the rank, before they are reduced and applied.
+        op: ``hvd.Average``, ``hvd.Sum`` or, with TensorFlow 1's optimizers, ``hvd.Adasum``.
+        gradient_predivide_factor: For ``Average``: gradients are divided by it before the sum, and by the rest of
+            the number of ranks after it.
+        average_aggregated_gradients: Whether the sum over the passes of a step is divided by their number.
+        num_groups: Deprecated form of ``groups``.
+        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; what is in no list
+            is reduced by itself. By default gradients are put together as they come.
+        process_set: The ranks that take part; all by default.
+        scale_local_gradients: Whether gradients of local variables (see ``register_local_var``) are divided by the
+            number of ranks, which makes them as large as averages.
+
+    Returns:
+        An optimizer, which is called on every rank alike.
+
+    Raises:
+        ValueError: It is no optimizer, or distributed already, or an argument is wrong.
+    """
+    chosen = checked_operator(op)
+    if is_keras_optimizer(optimizer):
+        return distributed(
+            optimizer,
+            name=name,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            op=chosen,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
+            groups=chosen_groups(num_groups, groups),
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+    if not isinstance(optimizer, _V1Optimizer):
+        raise InvalidRequestError(
+            "hvd.DistributedOptimizer takes an optimizer of tf.compat.v1.train, of Keras or of tf_keras, not "
+            f"{type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, _Wrapping):
+        raise InvalidRequestError(
+            "This optimizer is distributed already: its gradients would be reduced twice."
+        )
+    if chosen is Adasum:
+        return DistributedAdasumOptimizer(
+            optimizer, name, use_locking, device_dense, device_sparse, compression, backward_passes_per_step
+        )
+    reducer = GradientReducer(
+        name or f"Distributed{type(optimizer).__name__}",
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        chosen,
+        gradient_predivide_factor,
+        chosen_groups(num_groups, groups),
+        process_set,
+        scale_local_gradients,
+    )
+    helper = None
+    if backward_passes_per_step > 1:
+        reduce: Callable[..., Any] = reducer
+        helper = LocalGradientAggregationHelper(
+            backward_passes_per_step,
+            reduce,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            basics.rank(),
+            type(optimizer),
+            process_set,
+            scale_local_gradients,
+        )
+    return _DistributedOptimizer(optimizer, name, use_locking, reducer, helper)

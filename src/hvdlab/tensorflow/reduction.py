@@ -1,0 +1,171 @@
+"""The reduction of a training step's gradients: what tapes and optimizers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlab.bindings.arguments import Average, checked_operator
+from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.horovod.common.util import split_list
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.functions import vars_to_refs
+from hvdlab.tensorflow.graph import in_graph
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.ops import allreduce, grouped_allreduce, size_op
+
+BUCKET = 16 << 20
+"""Bytes of gradients that one operation of a graph reduces, where the user names no groups: so many that an operation's own
+cost does not matter, and so few that the reduction begins while the backward pass goes on."""
+
+Groups = int | Sequence[Sequence[Any]] | None
+
+
+class GradientReducer:
+    """Reduces gradients over all ranks; called alike on every rank.
+
+    Args:
+        name: Beginning of the collectives' names.
+        device_dense, device_sparse: Devices of the reduction.
+        compression: Applied to dense gradients on their way.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` are made dense before.
+        op: ``Average``, ``Sum`` or ``Adasum``.
+        gradient_predivide_factor: For ``Average``: what gradients are divided by before they are summed; the rest of
+            the division follows.
+        groups: Number of groups of gradients that are reduced together, or lists of the variables of each.
+        process_set: The ranks that take part.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
+
+    Raises:
+        ValueError: ``gradient_predivide_factor`` is given with another operator, or ``groups`` makes no sense.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type[Compressor] = Compression.none,
+        sparse_as_dense: bool = False,
+        op: ReduceOp | int = Average,
+        gradient_predivide_factor: float = 1.0,
+        groups: Groups = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        self._op = checked_operator(op)
+        if gradient_predivide_factor != 1.0 and self._op is not Average:
+            raise InvalidRequestError("gradient_predivide_factor= is for op=hvd.Average only.")
+        if isinstance(groups, int):
+            if groups < 0:
+                raise InvalidRequestError(f"groups= takes no negative number of groups: {groups}.")
+        elif groups is not None and not all(isinstance(group, list | tuple) for group in groups):
+            raise InvalidRequestError("groups= takes a number, or a list of lists of variables.")
+        self._name = name
+        self._devices = {"device_dense": device_dense, "device_sparse": device_sparse}
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._predivide = float(gradient_predivide_factor)
+        self._groups = groups
+        self.process_set = process_set
+        self._scale_local = scale_local_gradients
+        #: Variables whose gradients stay on their rank, as :func:`vars_to_refs` names them.
+        self.local: set[Any] = set()
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable's gradients on their rank."""
+        self.local.add(vars_to_refs(variable))
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+        """The reduced gradients, in the same order; what is ``None`` stays so.
+
+        Args:
+            gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
+            variables: What they are the gradients of; needed for groups of variables, and for local ones.
+        """
+        found = list(gradients)
+        if self._sparse_as_dense:
+            found = [tf.convert_to_tensor(each) if _is_sparse(each) else each for each in found]
+        references = [None] * len(found) if variables is None else [vars_to_refs(each) for each in variables]
+        local = [
+            i for i, reference in enumerate(references) if reference is not None and reference in self.local
+        ]
+        if self._scale_local:
+            for i in local:
+                found[i] = self._scaled(found[i])
+        together = [i for i, each in enumerate(found) if each is not None and i not in set(local)]
+        for number, places in enumerate(self._grouped(together, found, references)):
+            for i, output in zip(places, self._reduced([found[i] for i in places], number), strict=True):
+                found[i] = output
+        return found
+
+    def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
+        """A group's gradients, reduced by one collective; sparse ones each by its own."""
+        keywords: dict[str, Any] = {
+            **self._devices,
+            "compression": self._compression,
+            "op": self._op,
+            "prescale_factor": 1.0 / self._predivide,
+            "postscale_factor": self._predivide,
+            "process_set": self.process_set,
+            "name": f"{self._name}.{number}",
+        }
+        if len(gradients) == 1:
+            return [allreduce(gradients[0], **keywords)]
+        return grouped_allreduce(gradients, **keywords)  # type: ignore[no-any-return]
+
+    def _grouped(self, places: list[int], gradients: list[Any], references: list[Any]) -> list[list[int]]:
+        if not places:
+            return []
+        if isinstance(self._groups, int) and self._groups > 0:
+            return [group for group in split_list(places, min(self._groups, len(places))) if group]
+        if self._groups and not isinstance(self._groups, int):
+            return self._by_variables(places, references)
+        if not in_graph([gradients[i] for i in places if not _is_sparse(gradients[i])]):
+            return [places]  # all of them are there
+        return _buckets(places, gradients)
+
+    def _by_variables(self, places: list[int], references: list[Any]) -> list[list[int]]:
+        assert not isinstance(self._groups, int)
+        place_of = {references[i]: i for i in places if references[i] is not None}
+        groups, taken = [], set()
+        for group in self._groups or ():
+            members = [place_of[ref] for variable in group if (ref := vars_to_refs(variable)) in place_of]
+            if members:
+                groups.append(members)
+                taken.update(members)
+        return groups + [[i] for i in places if i not in taken]
+
+    def _scaled(self, gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        id = self.process_set.process_set_id or 0
+        if _is_sparse(gradient):
+            values = gradient.values / tf.cast(size_op(id), gradient.values.dtype)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size_op(id), gradient.dtype)
+
+
+def _is_sparse(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:
+    """Gradients that a backward pass makes one after the other: those of the last variables first."""
+    buckets: list[list[int]] = []
+    left = 0
+    for i in reversed(places):
+        gradient = gradients[i]
+        if _is_sparse(gradient):
+            buckets.append([i])
+            left = 0
+            continue
+        size = (gradient.shape.num_elements() or 0) * gradient.dtype.size
+        if not buckets or left < size:
+            buckets.append([])
+            left = BUCKET
+        buckets[-1].append(i)
+        left -= size
+    return buckets

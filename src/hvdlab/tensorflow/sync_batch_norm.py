@@ -1,0 +1,70 @@
+"""``SyncBatchNormalization``: batch normalization over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.bindings.arguments import Sum
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.ops import allreduce
+
+_Base: Any = tf.keras.layers.BatchNormalization
+
+
+class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
+    """A ``BatchNormalization`` layer whose mean and variance in training are those of all ranks' batches together.
+
+    Every rank counts as much as it has examples. All ranks must call it alike, in the forward pass and in the backward
+    pass.
+
+    Args:
+        fused: Not supported; only ``False``.
+        kwargs: What ``tf.keras.layers.BatchNormalization`` takes. Without a ``name`` the layer has a name of its class.
+
+    Raises:
+        InvalidRequestError: ``fused=True``.
+    """
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused in (True, None):
+            raise InvalidRequestError("SyncBatchNormalization does not support fused=True.")
+        if "name" not in kwargs:
+            kwargs["name"] = None
+        super().__init__(**kwargs)
+
+    def _moments(self, inputs: Any, *arguments: Any, mask: Any = None) -> tuple[Any, Any]:
+        """Mean and variance over all ranks, from one reduction of count, sums and sums of squares.
+
+        Keras 3 gives a mask; Keras 2 gives the axes, whether to keep them, and a mask.
+        """
+        axes, keep = self._reduced_axes(inputs), False
+        if len(arguments) >= 2:
+            axes, keep = list(arguments[0]), bool(arguments[1])
+            arguments = arguments[2:]
+        if mask is not None or any(argument is not None for argument in arguments):
+            raise UnsupportedError("SyncBatchNormalization does not support masks.")
+        wide = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
+        total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
+        count = tf.cast(tf.size(wide), wide.dtype) / tf.cast(tf.size(total), wide.dtype)
+        flat = [tf.reshape(total, [-1]), tf.reshape(squares, [-1]), [count]]
+        sums = allreduce(tf.concat(flat, 0), op=Sum, name=f"{self.name}.moments")
+        features = tf.size(total)
+        mean = sums[:features] / sums[-1]
+        variance = tf.maximum(sums[features:-1] / sums[-1] - mean * mean, 0)
+        shape = tf.shape(tf.reduce_sum(wide, axes, keepdims=True)) if keep else tf.shape(total)
+        return tf.reshape(mean, shape), tf.reshape(variance, shape)
+
+    def _reduced_axes(self, inputs: Any) -> list[int]:
+        rank = inputs.shape.rank
+        kept = [axis % rank for axis in (self.axis if isinstance(self.axis, list | tuple) else [self.axis])]
+        return [axis for axis in range(rank) if axis not in kept]
+
+    def _calculate_mean_and_var(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
+        """What Keras 2 asks for."""
+        return self._moments(inputs, *arguments, **keywords)
+
+    def get_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = super().get_config()
+        config.pop("synchronized", None)  # that is MultiWorkerMirroredStrategy's
+        return config

@@ -1,0 +1,158 @@
+"""Collectives that are waited for in TensorFlow's C++: Ctrl-C meanwhile, and deadlocks.
+
+Nothing calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't go on without another one
+that has ended its cell, or waits for something else. A thread that runs only while kernels are executed says so, once the process
+has computed nothing for a while: before that the next operation may be on its way.
+
+Python's own handler runs only once that thread is back in Python, which it is when the collectives end. So a thread of its own
+watches the descriptor to which Python's C handler writes each signal's number, and withdraws what is pending: it ends with
+an error on all ranks, the main thread comes back, and there Python raises ``KeyboardInterrupt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from hvdlab.bindings.handles import Handle
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import CauseKind, NotInitializedError
+from hvdlab.tensorflow.installed import tf
+
+_GRACE = 0.2
+"""Seconds in which a main thread that is in Python, or in a call which signals break, has handled the signal."""
+
+_LOOK = 0.02
+"""Seconds between two looks at the main thread: there is no event for an interpreter that goes on."""
+
+_BLOCKED_AFTER = 1.0
+"""Seconds between two looks at a process with pending kernels; one in which it computed next to nothing is a wait."""
+
+_NOTHING = 0.1
+"""Seconds of CPU that a process takes by itself in such a time, at most."""
+
+_HOME = os.path.join(os.path.dirname(tf.__file__), "")
+
+
+class _Watch:
+    """Collectives that kernels have started, and the thread that withdraws them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Process set of each handle that has not ended, the oldest first.
+        self._pending: dict[Handle, int] = {}
+        self._thread: threading.Thread | None = None
+        #: How many have been started.
+        self._count = 0
+        #: The thread that looks whether this process computes. It ends once a whole look has found no new kernel.
+        self._looking: threading.Thread | None = None
+
+    def started(self, handle: Handle, process_set: int) -> None:
+        """A kernel waits for this handle from now on."""
+        with self._lock:
+            self._pending[handle] = process_set
+            self._count += 1
+            if self._looking is not None:
+                return
+            self._looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
+            self._looking.start()
+
+    def ended(self, handle: Handle) -> None:
+        """It has ended."""
+        with self._lock:
+            self._pending.pop(handle, None)
+
+    def _look(self) -> None:
+        """Tell of the oldest handle for as long as this process waits and does nothing else."""
+        told: Handle | None = None
+        untell: Callable[[], None] | None = None
+        waited = 0.0
+        while True:
+            with self._lock:
+                oldest, count = next(iter(self._pending), None), self._count
+            before, cpu = time.monotonic(), time.process_time()
+            time.sleep(_BLOCKED_AFTER)
+            with self._lock:
+                now = next(iter(self._pending), None)
+                over = now is None and count == self._count
+                if over:
+                    self._looking = None
+            computed = time.process_time() - cpu > _NOTHING
+            if untell is not None and (computed or now is not told):
+                untell()
+                told, untell, waited = None, None, 0.0
+            if over:
+                return
+            if now is not None and now is oldest and not computed:
+                waited += time.monotonic() - before
+                told, untell = now, now.tell_blocked(waited) or untell
+
+    def sets(self) -> set[int]:
+        """Process sets with collectives that have not ended."""
+        with self._lock:
+            return set(self._pending.values())
+
+    def begin(self) -> None:
+        """Watch from now on. Does nothing on another thread than the main one, which alone may ask for the signals."""
+        if self._thread is not None or threading.current_thread() is not threading.main_thread():
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(
+            target=self._watch, args=(reader, before), name="hvdlab-tensorflow-interrupts", daemon=True
+        )
+        self._thread.start()
+
+    def _watch(self, reader: int, before: int) -> None:
+        while numbers := os.read(reader, 64):
+            if before != -1:
+                with contextlib.suppress(OSError):  # closed, or full: whoever watches it has been woken
+                    os.write(before, numbers)
+            if signal.SIGINT in numbers and self.sets() and _main_thread_is_stuck(self):
+                self._withdraw()
+
+    def _withdraw(self) -> None:
+        try:
+            engine = context.engine()
+        except NotInitializedError:
+            return  # it was shut down, which ended them
+        for process_set in self.sets():
+            engine.withdraw(f"rank {engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
+
+    def after_fork(self) -> None:
+        """In a forked child: the thread and its pipe are the parent's."""
+        if self._thread is not None:
+            signal.set_wakeup_fd(-1)
+        self.__init__()  # type: ignore[misc]
+
+
+def _main_thread_is_stuck(watch: _Watch) -> bool:
+    """Whether the main thread stays within a call of TensorFlow's while collectives are pending."""
+    before = _place()
+    deadline = time.monotonic() + _GRACE
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK)
+        now = _place()
+        if now != before or not watch.sets():
+            return False
+    return before is not None
+
+
+def _place() -> tuple[int, int] | None:
+    """Where the main thread is, if that is in a module of TensorFlow's."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or -1)
+    if frame is None or not os.path.abspath(frame.f_code.co_filename).startswith(_HOME):
+        return None
+    return id(frame), frame.f_lasti
+
+
+_watch = _Watch()
+begin, started, ended = _watch.begin, _watch.started, _watch.ended
+os.register_at_fork(after_in_child=_watch.after_fork)

@@ -1,0 +1,45 @@
+"""What the notebook side is told of TensorFlow's and Keras' values."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks import Ranks
+
+
+def described() -> None:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import tf_keras
+
+    from hvdlab.bindings.framework_hooks import NotOurs, hooks_of
+
+    hooks = hooks_of("tensorflow")
+    for value, dtype in (
+        (tf.ones((2, 3)), "float32"),
+        (tf.Variable([1, 2]), "int32"),
+        (tf.ones(3, tf.bfloat16), "bfloat16"),
+        (keras.Variable(np.ones(2, np.float32)), "float32"),
+    ):
+        source = hooks.array(value)
+        assert source is not None
+        assert (source.dtype, source.shape, source.device) == (dtype, tuple(value.shape), "cpu")
+        assert source.read(0, source.nbytes).size == source.nbytes
+    assert hooks.array(tf.constant(["text"])) is None
+    assert hooks.nbytes(tf.ones((2, 3))) == 24
+    for package in (keras, tf_keras):
+        model = package.Sequential([package.layers.Dense(2), package.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+        parts = dict(hooks.parts(model) or ())
+        assert len(parts) == 4
+        assert all(hooks.array(part) is not None for part in parts.values())
+        assert ".config" in dict(hooks.parts(model.optimizer) or ())
+    with pytest.raises(NotOurs):
+        hooks.parts({})
+    assert hooks.settings()["version"] == tf.__version__
+
+
+def test_values_and_models(two: Ranks) -> None:
+    two.run(described, ranks=[0], timeout=60)

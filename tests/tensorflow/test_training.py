@@ -1,0 +1,367 @@
+"""Tapes, optimizers, layers, callbacks and states: what they compute on two ranks, against the same arithmetic in numpy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError, MismatchError
+from ranks import Ranks
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    import tensorflow as tf
+
+    import hvdlab.tensorflow as hvd
+    import hvdlab.tensorflow.keras as hvd_keras
+
+    return tf, hvd, hvd_keras
+
+
+# -- tapes ------------------------------------------------------------------------------------------------------------
+
+
+def tapes() -> None:
+    tf, hvd, _ = _modules()
+    rank, size = hvd.rank(), hvd.size()
+    v, w, table = tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable(tf.ones((4, 2)))
+    unused = tf.Variable(1.0)
+
+    def step(**options: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(v * v) * (rank + 1) + w * (rank + 1)
+            loss += tf.reduce_sum(tf.gather(table, [rank, 0]))
+        tape = hvd.DistributedGradientTape(tape, **options)
+        tape.register_local_source(w)
+        of_v, of_w, of_table, nothing = tape.gradient(loss, [v, w, table, unused])
+        assert nothing is None
+        assert isinstance(tape, tf.GradientTape)
+        return of_v, of_w, tf.convert_to_tensor(of_table), tape.gradient(loss, {"v": v})["v"]
+
+    mean = (size + 1) / 2
+    rows = np.zeros((4, 2))
+    for r in range(size):
+        rows[r] += 1 / size
+        rows[0] += 1 / size
+    cases: list[dict[str, Any]] = [
+        {},
+        {"sparse_as_dense": True},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"groups": [[v], [w, table]], "sparse_as_dense": True},
+        {"num_groups": 1, "compression": hvd.Compression.fp16, "sparse_as_dense": True},
+    ]
+    for options in cases:
+        for call in (step, tf.function(step, autograph=False)):
+            of_v, of_w, of_table, alone = call(**options)
+            np.testing.assert_allclose(of_v, 2 * np.array([1.0, 2.0]) * mean, err_msg=str(options))
+            np.testing.assert_allclose(alone, of_v)
+            np.testing.assert_allclose(of_w, (rank + 1) / size)
+            np.testing.assert_allclose(of_table, rows)
+    np.testing.assert_allclose(step(op=hvd.Sum, scale_local_gradients=False)[1], rank + 1)
+    with pytest.raises(InvalidRequestError, match="distributed already"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
+    with pytest.raises(ValueError, match=r"is for op=hvd\.Average only"):
+        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def partial_tapes() -> None:
+    tf, hvd, _ = _modules()
+    layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    other = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(other(layer(tf.fill([1, 1], float(hvd.rank() + 1)))))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer)
+    local, shared = tape.gradient(loss, [layer.trainable_weights[0], other.trainable_weights[0]])
+    np.testing.assert_allclose(local, [[(hvd.rank() + 1) / hvd.size()]])
+    np.testing.assert_allclose(shared, [[(hvd.size() + 1) / 2]])
+
+
+# -- optimizers of TensorFlow 1 ---------------------------------------------------------------------------------------
+
+
+def first_optimizers() -> None:
+    tf, hvd, _ = _modules()
+    v1 = tf.compat.v1
+    factor, mean = hvd.rank() + 1, (hvd.size() + 1) / 2
+
+    def trained(steps: int, **options: Any) -> Any:
+        with tf.Graph().as_default():
+            variable = v1.get_variable("w", initializer=1.0)
+            plain = v1.train.GradientDescentOptimizer(0.1)
+            operation = hvd.DistributedOptimizer(plain, **options).minimize(variable * variable * factor)
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                found = []
+                for _ in range(steps):
+                    session.run(operation)
+                    found.append(float(session.run(variable)))
+        return found
+
+    step = 1 - 0.1 * 2 * mean
+    np.testing.assert_allclose(trained(2), [step, step * step], rtol=1e-6)
+    accumulated = trained(3, backward_passes_per_step=2)
+    np.testing.assert_allclose(accumulated, [1, 1 - 2 * (1 - step), 1 - 2 * (1 - step)], rtol=1e-6)
+    averaged = trained(2, backward_passes_per_step=2, average_aggregated_gradients=True)
+    np.testing.assert_allclose(averaged, [1, step], rtol=1e-6)
+    # Two parallel steps a and 2 a: Adasum gives 1.5 a.
+    np.testing.assert_allclose(trained(1, op=hvd.Adasum), [1 - 0.2 * 1.5], rtol=1e-5)
+    with pytest.raises(ValueError, match="takes an optimizer"):
+        hvd.DistributedOptimizer(object())
+    with pytest.raises(InvalidRequestError, match="distributed already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)))
+
+
+# -- Keras ------------------------------------------------------------------------------------------------------------
+
+
+def _data(hvd: Any) -> tuple[Any, Any]:
+    x = np.random.default_rng(hvd.rank()).normal(size=(64, 4)).astype(np.float32)
+    return x, x.sum(1, keepdims=True)
+
+
+def _model(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(1)])
+
+
+def _fit(keras: Any, optimizer: Any, epochs: int = 3, **options: Any) -> Any:
+    """Train; the ranks begin with different weights and end with the same ones."""
+    _, hvd, hvd_keras = _modules()
+    model = _model(keras)
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.MetricAverageCallback(),
+    ]
+    x, y = _data(hvd)
+    history = model.fit(x, y, epochs=epochs, batch_size=16, verbose=0, callbacks=callbacks).history["loss"]
+    sums = hvd.allgather_object([float(np.sum(np.abs(weights))) for weights in model.get_weights()])
+    assert sums == [sums[0]] * hvd.size()
+    assert hvd.allgather_object(history) == [history] * hvd.size()
+    assert history[-1] < history[0]
+    return model
+
+
+def _keras(version: int) -> Any:
+    import importlib
+
+    return importlib.import_module("keras" if version == 3 else "tf_keras")
+
+
+def fits(version: int) -> None:
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    optimizers = keras.optimizers
+    _fit(keras, hvd_keras.DistributedOptimizer(optimizers.SGD(0.05, momentum=0.9)))
+    _fit(keras, hvd.DistributedOptimizer(optimizers.Adam(0.05), compression=hvd.Compression.fp16))
+    _fit(keras, hvd_keras.DistributedOptimizer(optimizers.SGD(0.05), backward_passes_per_step=2))
+    _fit(keras, hvd_keras.DistributedOptimizer(optimizers.SGD(0.05), groups=2), run_eagerly=True)
+    if version == 2:
+        _fit(keras, hvd_keras.DistributedOptimizer(optimizers.legacy.Adam(0.05)))
+    with pytest.raises(InvalidRequestError, match="distributed already"):
+        hvd_keras.DistributedOptimizer(hvd_keras.DistributedOptimizer(optimizers.SGD()))
+    with pytest.raises(NotImplementedError, match="can't use Adasum"):
+        hvd_keras.DistributedOptimizer(optimizers.SGD(), op=hvd.Adasum)
+
+
+def passes(version: int) -> None:
+    """Two passes of a step: only in the second one are gradients reduced and applied."""
+    keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
+    variable = keras.Variable(1.0) if version == 3 else tf.Variable(1.0)
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    step = tf.function(lambda g: optimizer.apply_gradients([(g, variable)]), autograph=False)
+    found = []
+    for number in range(4):
+        step(tf.constant(float(hvd.rank() + 1 + number)))
+        found.append(round(float(tf.convert_to_tensor(variable)), 5))
+    first = 1 - 0.1 * np.mean([r + 1.5 for r in range(hvd.size())])
+    second = first - 0.1 * np.mean([r + 3.5 for r in range(hvd.size())])
+    np.testing.assert_allclose(found, [1, first, first, second], rtol=1e-5)
+    assert int(tf.convert_to_tensor(optimizer.iterations)) == 4
+
+
+def saves(version: int) -> None:
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    import hvdlab.keras
+    from hvdlab.tensorflow.keras.models import load_model
+    from hvdlab.tensorflow.keras.optimizers import Distributed
+
+    model = _fit(keras, hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.05)))
+    path = os.path.join(os.environ["HVDLAB_TEST_FOLDER"], f"{version}-{hvd.rank()}.keras")
+    model.save(path)
+    assert (
+        type(keras.models.load_model(path).optimizer) is keras.optimizers.Adam
+    )  # as it is where hvdlab is not
+    load = (
+        hvd_keras.load_model
+        if version == 3
+        else lambda *a: load_model(keras, *a, None, None, hvd.Compression.none)
+    )
+    again = load(path)
+    assert isinstance(again.optimizer, Distributed)
+    assert isinstance(again.optimizer, keras.optimizers.Adam)
+    assert int(again.optimizer.iterations) == int(model.optimizer.iterations) > 0
+    x, y = _data(hvd)
+    again.fit(x, y, epochs=1, verbose=0)
+    sums = hvd.allgather_object([float(np.sum(np.abs(weights))) for weights in again.get_weights()])
+    assert sums == [sums[0]] * hvd.size()
+    if version == 3:
+        assert isinstance(hvdlab.keras.load_model(path).optimizer, Distributed)
+
+
+def mixed_precision() -> None:
+    """A rank whose gradients overflow makes all of them skip the step: none waits for another."""
+    keras, (_, hvd, hvd_keras) = _keras(3), _modules()
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = _fit(keras, hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+        x, y = _data(hvd)
+        before = model.get_weights()
+        if hvd.rank() == 1:
+            y = y * np.inf
+        model.fit(x[:16], y[:16], epochs=1, batch_size=16, verbose=0)
+        for one, other in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def rates(version: int) -> None:
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    callbacks, x, y = hvd_keras.callbacks, *_data(hvd)
+
+    def trained(callback: Any, epochs: int) -> list[float]:
+        model = _model(keras)
+        model.compile(optimizer=hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+        history = model.fit(x, y, epochs=epochs, batch_size=16, verbose=0, callbacks=[callback])
+        return [float(rate) for rate in history.history["lr"]]
+
+    halved = callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.5**epoch, start_epoch=1)
+    np.testing.assert_allclose(trained(halved, 3), [0.01, 0.005, 0.0025], rtol=1e-5)
+    only = callbacks.LearningRateScheduleCallback(0.01, 0.1, start_epoch=1, end_epoch=2)
+    np.testing.assert_allclose(trained(only, 2), [0.01, 0.001], rtol=1e-5)
+    n = hvd.size()
+    warm = callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=2)
+    np.testing.assert_allclose(trained(warm, 3), [0.01 / n * ((n - 1) / 2 + 1), 0.01, 0.01], rtol=1e-5)
+
+
+def best_models() -> None:
+    keras, (_, hvd, hvd_keras) = _keras(3), _modules()
+    x, y = _data(hvd)
+    model = _model(keras)
+    model.compile(optimizer="sgd", loss="mse")
+    callback = hvd_keras.callbacks.BestModelCheckpoint(monitor="loss")
+    with pytest.raises(InvalidRequestError, match="filepath"):
+        model.fit(x, y, epochs=1, verbose=0, callbacks=[callback])
+    callback.filepath = os.path.join(os.environ["HVDLAB_TEST_FOLDER"], f"best-{hvd.rank()}.keras")
+    model.fit(x, y, epochs=1, verbose=0, callbacks=[callback])
+    assert os.path.exists(callback.filepath)
+
+
+def values() -> None:
+    _, hvd, hvd_keras = _modules()
+    import hvdlab.keras as plain
+
+    mean = (hvd.size() - 1) / 2
+    assert hvd_keras.allreduce(float(hvd.rank())) == plain.allreduce(float(hvd.rank())) == mean
+    assert plain.allreduce(1.0, average=False) == hvd.size()
+    assert hvd_keras.allgather([hvd.rank()]).tolist() == list(range(hvd.size()))
+    assert hvd_keras.broadcast(np.array([hvd.rank()]), 1).tolist() == [1]
+    assert hvd_keras.reducescatter(np.ones(hvd.size()), op=hvd.Sum).tolist() == [hvd.size()]
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def normalization() -> None:
+    tf, hvd, _ = _modules()
+    rank, size = hvd.rank(), hvd.size()
+    every = [np.random.default_rng(r).normal(r, 1 + r, (8, 5, 3)).astype(np.float32) for r in range(size)]
+    whole = tf.constant(np.concatenate(every))
+    synchronized, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    with tf.GradientTape() as tape:
+        mine = tf.constant(every[rank])
+        tape.watch(mine)
+        output = synchronized(mine, training=True)
+        loss = tf.reduce_sum(output**3)
+    with tf.GradientTape() as reference:
+        reference.watch(whole)
+        expected = plain(whole, training=True)
+        total = tf.reduce_sum(expected**3)
+    own = slice(8 * rank, 8 * rank + 8)
+    np.testing.assert_allclose(output, expected[own], atol=2e-5)
+    np.testing.assert_allclose(tape.gradient(loss, mine), reference.gradient(total, whole)[own], atol=2e-3)
+    np.testing.assert_allclose(synchronized.moving_variance, plain.moving_variance, rtol=1e-5)
+    np.testing.assert_allclose(synchronized(mine), plain(whole)[own], atol=1e-5)
+    with pytest.raises(ValueError, match="fused=True"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+# -- elastic states ---------------------------------------------------------------------------------------------------
+
+
+def states() -> None:
+    tf, hvd, hvd_keras = _modules()
+    keras = _keras(3)
+    variable = tf.Variable(float(hvd.rank()))
+    state = hvd.elastic.TensorFlowState([variable], epoch=hvd.rank())
+    state.sync()
+    assert (float(variable), state.epoch) == (0.0, 0)
+    variable.assign(5.0)
+    state.epoch = 3
+    state.commit()
+    variable.assign(7.0)
+    state.epoch = 4
+    state.restore()
+    assert (float(variable), state.epoch) == (5.0, 3)
+    model = _model(keras)
+    model.compile(
+        optimizer=hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), loss="mse"
+    )
+    x, y = _data(hvd)
+    model.fit(x, y, epochs=1, verbose=0)
+    saved = hvd_keras.elastic.KerasState(model, batch=0, epoch=0)
+    assert saved.model is model
+    saved.sync()
+    weights = model.get_weights()
+    assert len(set(hvd.allgather_object(str(weights)))) == 1
+    callbacks = [
+        hvd_keras.elastic.CommitStateCallback(saved, batches_per_commit=2),
+        hvd_keras.elastic.UpdateBatchStateCallback(saved),
+        hvd_keras.elastic.UpdateEpochStateCallback(saved),
+    ]
+    model.fit(x, y, epochs=2, verbose=0, callbacks=callbacks)
+    assert (saved.epoch, saved.batch) == (2, 0)
+    kept = model.get_weights()
+    saved.save()
+    model.fit(x, y, epochs=1, verbose=0)
+    saved.restore()
+    for one, other in zip(kept, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def variables_differ() -> None:
+    tf, hvd, _ = _modules()
+    with pytest.raises(MismatchError, match="the ranks disagree"):
+        hvd.broadcast_variables([tf.Variable(tf.ones(2 + hvd.rank())), tf.Variable(1.0)], 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [tapes, partial_tapes, first_optimizers, values, normalization, states, variables_differ, mixed_precision, best_models],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_training(two: Ranks, function: Callable[[], None]) -> None:
+    two.run(function, timeout=100)
+
+
+@pytest.mark.parametrize("version", [3, 2])
+@pytest.mark.parametrize("function", [fits, passes, saves, rates], ids=lambda function: function.__name__)
+def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:
+    two.run(function, version, timeout=100)

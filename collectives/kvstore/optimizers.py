@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -22,6 +22,9 @@ State = Any
 """``None``, an array, or a tuple of states."""
 
 Gradient = Array | RowSparse
+
+_BLOCK = 1 << 14
+"""Elements that are updated at once."""
 
 _OF_THE_PROGRAM = ("lr_scheduler", "param_dict")
 """Attributes of an optimizer that are the program's own objects: they are not saved, and stay when states are loaded."""
@@ -37,6 +40,17 @@ def _constant(value: float, like: Array) -> Any:
     """A number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
     with np.errstate(over="ignore", under="ignore"):
         return like.dtype.type(np.float32(value))
+
+
+def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:
+    """Parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
+    flat = [array if array is None or not array.flags.c_contiguous else array.reshape(-1) for array in arrays]
+    if any(array is not None and array.ndim != 1 for array in flat):
+        yield arrays  # a copy of one that is not contiguous could not be written to
+        return
+    size = max(array.size for array in flat if array is not None)
+    for start in range(0, size, _BLOCK):
+        yield tuple(None if array is None else array[start : start + _BLOCK] for array in flat)
 
 
 class Optimizer:
@@ -236,7 +250,8 @@ class SGD(Optimizer):
         wd, rescale = _constant(self._get_wd(index), weight), _constant(self.rescale_grad, weight)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if not isinstance(grad, RowSparse):
-                self._step(weight, grad, state, lr, wd, rescale)
+                for weights, grads, velocities in _blocks(weight, grad, state):
+                    self._step(weights, grads, velocities, lr, wd, rescale)
             elif not self.lazy_update:
                 self._step(weight, grad.todense(), state, lr, wd, rescale)
             elif state is not None:
@@ -314,11 +329,13 @@ class Adam(Optimizer):
                 rows = grad.indices
                 parts = weight[rows], mean[rows], var[rows]
                 # MXNet's operator for rows squares a clipped gradient before it multiplies.
-                self._step(index, parts[0], grad.data, *parts[1:], lr, square_first=bool(self.clip_gradient))
+                square_first = bool(self.clip_gradient)
+                self._step(index, parts[0], grad.data, parts[1], parts[2], lr, square_first)
                 weight[rows], mean[rows], var[rows] = parts
             else:
                 dense = grad.todense() if isinstance(grad, RowSparse) else grad
-                self._step(index, weight, dense, mean, var, lr)
+                for weights, grads, means, variances in _blocks(weight, dense, mean, var):
+                    self._step(index, weights, grads, means, variances, lr)
 
     def _step(
         self,

@@ -70,8 +70,11 @@ def _wrap_tensorflow(array: Array) -> Any:
     return sys.modules["tensorflow"].Variable(array)
 
 
-def _memory_of_mxnet(array: Any) -> Array:
-    """The memory of a dense array on the CPU; the caller has waited for the operations on it that are in flight."""
+def mxnet_memory(array: Any) -> Array:
+    """The memory of a dense NDArray on the CPU, which MXNet 1.9.1 gives by no protocol.
+
+    The caller has waited for the operations on it that are in flight. The view keeps the array alive.
+    """
     library = sys.modules["mxnet"].base._LIB
     address = ctypes.c_void_p()
     if library.MXNDArrayGetData(array.handle, ctypes.byref(address)) != 0:
@@ -82,6 +85,12 @@ def _memory_of_mxnet(array: Any) -> Array:
     memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address.value or 0)
     memory.array = array  # the view keeps the memory alive
     return np.frombuffer(memory, dtype).reshape(array.shape)
+
+
+def wait_to_write_mxnet(array: Any) -> None:
+    """Wait until no operation of MXNet's reads or writes an NDArray. What such an operation raised is raised here."""
+    base = sys.modules["mxnet"].base
+    base.check_call(base._LIB.MXNDArrayWaitToWrite(array.handle))
 
 
 def _on_cpu(array: Any) -> bool:
@@ -95,7 +104,7 @@ def _view_mxnet(array: Any) -> Array:
         host: Array = array.asnumpy()
         return host
     array.wait_to_read()
-    return _memory_of_mxnet(array)
+    return mxnet_memory(array)
 
 
 def _write_mxnet(target: Any, array: Array) -> None:
@@ -104,10 +113,8 @@ def _write_mxnet(target: Any, array: Array) -> None:
     if not _on_cpu(target):
         target[:] = sys.modules["mxnet"].nd.array(array, dtype=array.dtype)
         return
-    library = sys.modules["mxnet"].base._LIB
-    if library.MXNDArrayWaitToWrite(target.handle) != 0:
-        raise RuntimeError("an operation of MXNet's on this array has failed")
-    write(_memory_of_mxnet(target), array)
+    wait_to_write_mxnet(target)
+    write(mxnet_memory(target), array)
 
 
 def _wrap_mxnet(array: Array) -> Any:

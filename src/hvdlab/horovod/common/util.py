@@ -16,7 +16,7 @@ from hvdlab.collectives import basics
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """The frameworks that Horovod knows."""
 
-_BINDINGS = {"torch": "hvdlab.torch"}
+_BINDINGS = {"torch": "hvdlab.torch", "mxnet": "hvdlab.mxnet"}
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------

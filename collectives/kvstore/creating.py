@@ -49,18 +49,32 @@ def create(name: str = "local") -> Any:
     wanted = name.lower()
     if wanted in KVStoreBase.kv_registry:
         return KVStoreBase.kv_registry[wanted]()
+    return create_native(wanted, KVStore, DistSyncStore)
+
+
+def create_native(wanted: str, one_process: type[KVStore], synchronous: type[DistSyncStore]) -> KVStore:
+    """A store of a type that is no registered class.
+
+    Args:
+        wanted: The type, in lower case.
+        one_process: The class of stores of one process.
+        synchronous: The class of stores whose rounds end when all workers have pushed.
+
+    Raises:
+        ValueError, KVStoreError: As :func:`create` does.
+    """
     if wanted in _LOCAL:
-        return KVStore(wanted)
+        return one_process(wanted)
     if wanted in _DEVICE:
-        return KVStore(wanted, on_devices=True)
+        return one_process(wanted, on_devices=True)
     if wanted == "nccl":
         if not basics.nccl_built():
             raise KVStoreError(
                 "nccl stores need a CUDA device and hvdlab's plane for it, and here is none "
                 "(MXNet says: compile with USE_NCCL=1). Use 'device', which adds in the same order."
             )
-        return KVStore(wanted, on_devices=True)
+        return one_process(wanted, on_devices=True)
     if wanted in _SYNC or wanted in _DEVICE_SYNC:
-        return DistSyncStore(wanted, on_devices=wanted in _DEVICE_SYNC)
+        return synchronous(wanted, on_devices=wanted in _DEVICE_SYNC)
     known = sorted({*TYPES, *KVStoreBase.kv_registry})
-    raise ValueError(f"there is no key-value store {name!r}; known are {', '.join(known)}")
+    raise ValueError(f"there is no key-value store {wanted!r}; known are {', '.join(known)}")

@@ -50,7 +50,7 @@ from hvdlab.mxnet.mpi_ops import (
     stop_timeline,
 )
 from hvdlab.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
-from hvdlab.mxnet.stores import register_stores
+from hvdlab.mxnet.stores import install_kvstore, register_stores, uninstall_kvstore
 
 register_stores()
 
@@ -88,6 +88,7 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_reducescatter",
     "init",
+    "install_kvstore",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
@@ -104,4 +105,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "uninstall_kvstore",
 ]

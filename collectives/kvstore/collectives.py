@@ -32,6 +32,12 @@ def submit_broadcast(array: Array, name: str) -> Handle:
     return context.engine("broadcast").submit(request)
 
 
+def submit_gather(array: Array, name: str) -> Handle:
+    """Start to concatenate the rows of all ranks; the result has the numbers of rows of each rank in its tables."""
+    request = Request(OpKind.ALLGATHER, name, array, dtype=_dtype(array), anonymous=True)
+    return context.engine("push").submit(request)
+
+
 def completed(handles: list[tuple[Key, Handle]]) -> None:
     """Wait for all, then raise the first error, so that nothing is written to afterwards.
 

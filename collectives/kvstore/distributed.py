@@ -17,16 +17,30 @@ import numpy as np
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore import collectives
-from hvdlab.collectives.kvstore.arrays import NUMPY, Array, ArrayType, RowSparse, array_type_of
+from hvdlab.collectives.kvstore.arrays import NUMPY, Array, ArrayType, RowSparse, array_type_of, view_of
 from hvdlab.collectives.kvstore.keys import Key, grouped, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
 from hvdlab.collectives.kvstore.store import KVStore, UserUpdater, Value
-from hvdlab.collectives.kvstore.summing import add_up
+from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 
 
 class _Pushed(NamedTuple):
-    handle: Handle
-    total: Array
+    """A push on its way: a sum in place in ``array``, or, without one, rows that are gathered: their numbers and their data."""
+
+    handles: tuple[Handle, ...]
+    array: Array | None
+    shape: tuple[int, ...]
+
+    def total(self) -> Value:
+        """The sum over all workers, once all handles are done."""
+        if self.array is not None:
+            return self.array
+        numbers, data = (handle.wait() for handle in self.handles)
+        assert isinstance(numbers.output, np.ndarray)
+        assert isinstance(data.output, np.ndarray)
+        ends = np.cumsum([rows for (rows,) in numbers.tables])[:-1]
+        parts = zip(np.split(data.output, ends), np.split(numbers.output, ends), strict=True)
+        return add_up_rows([RowSparse(rows, indices, self.shape) for rows, indices in parts])
 
 
 class DistSyncStore(KVStore):
@@ -68,24 +82,23 @@ class DistSyncStore(KVStore):
         with self._lock:
             found = pairs(key, value)
             self._check_kind(found)
+            own: dict[Key, Array] = {}
+            for one, given in found:
+                if one in self._values or one in own:
+                    raise KVStoreError(f"duplicate init of key {one}", one)
+                own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
+            collectives.completed(
+                [(one, collectives.submit_broadcast(array, self._name_of(one))) for one, array in own.items()]
+            )
             new: dict[Key, tuple[Value, ArrayType]] = {}
             for one, given in found:
-                if one in self._values or one in new:
-                    raise KVStoreError(f"duplicate init of key {one}", one)
-                if isinstance(given, RowSparse):
-                    raise KVStoreError(f"key {one!r}: a {self.type} store takes dense arrays only", one)
-                array_type = array_type_of(given) or NUMPY
-                new[one] = (array_type.view(given).copy(order="C"), array_type)
-            handles = [
-                (one, collectives.submit_broadcast(array, self._name_of(one)))
-                for one, (array, _) in new.items()
-                if isinstance(array, np.ndarray)
-            ]
-            collectives.completed(handles)
-            for one, (array, _) in new.items():
+                array = own[one]
                 self._outside[one] = array.dtype
-            if self._multi_precision:
-                new = {one: (_float32(array), kind) for one, (array, kind) in new.items()}
+                if isinstance(given, RowSparse):  # all of its rows are stored from now on
+                    new[one] = (RowSparse(array, np.arange(given.shape[0]), given.shape), NUMPY)
+                else:
+                    array_type = array_type_of(given) or NUMPY
+                    new[one] = (_float32(array) if self._multi_precision else array, array_type)
             self._add(new)
             self.barrier()
 
@@ -113,18 +126,31 @@ class DistSyncStore(KVStore):
                 self._fail_elsewhere(found)
                 raise
             for one, total in sums.items():
-                assert isinstance(total, np.ndarray)
-                if self._multi_precision:
-                    total = _float32(total)
-                handle = collectives.submit_sum(total, self._name_of(one))
-                self._pending.setdefault(one, deque()).append(_Pushed(handle, total))
+                self._pending.setdefault(one, deque()).append(self._submitted(one, total))
             for one in sums:
                 self._store_arrived(one)
+
+    def _submitted(self, key: Key, total: Value) -> _Pushed:
+        name = self._name_of(key)
+        if isinstance(total, RowSparse):
+            numbers = collectives.submit_gather(total.indices, f"{name}.rows")
+            return _Pushed(
+                (numbers, collectives.submit_gather(total.data, f"{name}.data")), None, total.shape
+            )
+        array = _float32(total) if self._multi_precision else total
+        return _Pushed((collectives.submit_sum(array, name),), array, array.shape)
+
+    def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
+        super()._check_arrays(key, arrays)
+        sparse, stored = isinstance(arrays[0], RowSparse), isinstance(self._values[key], RowSparse)
+        if sparse != stored and (stored or self._updater is None):
+            kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
+            raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
         """The sum over this worker's devices, compressed then: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
-            raise KVStoreError(f"key {key!r}: a {self.type} store takes dense arrays only", key)
+            return add_up_rows(arrays)
         total = self._buffer(key, arrays[0])
         add_up(arrays, total, on_devices=self._on_devices)
         return total if self._compression is None else self._quantized(key, 0, total)
@@ -133,11 +159,12 @@ class DistSyncStore(KVStore):
         """Take this worker's part in a push that it refuses, so that the other workers get an error and don't wait for it."""
         handles = []
         for key, arrays in grouped(found, self._numbers).items():
-            if key in self._values:
-                # No array of this store is an empty one of bytes with this shape: the ranks disagree.
-                handles.append(
-                    (key, collectives.submit_sum(np.zeros((0, 1, len(arrays)), np.uint8), self._name_of(key)))
-                )
+            if key not in self._values:
+                continue
+            parts = (".rows", ".data") if isinstance(arrays[0], RowSparse) else ("",)
+            # No array of this store is an empty one of bytes with this shape: the ranks disagree.
+            wrong = np.zeros((0, 1, len(arrays)), np.uint8)
+            handles += [(key, collectives.submit_sum(wrong, self._name_of(key) + part)) for part in parts]
         for key, handle in handles:
             try:
                 collectives.completed([(key, handle)])
@@ -152,19 +179,18 @@ class DistSyncStore(KVStore):
         if self._updater is not None and not isinstance(self._updater, Updater):
             return
         pending = self._pending.get(key, ())
-        while pending and pending[0].handle.done() and pending[0].handle.outcome()[1] is None:
+        while pending and all(handle.done() and handle.outcome()[1] is None for handle in pending[0].handles):
             self._store_oldest(key)
 
     def _store_oldest(self, key: Key) -> None:
         pushed = self._pending[key][0]
         try:
-            collectives.completed([(key, pushed.handle)])
+            collectives.completed([(key, handle) for handle in pushed.handles])
         except Exception:
             self._pending[key].popleft()
             raise
         self._pending[key].popleft()
-        total: Value = pushed.total
-        self._store({key: total})
+        self._store({key: pushed.total()})
 
     def _store_pushed(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -173,7 +199,7 @@ class DistSyncStore(KVStore):
 
     def _write(self, found: list[tuple[Key, Any]], ignore_sparse: bool) -> None:
         if not ignore_sparse:
-            raise KVStoreError(f"a {self.type} store has no row-sparse values: leave ignore_sparse=True")
+            raise KVStoreError(f"a {self.type} store pulls dense values only: use row_sparse_pull")
         self._store_pushed(dict.fromkeys(key for key, _ in found))
         super()._write(found, ignore_sparse)
 
@@ -181,9 +207,27 @@ class DistSyncStore(KVStore):
         return stored.astype(self._outside[key], copy=False)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Stores of this type have dense values only. Raises ``KVStoreError``."""
-        super().row_sparse_pull(key, out, priority, row_ids)
-        raise KVStoreError(f"a {self.type} store has no row-sparse values")
+        """Copy some rows of row-sparse values, after this worker's pushes of them; see :meth:`KVStore.row_sparse_pull`."""
+        with self._lock:
+            if out is not None:
+                self._store_pushed(dict.fromkeys(one for one, _ in pairs(key, out)))
+            super().row_sparse_pull(key, out, priority, row_ids)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, then pull; for dense arrays.
+
+        Args:
+            key, value, out, priority: As in :meth:`KVStore.pushpull`.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key, value or output is none.
+            KVStoreError: As :meth:`push` and :meth:`pull` do; or an array is row-sparse.
+            AbortedError: A worker died, failed, left or was interrupted.
+        """
+        for one, array in [*pairs(key, value), *([] if out is None else pairs(key, out))]:
+            if isinstance(array, RowSparse):
+                raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
+        super().pushpull(key, value, out, priority)
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by what is pushed. Every worker calls it with the same arguments, before :meth:`init`.
@@ -206,7 +250,10 @@ class DistSyncStore(KVStore):
                 self._multi_precision = found.multi_precision
             super().set_optimizer(found)
             if self._multi_precision:
-                self._values = {key: _float32(value) for key, value in self._values.items()}
+                self._values = {
+                    key: value if isinstance(value, RowSparse) else _float32(value)
+                    for key, value in self._values.items()
+                }
 
     def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         return self._multi_precision or weight == gradient
@@ -244,5 +291,5 @@ class DistSyncStore(KVStore):
         return f"kv.{self._id}.{key}"
 
 
-def _float32(array: Value) -> Any:
-    return array if isinstance(array, RowSparse) or array.dtype == np.float32 else array.astype(np.float32)
+def _float32(array: Array) -> Array:
+    return array.astype(np.float32, copy=False)

@@ -179,9 +179,13 @@ def refused() -> None:
         (lambda: kv.pull("b", out=full(1)), KVStoreError, "key b doesn't exist"),
         (lambda: kv.push("a", full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
         (lambda: kv.pull("a", out=full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
-        (lambda: kv.pull("a", out=full(1), ignore_sparse=False), KVStoreError, "ignore_sparse"),
-        (lambda: kv.init("c", RowSparse([], [], (2, 2))), KVStoreError, "'c'.*dense"),
-        (lambda: kv.push("a", RowSparse(np.zeros((0,)), [], (3,))), KVStoreError, "'a'.*dense"),
+        (lambda: kv.pull("a", out=full(1), ignore_sparse=False), KVStoreError, "row_sparse_pull"),
+        (
+            lambda: kv.push("a", RowSparse(np.zeros((0,), "f4"), [], (3,))),
+            KVStoreError,
+            "'a' is dense, but was given a row-sparse",
+        ),
+        (lambda: kv.pushpull("a", RowSparse(np.zeros((0,)), [], (3,))), KVStoreError, "'a'.*row_sparse_pull"),
         (
             lambda: kv.row_sparse_pull("a", RowSparse(np.zeros((0,)), [], (3,)), row_ids=full(1)),
             KVStoreError,
@@ -221,6 +225,39 @@ def other_shapes_at_init() -> None:
         kv.init("w", full(1))
     kv.push("w", full(2))
     assert pulled(kv, "w") == 2 * kv.num_workers
+
+
+def row_sparse(name: str | None) -> None:
+    """Row-sparse pushes give what one process gives for all workers' arrays, which are small integers."""
+    dist, local = kvstore.create("dist_sync"), kvstore.create("local")
+    n, rank = dist.num_workers, dist.rank
+    if name is not None:
+        for kv in (dist, local):
+            kv.set_optimizer(kvstore.optimizer.create(name, learning_rate=0.5, wd=0.25))
+    start = np.arange(40, dtype=np.float32).reshape(10, 4)
+    dist.init("w", RowSparse(start + rank, np.arange(10), (10, 4)))
+    local.init("w", RowSparse(start, np.arange(10), (10, 4)))
+    rng = np.random.default_rng(3)
+    every = np.arange(10)
+    for number in range(4):
+        # In the last round a worker has no row at all.
+        counts = [0 if number == 3 and r == 0 else int(rng.integers(1, 6)) for r in range(n) for _ in (0, 1)]
+        given = [
+            RowSparse(rng.integers(-3, 4, (c, 4)).astype("f4"), rng.choice(10, c, replace=False), (10, 4))
+            for c in counts
+        ]
+        dist.push("w", given[2 * rank : 2 * rank + 2])
+        local.push("w", given)
+        outs = [RowSparse(np.zeros((0, 4), "f4"), [], (10, 4)) for _ in (dist, local)]
+        for kv, out in zip((dist, local), outs, strict=True):
+            kv.row_sparse_pull("w", out=out, row_ids=every)
+        assert outs[0].data.tobytes() == outs[1].data.tobytes()
+    with pytest.raises(
+        KVStoreError, match="'w' is row-sparse, but was given a dense" if name is None else "dense gradient"
+    ):
+        dist.push("w", start)
+    with pytest.raises(KVStoreError, match="row 10 is out of range"):
+        dist.row_sparse_pull("w", out=outs[0], row_ids=np.array([10]))
 
 
 def horovod() -> None:
@@ -345,6 +382,11 @@ def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks) 
     for arguments in OPTIMIZERS:
         results = ranks.run(with_optimizer, *arguments)
         assert results == [results[0]] * ranks.size
+
+
+def test_row_sparse_values(ranks: Ranks) -> None:
+    for name in (None, "sgd", "adam"):
+        ranks.run(row_sparse, name)
 
 
 def half_precision() -> None:

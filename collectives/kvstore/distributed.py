@@ -119,18 +119,20 @@ class DistSyncStore(KVStore):
             AbortedError: The coordinator is lost. Other failures of a sum are raised by the next pull of its key.
         """
         with self._lock:
-            found = pairs(key, value)
-            try:
-                sums = self._sums(found)
-            except KVStoreError:
-                self._fail_elsewhere(found)
-                raise
-            for one, total in sums.items():
-                self._pending.setdefault(one, deque()).append(self._submitted(one, total))
-            for one in sums:
+            for one in self._push(pairs(key, value), announce=True):
                 self._store_arrived(one)
 
-    def _submitted(self, key: Key, total: Value) -> _Pushed:
+    def _push(self, found: list[tuple[Key, Any]], *, announce: bool) -> Iterable[Key]:
+        try:
+            sums = self._sums(found)
+        except KVStoreError:
+            self._fail_elsewhere(found)
+            raise
+        for one, total in sums.items():
+            self._pending.setdefault(one, deque()).append(self._submitted(one, total, announce))
+        return sums
+
+    def _submitted(self, key: Key, total: Value, announce: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
             numbers = collectives.submit_gather(total.indices, f"{name}.rows")
@@ -138,7 +140,7 @@ class DistSyncStore(KVStore):
                 (numbers, collectives.submit_gather(total.data, f"{name}.data")), None, total.shape
             )
         array = _float32(total) if self._multi_precision else total
-        return _Pushed((collectives.submit_sum(array, name),), array, array.shape)
+        return _Pushed((collectives.submit_sum(array, name, announce=announce),), array, array.shape)
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
@@ -227,7 +229,16 @@ class DistSyncStore(KVStore):
         for one, array in [*pairs(key, value), *([] if out is None else pairs(key, out))]:
             if isinstance(array, RowSparse):
                 raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
-        super().pushpull(key, value, out, priority)
+        with self._lock:
+            found, targets = pairs(key, value), pairs(key, value if out is None else out)
+            try:
+                self._check_known(targets)
+                self._check_outputs(targets, self._values)
+            except KVStoreError:
+                self._fail_elsewhere(found)
+                raise
+            self._push(found, announce=False)
+            self._write(targets, ignore_sparse=True)
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by what is pushed. Every worker calls it with the same arguments, before :meth:`init`.

@@ -209,6 +209,11 @@ def one_pushes_another_shape() -> None:
         with pytest.raises(KVStoreError, match="disagree about key 'w'"):
             kv.pull("w", out=full(0))
     assert pulled(kv, "w") == 1
+    with pytest.raises(
+        KVStoreError, match=r"output has \(4,\)" if kv.rank == 1 else "disagree about key 'w'"
+    ):
+        kv.pushpull("w", full(3), out=full(0, 4 if kv.rank == 1 else 3))
+    assert pulled(kv, "w") == 1
     kv.push("w", full(2))
     assert pulled(kv, "w") == 2 * kv.num_workers
 

@@ -87,7 +87,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet
 	out/mxnet/bin/python -m pip install --quiet mxnet==1.9.1 numpy==1.23.5 pytest pytest-timeout pytest-xdist hypothesis --editable .
-	out/mxnet/bin/python -m pytest tests/mxnet $(PYTEST_ARGS)
+	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
 
 lock: ## write constraints.txt for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock

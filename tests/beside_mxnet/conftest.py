@@ -1,4 +1,7 @@
-"""Tests beside real MXNet, in the environment that ``make mxnet`` makes; elsewhere they are skipped."""
+"""Tests beside real MXNet, in the environment that ``make mxnet`` makes; elsewhere they are not collected.
+
+The folder is not called ``mxnet``: it would be found under that name where MXNet is not installed.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from ranks import Ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import hvdlab.mxnet as hvd
     import mxnet as mx
+
+    import hvdlab.mxnet as hvd
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -15,8 +15,9 @@ from ranks import Ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import hvdlab.mxnet as hvd
     import mxnet as mx
+
+    import hvdlab.mxnet as hvd
 
 SETTINGS = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
 

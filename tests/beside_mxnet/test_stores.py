@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 import pytest
 
-import mxnet as mx
 from hvdlab import kvstore
 
 TYPES = ["float16", "float32", "float64", "int32", "int64", "int8", "uint8"]

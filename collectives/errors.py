@@ -10,6 +10,7 @@
     │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
     ├── StartError                  coordinator, rank or plane could not start
     ├── ProtocolError               a peer sent what the protocol does not allow
+    ├── KVStoreError                a key-value store refused a call, and is as before
     └── CollectiveError             (also HorovodInternalError's base) a collective that was submitted failed
         ├── MismatchError           ranks disagree on dtype, shape, operator, root, …; the group stays usable
         ├── JoinedRanksError        it can't be done while some ranks have joined; the group stays usable
@@ -105,6 +106,21 @@ class StartError(HvdlabError):
 
 class ProtocolError(HvdlabError):
     """A peer sent bytes that the protocol does not allow; its connection is closed."""
+
+
+class KVStoreError(HvdlabError):
+    """A key-value store refused a call. The store is as it was before, and works.
+
+    Attributes:
+        key: The key that it is about, or ``None``.
+    """
+
+    def __init__(self, text: str, key: int | str | None = None) -> None:
+        self.key = key
+        super().__init__(text, key)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class CollectiveError(HvdlabError):

@@ -40,6 +40,7 @@ _ARGUMENTS = {
         "exact and truncated toward zero, and they are scaled in float64; float16 and bfloat16 are accumulated in float32; bool has ``Min`` and ``Max``. Adasum "
         "takes floating-point tensors (its formula is in hvdlab.collectives.reduce.adasum), and reducescatter has none."
     ),
+    "priority": "Accepted for Horovod's sake: the call waits, so no other overtakes it.",
     "prescale_factor": "Multiplies the inputs.",
     "postscale_factor": "Multiplies the result.",
     "device_dense": "TensorFlow device for dense tensors, such as ``/cpu:0``; by default where the tensors are.",

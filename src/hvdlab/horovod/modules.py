@@ -10,6 +10,7 @@ STANDS_FOR = {
     "horovod.torch": "hvdlab.torch",
     "horovod.tensorflow": "hvdlab.tensorflow",
     "horovod.keras": "hvdlab.keras",
+    "horovod.mxnet": "hvdlab.mxnet",
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",
     "horovod.common.elastic": "hvdlab.collectives.elastic",
     "horovod.data": "hvdlab.data",
@@ -22,7 +23,6 @@ _NOT_YET = "is not part of hvdlab yet"
 _FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to."
 
 ABSENT = {
-    "horovod.mxnet": f"{_NOT_YET}. {_INSTEAD}",
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.runner.elastic.discovery": _FIXED,

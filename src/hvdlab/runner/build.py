@@ -37,9 +37,13 @@ def report() -> str:
 def _frameworks() -> Iterator[Line]:
     yield "PyTorch", "" if importlib.util.find_spec("torch") else "pip install 'hvdlab[torch]'"
     yield "NumPy", ""
-    for name, module in (("TensorFlow", "tensorflow"), ("Keras", "keras"), ("MXNet", "mxnet")):
+    for name, module in (("TensorFlow", "tensorflow"), ("Keras", "keras")):
         there = importlib.util.find_spec(f"hvdlab.{module}") is not None
         yield name, "" if there else "hvdlab has no binding for it"
+    yield (
+        "MXNet",
+        "" if importlib.util.find_spec("mxnet") else "pip install mxnet==1.9.1 numpy==1.23.5, on Python 3.11",
+    )
 
 
 def _controllers() -> Iterator[Line]:

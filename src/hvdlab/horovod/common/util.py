@@ -16,7 +16,12 @@ from hvdlab.collectives import basics
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 """The frameworks that Horovod knows."""
 
-_BINDINGS = {"torch": "hvdlab.torch", "tensorflow": "hvdlab.tensorflow", "keras": "hvdlab.keras"}
+_BINDINGS = {
+    "torch": "hvdlab.torch",
+    "tensorflow": "hvdlab.tensorflow",
+    "keras": "hvdlab.keras",
+    "mxnet": "hvdlab.mxnet",
+}
 
 
 # -- what there is ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,199 @@
+"""The stores ``horovod`` and ``byteps``: sums over ranks, and no stored values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore import collectives
+from hvdlab.collectives.kvstore.arrays import Array, RowSparse, is_array, view_of, write
+from hvdlab.collectives.kvstore.base import KVStoreBase
+from hvdlab.collectives.kvstore.keys import Key, pairs, require
+
+
+class _RankStore(KVStoreBase):
+    """What both know of the world."""
+
+    def __init__(self) -> None:
+        collectives.joined()
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """False for every capability: nothing is stored here that an optimizer could run on."""
+        return False
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return collectives.joined().rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host, from 0."""
+        return collectives.joined().local_rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return collectives.joined().size
+
+
+@KVStoreBase.register
+class Horovod(_RankStore):
+    """Allreduce and broadcast by the names of a key-value store; joins the world when it is made.
+
+    Nothing is stored: a key names a tensor, as in ``hvd.allreduce``, and may be used any number of times.
+    """
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Copy rank 0's value to ``out`` on all ranks. Every rank calls it.
+
+        Args:
+            key: An int or a str, the same on all ranks.
+            value: An array; only rank 0's matters, but shapes and types must be equal. It is left alone.
+            out: An array or a list of arrays, which all get the value.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError: An argument is no key or no array.
+            KVStoreError: Shapes or types differ between ranks, or that of ``out``.
+            AbortedError: A rank died, failed, left or was interrupted; ``out`` is unchanged.
+        """
+        if out is None:
+            raise TypeError("broadcast needs out, the array to write to")
+        _broadcast("horovod", key, value, out)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sum arrays over all ranks. Every rank calls it.
+
+        Args:
+            key: An int or a str, the same on all ranks; or a list of these.
+            value: An array, or a list of arrays, each of which is summed over the ranks by itself (they are not added to
+                each other); for a list of keys a list of such.
+            out: As many arrays of the same shapes; ``None`` for ``value`` itself, which is overwritten.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError: An argument is no key or no array, or there are not as many outputs as values.
+            KVStoreError: Shapes or types differ between ranks, or that of ``out``.
+            AbortedError: A rank died, failed, left or was interrupted; outputs are unchanged.
+        """
+        _pushpull("horovod", key, value, out)
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Does nothing: workers run their own optimizers."""
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Does nothing: there are no states here."""
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Does nothing: there are no states here."""
+
+    @property
+    def type(self) -> str:
+        """``horovod``."""
+        return "horovod"
+
+
+@KVStoreBase.register
+class BytePS(_RankStore):
+    """Sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Copy rank 0's value to ``out`` on all ranks. Every rank calls it.
+
+        Args:
+            key: An int or a str, the same on all ranks.
+            value: An array or a list of one; only rank 0's matters, but shapes and types must be equal.
+            out: An array or a list of arrays, which all get the value; ``None`` for ``value``, which is overwritten.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
+            KVStoreError: Shapes or types differ between ranks, or that of ``out``.
+            AbortedError: A rank died, failed, left or was interrupted; ``out`` is unchanged.
+        """
+        single = _only(key, value)
+        _broadcast("byteps", key, single, single if out is None else out)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Sum an array over all ranks. Every rank calls it.
+
+        Args:
+            key: An int or a str, the same on all ranks.
+            value: An array or a list of one.
+            out: An array or a list of arrays, which all get the sum; ``None`` for ``value``, which is overwritten.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
+            KVStoreError: Shapes or types differ between ranks, or that of ``out``.
+            AbortedError: A rank died, failed, left or was interrupted; ``out`` is unchanged.
+        """
+        single = _only(key, value)
+        targets = _outputs(key, single if out is None else out)
+        total = _contiguous(single)
+        _check_shapes(key, total, targets)
+        collectives.completed([(key, collectives.submit_sum(total, f"kv.byteps.{key}"))])
+        for target in targets:
+            write(target, total)
+
+    @property
+    def type(self) -> str:
+        """``byteps``."""
+        return "byteps"
+
+
+def _only(key: Any, value: Any) -> Any:
+    require(isinstance(key, int | str), f"unexpected type for key: {type(key)}")
+    found = pairs(key, value)
+    require(len(found) == 1, f"key {key!r} was given {len(found)} arrays, but a push has one")
+    return found[0][1]
+
+
+def _contiguous(value: Any) -> Array:
+    if isinstance(value, RowSparse):
+        raise TypeError("row-sparse arrays can't be summed over ranks here; use todense()")
+    return view_of(value).copy(order="C")
+
+
+def _outputs(key: Key, out: Any) -> list[Any]:
+    return [target for _, target in pairs(key, out)]
+
+
+def _check_shapes(key: Key, array: Array, targets: list[Any]) -> None:
+    for target in targets:
+        if isinstance(target, RowSparse):
+            raise TypeError(f"the output of key {key!r} is row-sparse")
+        shape = view_of(target).shape
+        if shape != array.shape:
+            raise KVStoreError(f"the value of key {key!r} has shape {array.shape}, its output {shape}", key)
+
+
+def _broadcast(store: str, key: Any, value: Any, out: Any) -> None:
+    require(is_array(value), f"the value of key {key!r} is a {type(value).__name__}, not an array")
+    targets = _outputs(key, out)
+    array = _contiguous(value)
+    _check_shapes(key, array, targets)
+    collectives.completed([(key, collectives.submit_broadcast(array, f"kv.{store}.{key}"))])
+    for target in targets:
+        write(target, array)
+
+
+def _pushpull(store: str, key: Any, value: Any, out: Any) -> None:
+    found = pairs(key, value)
+    targets = pairs(key, value if out is None else out)
+    if [one for one, _ in found] != [one for one, _ in targets]:
+        raise AssertionError(f"{len(found)} values of key {key!r} need as many outputs, not {len(targets)}")
+    arrays = [_contiguous(array) for _, array in found]
+    for (one, target), array in zip(targets, arrays, strict=True):
+        _check_shapes(one, array, [target])
+    seen: dict[Key, int] = {}
+    handles = []
+    for (one, _), array in zip(found, arrays, strict=True):
+        place = seen[one] = seen.get(one, -1) + 1
+        name = f"kv.{store}.{one}" if place == 0 else f"kv.{store}.{one}.{place}"
+        handles.append((one, collectives.submit_sum(array, name)))
+    collectives.completed(handles)
+    for (_, target), array in zip(targets, arrays, strict=True):
+        write(target, array)

@@ -1,0 +1,181 @@
+"""Arrays of any framework as numpy views, by a registry, so that the stores know no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class RowSparse:
+    """An array of which only some rows are stored; all others are zero.
+
+    As an output it is changed in place: ``data`` and ``indices`` are replaced.
+
+    Args:
+        data: The stored rows, of shape ``(len(indices), *shape[1:])``.
+        indices: Numbers of these rows, integers without repetition, in any order.
+        shape: Shape of the whole array; at least one dimension.
+
+    Attributes:
+        data: The stored rows, in the order of ``indices``.
+        indices: Their numbers, increasing, int64.
+        shape: Shape of the whole array.
+
+    Raises:
+        ValueError: Shapes do not fit, or a row is out of range or given twice.
+    """
+
+    __slots__ = ("data", "indices", "shape")
+
+    def __init__(self, data: Any, indices: Any, shape: Sequence[int]) -> None:
+        rows, numbers = np.array(data), np.array(indices)
+        self.shape = tuple(int(n) for n in shape)
+        if numbers.size == 0:
+            numbers = numbers.astype(np.int64).reshape(0)
+            rows = rows.reshape(0, *self.shape[1:])
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+            raise ValueError(f"indices must be one row of integers, not {numbers.dtype}{list(numbers.shape)}")
+        if not self.shape or rows.shape != (len(numbers), *self.shape[1:]):
+            raise ValueError(
+                f"{len(numbers)} rows of an array of shape {self.shape} were given as {rows.shape}"
+            )
+        order = np.argsort(numbers, kind="stable")
+        self.indices = checked_rows(numbers, self.shape[0])[order]
+        if len(self.indices) > 1 and (self.indices[1:] == self.indices[:-1]).any():
+            raise ValueError("a row is given twice")
+        self.data: Array = rows[order]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of ``data``."""
+        return self.data.dtype
+
+    def todense(self) -> Array:
+        """The whole array, of shape ``shape``, as a new numpy array."""
+        dense = np.zeros(self.shape, self.dtype)
+        dense[self.indices] = self.data
+        return dense
+
+    def __repr__(self) -> str:
+        return (
+            f"RowSparse({len(self.indices)} of {self.shape[0]} rows, shape={self.shape}, dtype={self.dtype})"
+        )
+
+
+def checked_rows(rows: Array, count: int) -> npt.NDArray[np.int64]:
+    """Row numbers as int64.
+
+    Raises:
+        ValueError: A row is not from 0 to ``count - 1``, or no whole number; the text names the first such one.
+    """
+    numbers = rows.astype(np.int64)
+    wrong = (numbers < 0) | (numbers >= count) | (numbers != rows)
+    if wrong.any():
+        raise ValueError(f"row {rows[wrong].flat[0]} is out of range: the array has rows 0 to {count - 1}")
+    return numbers
+
+
+def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
+    """Rows of an array by increasing number; those that are not stored are zero."""
+    data = np.zeros((len(wanted), *sparse.shape[1:]), sparse.dtype)
+    _, there, here = np.intersect1d(wanted, sparse.indices, assume_unique=True, return_indices=True)
+    data[there] = sparse.data[here]
+    return data
+
+
+def replace_rows(out: RowSparse, indices: npt.NDArray[np.int64], data: Array) -> None:
+    """Make ``out`` these rows, in its own element type; ``indices`` increase."""
+    out.indices, out.data = indices.copy(), data.astype(out.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """How the stores read and write the arrays of one framework.
+
+    Attributes:
+        name: For texts.
+        matches: Whether an object is such an array. It is asked of any object, and must not import the framework.
+        view: The array as a numpy array, without a copy where that is possible. Raises ``TypeError`` where the elements have
+            no numpy type. What it returns is read, never written to.
+        write_back: Copies a numpy array of the same shape into such an array, casting as C does. Raises ``TypeError`` if it
+            can't be written to.
+        wrap: Makes such an array of a numpy array, for updaters of the user's; shared memory or not.
+    """
+
+    name: str
+    matches: Callable[[Any], bool]
+    view: Callable[[Any], Array]
+    write_back: Callable[[Any, Array], None]
+    wrap: Callable[[Array], Any] = lambda array: array
+
+
+def _write_numpy(target: Array, array: Array) -> None:
+    if not target.flags.writeable:
+        raise TypeError("this array is read-only, and can't be an output")
+    with np.errstate(invalid="ignore", over="ignore"):  # as C casts
+        np.copyto(target, array, casting="unsafe")
+
+
+def _is_buffer(value: Any) -> bool:
+    if isinstance(value, str | bytes | np.generic):
+        return False
+    try:
+        return bool(memoryview(value).format)
+    except TypeError:
+        return False
+
+
+def _view_numpy(array: Array) -> Array:
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"arrays of {array.dtype} can't be stored")
+    return array
+
+
+NUMPY = ArrayType("numpy", lambda value: isinstance(value, np.ndarray), _view_numpy, _write_numpy)
+_BUFFER = ArrayType(
+    "buffer",
+    _is_buffer,
+    lambda value: _view_numpy(np.asarray(memoryview(value))),
+    lambda value, array: _write_numpy(np.asarray(memoryview(value)), array),
+)
+
+_types: list[ArrayType] = [NUMPY]
+
+
+def register_array_type(array_type: ArrayType) -> None:
+    """Let the stores take arrays of another kind; one of the same name is replaced."""
+    _types[:] = [known for known in _types if known.name != array_type.name] + [array_type]
+
+
+def array_type_of(value: Any) -> ArrayType | None:
+    """How to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
+    for array_type in (*_types, _BUFFER):
+        if array_type.matches(value):
+            return array_type
+    return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether the stores take this object as one array, dense or row-sparse."""
+    return isinstance(value, RowSparse) or array_type_of(value) is not None
+
+
+def view_of(value: Any) -> Array:
+    """A dense array as a numpy array that is not to be written to. Raises ``TypeError`` if it is none."""
+    array_type = array_type_of(value)
+    if array_type is None:
+        raise TypeError(f"a {type(value).__name__} is no array")
+    return array_type.view(value)
+
+
+def write(target: Any, array: Array) -> None:
+    """Copy a numpy array of the same shape into an array of any framework, casting as C does."""
+    array_type = array_type_of(target)
+    assert array_type is not None
+    array_type.write_back(target, array)

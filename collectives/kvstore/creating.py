@@ -1,0 +1,80 @@
+"""Stores by the names of their types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.collectives import basics
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore import allreduce_stores  # noqa: F401  (registers its stores)
+from hvdlab.collectives.kvstore.base import KVStoreBase
+from hvdlab.collectives.kvstore.distributed import DistSyncStore
+from hvdlab.collectives.kvstore.store import KVStore
+
+_LOCAL = ("local", "local_update_cpu", "local_allreduce_cpu")
+_DEVICE = ("device", "local_allreduce_device")
+_SYNC = ("dist_sync", "dist")
+_DEVICE_SYNC = ("dist_device_sync", "dist_sync_device")
+TYPES = (*_LOCAL, *_DEVICE, "nccl", *_SYNC, *_DEVICE_SYNC, "horovod", "byteps", "teststore")
+"""Names that :func:`create` knows from the start; classes that are registered come to these."""
+
+
+def create(name: str = "local") -> Any:
+    """Make a key-value store.
+
+    ========================================================= =====================================================
+    ``local``, ``local_update_cpu``, ``local_allreduce_cpu``  one process, arrays of a push summed on the CPU
+    ``device``, ``local_allreduce_device``                    the same in the order of devices; can compress gradients
+    ``nccl``                                                  as ``device``, where there is a plane for CUDA tensors
+    ``dist_sync``, ``dist``                                   summed over the workers, too; every worker has the values
+    ``dist_device_sync``, ``dist_sync_device``                the same, arrays of one worker summed as ``device`` does
+    ``horovod``, ``byteps``                                   sums over the workers, nothing stored
+    ``teststore``                                             the pattern for stores of one's own
+    ========================================================= =====================================================
+
+    Args:
+        name: The type, in any case; or the name of a class given to :meth:`KVStoreBase.register`. Stores of types with
+            workers join the world, and every worker makes them in the same order.
+
+    Returns:
+        The store: a :class:`KVStore`, or an instance of the registered class.
+
+    Raises:
+        TypeError: ``name`` is not a str.
+        ValueError: There is no such type; the text lists those that there are.
+        KVStoreError: ``nccl``, and there is no plane for CUDA tensors here.
+    """
+    if not isinstance(name, str):
+        raise TypeError("name must be a string")
+    wanted = name.lower()
+    if wanted in KVStoreBase.kv_registry:
+        return KVStoreBase.kv_registry[wanted]()
+    return create_native(wanted, KVStore, DistSyncStore)
+
+
+def create_native(wanted: str, one_process: type[KVStore], synchronous: type[DistSyncStore]) -> KVStore:
+    """A store of a type that is no registered class.
+
+    Args:
+        wanted: The type, in lower case.
+        one_process: The class of stores of one process.
+        synchronous: The class of stores whose rounds end when all workers have pushed.
+
+    Raises:
+        ValueError, KVStoreError: As :func:`create` does.
+    """
+    if wanted in _LOCAL:
+        return one_process(wanted)
+    if wanted in _DEVICE:
+        return one_process(wanted, on_devices=True)
+    if wanted == "nccl":
+        if not basics.nccl_built():
+            raise KVStoreError(
+                "nccl stores need a CUDA device and hvdlab's plane for it, and here is none "
+                "(MXNet says: compile with USE_NCCL=1). Use 'device', which adds in the same order."
+            )
+        return one_process(wanted, on_devices=True)
+    if wanted in _SYNC or wanted in _DEVICE_SYNC:
+        return synchronous(wanted, on_devices=wanted in _DEVICE_SYNC)
+    known = sorted({*TYPES, *KVStoreBase.kv_registry})
+    raise ValueError(f"there is no key-value store {wanted!r}; known are {', '.join(known)}")

@@ -1,0 +1,441 @@
+"""Optimizers that stores run on the values they keep, with the arithmetic of MXNet's, operation by operation.
+
+All constants and products are in the weight's own element type, from left to right, so that weights are equal to MXNet's to
+the last bit. With float16 weights every operation rounds to float16, unless ``multi_precision`` keeps float32 masters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore import state_format
+from hvdlab.collectives.kvstore.arrays import Array, RowSparse
+from hvdlab.collectives.kvstore.keys import Key
+
+State = Any
+"""``None``, an array, or a tuple of states."""
+
+Gradient = Array | RowSparse
+
+_BLOCK = 1 << 14
+"""Elements that are updated at once."""
+
+_OF_THE_PROGRAM = ("lr_scheduler", "param_dict")
+"""Attributes of an optimizer that are the program's own objects: they are not saved, and stay when states are loaded."""
+
+
+@runtime_checkable
+class _Multipliers(Protocol):
+    lr_mult: float
+    wd_mult: float
+
+
+def _constant(value: float, like: Array) -> Any:
+    """A number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
+    with np.errstate(over="ignore", under="ignore"):
+        return like.dtype.type(np.float32(value))
+
+
+def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:
+    """Parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
+    flat = [array if array is None or not array.flags.c_contiguous else array.reshape(-1) for array in arrays]
+    if any(array is not None and array.ndim != 1 for array in flat):
+        yield arrays  # a copy of one that is not contiguous could not be written to
+        return
+    size = max(array.size for array in flat if array is not None)
+    for start in range(0, size, _BLOCK):
+        yield tuple(None if array is None else array[start : start + _BLOCK] for array in flat)
+
+
+class Optimizer:
+    """Base of all optimizers: learning rates, weight decay and counts of updates, per key.
+
+    A subclass has ``create_state`` and ``update``; with :func:`register` it is found by its name.
+
+    Args:
+        learning_rate: How far a step goes.
+        wd: Weight decay (L2), added to the gradient.
+        rescale_grad: Factor for every gradient, such as one over the batch's size.
+        clip_gradient: Bound of each element of a rescaled gradient's size; ``None`` or 0 for none.
+        lr_scheduler: ``lr_scheduler(num_update)`` gives the learning rate; ``num_update`` is the most updates of any key.
+        multi_precision: Keep a float32 copy of float16 weights, and compute on that.
+        begin_num_update: Updates that count as done at the start.
+        param_idx2name: Names of integer keys. Once there are any, weight decay is 0 for those that end in neither
+            ``_weight`` nor ``_gamma``.
+        param_dict: Objects with ``lr_mult`` and ``wd_mult`` by key, such as parameters.
+
+    Attributes:
+        lr: The learning rate.
+        lr_mult: Factors of the learning rate by key or name.
+        wd_mult: Factors of the weight decay by key or name.
+        num_update: The most updates that any key has had.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.01,
+        *,
+        wd: float = 0.0,
+        rescale_grad: float = 1.0,
+        clip_gradient: float | None = None,
+        lr_scheduler: Callable[[int], float] | None = None,
+        multi_precision: bool = False,
+        begin_num_update: int = 0,
+        param_idx2name: Mapping[int, str] | None = None,
+        param_dict: Mapping[Key, _Multipliers] | None = None,
+    ) -> None:
+        self.lr = learning_rate
+        self.wd = wd
+        self.rescale_grad = rescale_grad
+        self.clip_gradient = clip_gradient
+        self.lr_scheduler = lr_scheduler
+        self.multi_precision = multi_precision
+        self.begin_num_update = begin_num_update
+        self.num_update = begin_num_update
+        self.idx2name: dict[Any, str] = dict(param_idx2name or {})
+        self.param_dict: dict[Key, _Multipliers] = dict(param_dict or {})
+        self.lr_mult: dict[Any, float] = {}
+        self.wd_mult: dict[Any, float] = {}
+        self._index_update_count: dict[Key, int] = {}
+        self.set_wd_mult({})
+        if lr_scheduler is not None and hasattr(lr_scheduler, "base_lr"):
+            lr_scheduler.base_lr = learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate now, before the keys' factors."""
+        return self.lr if self.lr_scheduler is None else self.lr_scheduler(self.num_update)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate from the next update on. Raises ``UserWarning`` if there is a scheduler."""
+        if self.lr_scheduler is not None:
+            raise UserWarning("the learning rate comes from lr_scheduler; change that instead")
+        self.lr = lr
+
+    def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
+        """Factors of the learning rate by key, or by the name of an integer key; all others become 1."""
+        self.lr_mult = dict(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
+        """Factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
+        self.wd_mult = {
+            name: 0.0 for name in self.idx2name.values() if not name.endswith(("_weight", "_gamma"))
+        }
+        self.wd_mult.update(args_wd_mult)
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        """What this optimizer keeps for one key besides the weight; made at the key's first update."""
+        return None
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        """Change ``weight`` and ``state`` in place.
+
+        Args:
+            index: The key.
+            weight: The whole weight.
+            grad: Its gradient, of the same type; row-sparse if only some rows have one.
+            state: What ``create_state`` gave for this key.
+        """
+        raise NotImplementedError
+
+    def create_state_multi_precision(self, index: Key, weight: Array) -> State:
+        """The state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
+        if weight.dtype != np.float16:
+            return self.create_state(index, weight)
+        if self.multi_precision:
+            master = weight.astype(np.float32)
+            return (master, self.create_state(index, master))
+        warnings.warn(
+            "Accumulating with float16 in optimizer can lead to poor accuracy or slow convergence. "
+            "Consider using multi_precision=True option of the optimizer",
+            stacklevel=2,
+        )
+        return self.create_state(index, weight)
+
+    def update_multi_precision(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        """As :meth:`update`, with the state of :meth:`create_state_multi_precision`."""
+        if weight.dtype != np.float16 or not self.multi_precision:
+            self.update(index, weight, grad, state)
+            return
+        master, own = state
+        if isinstance(grad, RowSparse):
+            grad = RowSparse(grad.data.astype(np.float32), grad.indices, grad.shape)
+        else:
+            grad = grad.astype(np.float32)
+        self.update(index, master, grad, own)
+        with np.errstate(over="ignore"):
+            weight[...] = master
+
+    def _update_count(self, index: Key) -> None:
+        count = self._index_update_count.get(index, self.begin_num_update) + 1
+        self._index_update_count[index] = count
+        self.num_update = max(self.num_update, count)
+
+    def _get_lr(self, index: Key) -> float:
+        multiplier = self._multiplier(index, "lr_mult", self.lr_mult)
+        return self.learning_rate * multiplier
+
+    def _get_wd(self, index: Key) -> float:
+        return self.wd * self._multiplier(index, "wd_mult", self.wd_mult)
+
+    def _multiplier(self, index: Key, attribute: str, given: Mapping[Any, float]) -> float:
+        if index in self.param_dict:
+            return float(getattr(self.param_dict[index], attribute))
+        if index in given:
+            return given[index]
+        return given.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
+
+
+Class = TypeVar("Class", bound=type[Optimizer])
+
+_registered: dict[str, type[Optimizer]] = {}
+
+
+def register(klass: Class) -> Class:
+    """Let :func:`create` find an optimizer by the lower-cased name of its class. A decorator; an older one is replaced."""
+    name = klass.__name__.lower()
+    if name in _registered:
+        warnings.warn(f"optimizer {name!r} is registered again; the new one replaces it", stacklevel=2)
+    _registered[name] = klass
+    return klass
+
+
+def create(name: str, **kwargs: Any) -> Optimizer:
+    """Make a registered optimizer.
+
+    Args:
+        name: Its name in any case: ``sgd``, ``adam``, ``test``, or one given to :func:`register`.
+        **kwargs: Its arguments; see its class.
+
+    Raises:
+        ValueError: There is none of this name; the text lists those that there are.
+    """
+    klass = _registered.get(name.lower())
+    if klass is None:
+        raise ValueError(f"Cannot find optimizer {name}; known are {', '.join(sorted(_registered))}")
+    return klass(**kwargs)
+
+
+@register
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum.
+
+    ``v = momentum*v - lr*wd*w - lr*rescale_grad*g``, then ``w = w + v``; with ``clip_gradient`` the last term is
+    ``lr*clip(rescale_grad*g)``.
+
+    Args:
+        momentum: Part of the last step that is made again.
+        lazy_update: With a row-sparse gradient, change its rows only; else all rows decay and go on moving.
+        **kwargs: See :class:`Optimizer`.
+    """
+
+    def __init__(self, momentum: float = 0.0, lazy_update: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.momentum = momentum
+        self.lazy_update = lazy_update
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return np.zeros_like(weight) if self.momentum else None
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        self._update_count(index)
+        real = weight.dtype.type
+        lr = _constant(self._get_lr(index), weight)
+        wd, rescale = _constant(self._get_wd(index), weight), _constant(self.rescale_grad, weight)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            if not isinstance(grad, RowSparse):
+                for weights, grads, velocities in _blocks(weight, grad, state):
+                    self._step(weights, grads, velocities, lr, wd, rescale)
+            elif not self.lazy_update:
+                self._step(weight, grad.todense(), state, lr, wd, rescale)
+            elif state is not None:
+                rows, moved = weight[grad.indices], state[grad.indices]
+                self._step(rows, grad.data, moved, lr, wd, rescale)
+                weight[grad.indices], state[grad.indices] = rows, moved
+            else:
+                scaled = self._scaled(grad.data, lr, rescale)
+                weight[grad.indices] = (real(1) - lr * wd) * weight[grad.indices] - scaled
+
+    def _scaled(self, grad: Array, lr: Any, rescale: Any) -> Array:
+        if not self.clip_gradient:
+            plain: Array = (lr * rescale) * grad
+            return plain
+        bound = _constant(self.clip_gradient, grad)
+        scaled: Array = rescale * grad
+        np.clip(scaled, -bound, bound, out=scaled)
+        np.multiply(lr, scaled, out=scaled)
+        return scaled
+
+    def _step(
+        self, weight: Array, grad: Array, velocity: Array | None, lr: Any, wd: Any, rescale: Any
+    ) -> None:
+        scaled = self._scaled(grad, lr, rescale)
+        decay = (lr * wd) * weight
+        if velocity is None:
+            step = np.subtract(weight.dtype.type(0), decay, out=decay)
+        else:
+            np.multiply(_constant(self.momentum, weight), velocity, out=velocity)
+            step = np.subtract(velocity, decay, out=velocity)
+        np.subtract(step, scaled, out=step)
+        np.add(weight, step, out=weight)
+
+
+@register
+class Adam(Optimizer):
+    """Adam, with the bias correction in the learning rate.
+
+    ``lr_t = lr*sqrt(1-beta2**t)/(1-beta1**t)`` in double precision, ``t`` counting a key's updates;
+    ``g = clip(g*rescale_grad + w*wd)``; ``mean = beta1*mean + (1-beta1)*g``; ``var = beta2*var + (1-beta2)*g*g``;
+    ``w = w - lr_t*mean/(sqrt(var) + epsilon)``.
+
+    Args:
+        learning_rate: How far a step goes.
+        beta1: Decay of the mean of gradients.
+        beta2: Decay of the mean of their squares.
+        epsilon: Is added to the root, so that it is never 0.
+        lazy_update: With a row-sparse gradient, change its rows only.
+        **kwargs: See :class:`Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        lazy_update: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, **kwargs)
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.lazy_update = lazy_update
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return (np.zeros_like(weight), np.zeros_like(weight))
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        self._update_count(index)
+        t = self._index_update_count[index]
+        lr = self._get_lr(index) * math.sqrt(1.0 - self.beta2**t) / (1.0 - self.beta1**t)
+        mean, var = state
+        with np.errstate(all="ignore"):  # what is computed is what MXNet gives, infinities included
+            if isinstance(grad, RowSparse) and self.lazy_update:
+                rows = grad.indices
+                parts = weight[rows], mean[rows], var[rows]
+                # MXNet's operator for rows squares a clipped gradient before it multiplies.
+                square_first = bool(self.clip_gradient)
+                self._step(index, parts[0], grad.data, parts[1], parts[2], lr, square_first)
+                weight[rows], mean[rows], var[rows] = parts
+            else:
+                dense = grad.todense() if isinstance(grad, RowSparse) else grad
+                for weights, grads, means, variances in _blocks(weight, dense, mean, var):
+                    self._step(index, weights, grads, means, variances, lr)
+
+    def _step(
+        self,
+        index: Key,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        var: Array,
+        lr: float,
+        square_first: bool = False,
+    ) -> None:
+        one = weight.dtype.type(1)
+        beta1, beta2 = _constant(self.beta1, weight), _constant(self.beta2, weight)
+        rescale, wd = _constant(self.rescale_grad, weight), _constant(self._get_wd(index), weight)
+        grad = grad * rescale + weight * wd
+        if self.clip_gradient:
+            bound = _constant(self.clip_gradient, weight)
+            np.clip(grad, -bound, bound, out=grad)
+        np.add(beta1 * mean, (one - beta1) * grad, out=mean)
+        square = (one - beta2) * (grad * grad) if square_first else (one - beta2) * grad * grad
+        np.add(beta2 * var, square, out=var)
+        np.subtract(
+            weight,
+            _constant(lr, weight) * mean / (np.sqrt(var) + _constant(self.epsilon, weight)),
+            out=weight,
+        )
+
+
+@register
+class Test(Optimizer):
+    """``w = w + g*rescale_grad``: for tests, since sums of small integers are exact."""
+
+    __test__: ClassVar[bool] = False  # pytest takes classes of this name for its own
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return np.zeros_like(weight)
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        dense = grad.todense() if isinstance(grad, RowSparse) else grad
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add(weight, dense * weight.dtype.type(self.rescale_grad), out=weight)
+        state[...] = weight
+
+
+class Updater:
+    """Runs an optimizer on one key at a time and keeps its states.
+
+    Args:
+        optimizer: The optimizer.
+
+    Attributes:
+        optimizer: The optimizer; changes of its learning rate apply from the next call on.
+        states: Its states by key; one is made at the key's first call.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.states: dict[Key, State] = {}
+
+    def __call__(self, key: Key, grad: Gradient, weight: Array) -> None:
+        """Change ``weight`` in place by its gradient."""
+        if key not in self.states:
+            self.states[key] = self.optimizer.create_state_multi_precision(key, weight)
+        self.optimizer.update_multi_precision(key, weight, grad, self.states[key])
+
+    def get_states(self, dump_optimizer: bool = False) -> bytes:
+        """All states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
+
+        An ``lr_scheduler`` and ``param_dict`` are objects of the program and are left out.
+
+        Raises:
+            KVStoreError: A state is neither ``None`` nor made of arrays.
+        """
+        settings = None
+        if dump_optimizer:
+            attributes = {
+                name: value for name, value in vars(self.optimizer).items() if name not in _OF_THE_PROGRAM
+            }
+            settings = (type(self.optimizer).__name__.lower(), attributes)
+        return state_format.encode(self.states, settings)
+
+    def set_states(self, states: bytes) -> None:
+        """Take over what :meth:`get_states` gave; with the optimizer in it, learning rate and counts go on exactly.
+
+        Raises:
+            KVStoreError: These are no such bytes, or their optimizer is not registered here. Nothing has changed then.
+        """
+        found, settings = state_format.decode(states)
+        if settings is not None:
+            name, values = settings
+            if name not in _registered:
+                raise KVStoreError(f"the states are of an optimizer {name!r}, which is not registered here")
+            optimizer = _registered[name].__new__(_registered[name])
+            vars(optimizer).update(values)
+            for attribute in _OF_THE_PROGRAM:
+                setattr(optimizer, attribute, getattr(self.optimizer, attribute))
+            self.optimizer = optimizer
+        self.states = found
+
+
+def get_updater(optimizer: Optimizer) -> Updater:
+    """An updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
+    return Updater(optimizer)

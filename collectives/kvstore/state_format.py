@@ -1,0 +1,120 @@
+"""Optimizers' states as bytes: MessagePack with raw arrays, never pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore.arrays import Array
+from hvdlab.collectives.kvstore.keys import Key
+
+_MAGIC = b"hvdlab kvstore states 1\n"
+_TYPES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"})
+
+_Plain = bool | int | float | str | None
+_Setting = _Plain | list[tuple[int | str, _Plain]]
+
+
+class _Array(msgspec.Struct, tag="array", array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class _Several(msgspec.Struct, tag="several", array_like=True):
+    items: list[_Array | _Several | None]
+
+
+_State = _Array | _Several | None
+
+
+class _Optimizer(msgspec.Struct, array_like=True):
+    name: str
+    settings: dict[str, _Setting]
+
+
+class _File(msgspec.Struct, array_like=True):
+    states: list[tuple[int | str, _State]]
+    optimizer: _Optimizer | None
+
+
+def encode(states: Mapping[Key, Any], optimizer: tuple[str, Mapping[str, Any]] | None) -> bytes:
+    """States by key, and an optimizer's name and attributes; attributes that are objects of the program are left out.
+
+    Raises:
+        KVStoreError: A state is neither ``None`` nor an array of numbers nor a tuple or list of such.
+    """
+    found = None
+    if optimizer is not None:
+        name, attributes = optimizer
+        settings = {
+            attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)
+        }
+        found = _Optimizer(name, settings)
+    file = _File([(key, _packed(key, state)) for key, state in states.items()], found)
+    return _MAGIC + msgspec.msgpack.encode(file)
+
+
+def decode(data: bytes) -> tuple[dict[Key, Any], tuple[str, dict[str, Any]] | None]:
+    """The reverse of :func:`encode`; lists come back as tuples. Raises ``KVStoreError`` for other bytes."""
+    if not data.startswith(_MAGIC):
+        raise KVStoreError("these are no states of optimizers as hvdlab writes them")
+    try:
+        file = msgspec.msgpack.decode(memoryview(data)[len(_MAGIC) :], type=_File)
+        states = {key: _unpacked(state) for key, state in file.states}
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        raise KVStoreError(f"the states of the optimizer are damaged: {error}") from error
+    if file.optimizer is None:
+        return states, None
+    settings = {
+        name: dict(value) if isinstance(value, list) else value
+        for name, value in file.optimizer.settings.items()
+    }
+    return states, (file.optimizer.name, settings)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, int | str) and _is_plain(item) for key, item in value.items())
+    return _is_plain(value)
+
+
+def _setting(value: Any) -> _Setting:
+    if isinstance(value, dict):
+        return list(value.items())
+    found: _Setting = value
+    return found
+
+
+def _packed(key: Key, state: Any) -> _State:
+    if state is None:
+        return None
+    if isinstance(state, tuple | list):
+        return _Several([_packed(key, item) for item in state])
+    if isinstance(state, np.ndarray) and state.dtype.str[1:] in _TYPES:
+        little = state.astype(state.dtype.newbyteorder("<"), order="C", copy=False)
+        return _Array(state.dtype.str[1:], state.shape, little.tobytes())
+    raise KVStoreError(f"the state of key {key!r} is a {type(state).__name__}, which can't be saved", key)
+
+
+def _unpacked(state: _State) -> Any:
+    if state is None:
+        return None
+    if isinstance(state, _Several):
+        return tuple(_unpacked(item) for item in state.items)
+    if state.dtype not in _TYPES or min(state.shape, default=0) < 0:
+        raise ValueError(f"an array of type {state.dtype!r} and shape {state.shape}")
+    dtype = np.dtype("<" + state.dtype)
+    if math.prod(state.shape) * dtype.itemsize != len(state.data):
+        raise ValueError(f"{len(state.data)} bytes for {state.dtype}{list(state.shape)}")
+    array: Array = np.frombuffer(state.data, dtype).reshape(state.shape)
+    return array.astype(dtype.newbyteorder("="))  # a copy, which updates may write to

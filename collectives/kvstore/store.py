@@ -1,0 +1,551 @@
+"""The native stores of one process, ``local`` and ``device``: values by key, with updaters and compression."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore.arrays import (
+    NUMPY,
+    Array,
+    ArrayType,
+    RowSparse,
+    array_type_of,
+    checked_rows,
+    replace_rows,
+    rows_of,
+    view_of,
+    write,
+)
+from hvdlab.collectives.kvstore.base import KVStoreBase, unknown_capability
+from hvdlab.collectives.kvstore.compression import GradientCompression
+from hvdlab.collectives.kvstore.keys import Key, grouped, pairs, require, unknown_key
+from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
+from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+
+_LOG = logging.getLogger("hvdlab")
+
+Value = Array | RowSparse
+UserUpdater = Callable[[Any, Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A process that keeps values of a store.
+
+    Attributes:
+        index: Its number, from 0.
+        host: Name of its host.
+        pid: Its process id there.
+        keys: How many keys, or parts of keys, it keeps.
+        bytes: Size of their values.
+    """
+
+    index: int
+    host: str
+    pid: int
+    keys: int
+    bytes: int
+
+
+class KVStore(KVStoreBase):
+    """Values by key, to which arrays are pushed and from which they are pulled. Made by :func:`hvdlab.kvstore.create`.
+
+    Keys are ints of 32 bits or strings; a store holds one kind, fixed by its first use. A value is an array of numpy, torch or
+    another framework, or a list of arrays, one per device, which are summed. Values are copied in and out: what is pulled never
+    shares memory with the store. After any error the store is as it was before.
+
+    Args:
+        name: What ``type`` is to be.
+        on_devices: Add the arrays of a push from left to right, and allow gradient compression; else add by groups of four.
+    """
+
+    def __init__(self, name: str = "local", *, on_devices: bool = False) -> None:
+        self._name = name
+        self._on_devices = on_devices
+        self._lock = threading.RLock()
+        #: The stored values. An array in here is never shared with a user and is replaced, not written to.
+        self._values: dict[Key, Value] = {}
+        #: An array of the size of each dense value that the next sum may be written to.
+        self._spare: dict[Key, Array] = {}
+        #: The kind of array that each key was initialised with, which a user's updater gets.
+        self._array_types: dict[Key, ArrayType] = {}
+        #: Keys by order of initialisation, in which MXNet works off a call with several strings.
+        self._numbers: dict[Key, int] = {}
+        self._updater: Callable[[Key, Value, Array], None] | None = None
+        self._compression: GradientCompression | None = None
+        #: What compression did not send yet, by key and place in the pushed list.
+        self._residuals: dict[tuple[Key, int], Array] = {}
+        self._said_sparse = False
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def init(self, key: Any, value: Any) -> None:
+        """Give keys their first values, once.
+
+        Args:
+            key: An int or a str, or a list of one kind of these.
+            value: An array, or for a list of keys a list of arrays.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key or value is none.
+            KVStoreError: A key was initialised before, or is of the other kind than the store's keys.
+        """
+        with self._lock:
+            found = pairs(key, value)
+            self._check_kind(found)
+            new: dict[Key, tuple[Value, ArrayType]] = {}
+            for one, given in found:
+                if one in self._values or one in new:
+                    raise KVStoreError(f"duplicate init of key {one}", one)
+                new[one] = (_copied(given), array_type_of(given) or NUMPY)
+            self._add(new)
+
+    def _add(self, new: dict[Key, tuple[Value, ArrayType]]) -> None:
+        for key, (value, array_type) in new.items():
+            self._values[key], self._array_types[key] = value, array_type
+            self._numbers[key] = len(self._numbers)
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Sum the arrays given for each key and store the sum, or give it to the updater.
+
+        Without an updater the sum replaces the stored value; it is not added to it.
+
+        Args:
+            key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
+            value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
+            priority: Larger ones go first where work is pending; results never depend on it.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key or value is none.
+            KVStoreError: A key was not initialised, or a value has another shape than the stored one.
+            Exception: What the updater raised; the stored values are unchanged.
+        """
+        with self._lock:
+            self._store(self._sums(pairs(key, value)))
+
+    def _sums(self, found: list[tuple[Key, Any]]) -> dict[Key, Value]:
+        """One new array for each key: the sum of what was given, compressed if that is on."""
+        self._check_known(found)
+        groups = grouped(found, self._numbers)
+        seen = {key: [_viewed(array) for array in arrays] for key, arrays in groups.items()}
+        for key, arrays in seen.items():
+            self._check_arrays(key, arrays)
+        return {key: self._sum(key, arrays) for key, arrays in seen.items()}
+
+    def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
+        stored = self._values[key]
+        if len({type(array) for array in arrays}) > 1:
+            raise KVStoreError(f"key {key!r} was given dense and row-sparse arrays in one push", key)
+        if isinstance(arrays[0], np.ndarray) and isinstance(stored, RowSparse) and self._updater is not None:
+            raise KVStoreError(f"key {key!r} is row-sparse, but was given a dense gradient", key)
+        if len({array.dtype for array in arrays}) > 1:
+            types = ", ".join(sorted({str(array.dtype) for array in arrays}))
+            raise KVStoreError(f"key {key!r} was given arrays of several types in one push: {types}", key)
+        for array in arrays:
+            if tuple(array.shape) != tuple(stored.shape):
+                raise KVStoreError(
+                    f"key {key!r} has shape {tuple(stored.shape)}, but an array of shape {tuple(array.shape)} was pushed",
+                    key,
+                )
+            if isinstance(self._updater, Updater) and not self._takes(stored.dtype, array.dtype):
+                raise KVStoreError(
+                    f"the weight of key {key!r} is {stored.dtype}, but its gradient {array.dtype}; they need one type",
+                    key,
+                )
+            if self._compression is not None and (isinstance(array, RowSparse) or array.dtype != np.float32):
+                raise KVStoreError(
+                    f"gradient compression takes dense float32 arrays only; key {key!r} was given "
+                    f"{'row-sparse ' if isinstance(array, RowSparse) else ''}{array.dtype}",
+                    key,
+                )
+
+    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+        """Whether the optimizer can apply a gradient of this type to a weight of that type."""
+        return weight == gradient
+
+    def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
+        if isinstance(arrays[0], RowSparse):
+            return add_up_rows(arrays)
+        if self._compression is not None:
+            arrays = [self._quantized(key, place, array) for place, array in enumerate(arrays)]
+        total = self._buffer(key, arrays[0])
+        add_up(arrays, total, on_devices=self._on_devices)
+        return total
+
+    def _buffer(self, key: Key, like: Array) -> Array:
+        spare = self._spare.pop(key, None)
+        if spare is not None and spare.shape == like.shape and spare.dtype == like.dtype:
+            return spare
+        return np.empty(like.shape, like.dtype)
+
+    def _quantized(self, key: Key, place: int, gradient: Array) -> Array:
+        assert self._compression is not None
+        residual = self._residuals.get((key, place))
+        if residual is None:
+            residual = self._residuals[key, place] = np.zeros(gradient.size, np.float32)
+        sent = np.empty(gradient.size, np.float32)
+        self._compression.quantize(np.ascontiguousarray(gradient).reshape(-1), residual, sent)
+        return sent.reshape(gradient.shape)
+
+    def _store(self, sums: dict[Key, Value]) -> None:
+        """Replace stored values, or update them; all of the call or, if an updater raises, none."""
+        new = (
+            sums if self._updater is None else {key: self._updated(key, total) for key, total in sums.items()}
+        )
+        for key, value in new.items():
+            old, self._values[key] = self._values[key], value
+            spare = old if value is sums[key] else sums[key]
+            if isinstance(spare, np.ndarray):
+                self._spare[key] = spare
+
+    def _updated(self, key: Key, total: Value) -> Value:
+        assert self._updater is not None
+        stored = self._values[key]
+        if isinstance(stored, np.ndarray):
+            weight = stored.copy()
+            self._updater(key, total, weight)
+            return weight
+        if len(stored.indices) != stored.shape[0]:
+            raise KVStoreError(f"key {key!r} can't be updated: only some of its rows are stored", key)
+        rows = stored.data.copy()
+        self._updater(key, total, rows)
+        return RowSparse(rows, stored.indices, stored.shape)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Copy stored values to arrays, casting to their types as C does.
+
+        Args:
+            key: An int or a str, or a list of one kind of these.
+            out: An array or a list of arrays of the key's shape; for a list of keys a list of such.
+            priority: Larger ones go first where work is pending.
+            ignore_sparse: Leave row-sparse values, and outputs, alone; else fill them.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key or output is none.
+            KVStoreError: A key was not initialised, or an output has another shape.
+        """
+        if out is None:
+            raise AssertionError("pull needs out, the arrays to write to")
+        with self._lock:
+            found = pairs(key, out)
+            self._check_known(found)
+            self._write(found, ignore_sparse)
+
+    def _check_outputs(self, found: list[tuple[Key, Any]], values: Mapping[Key, Value]) -> None:
+        for key, target in found:
+            if key not in values:
+                raise unknown_key(key)
+            shape, wanted = tuple(_viewed(target).shape), tuple(values[key].shape)
+            if shape != wanted:
+                raise KVStoreError(f"key {key!r} has shape {wanted}, but its output has {shape}", key)
+
+    def _write(self, found: list[tuple[Key, Any]], ignore_sparse: bool) -> None:
+        self._check_outputs(found, self._values)
+        for key, target in found:
+            stored = self._values[key]
+            if ignore_sparse and (isinstance(stored, RowSparse) or isinstance(target, RowSparse)):
+                self._say_sparse(key)
+            elif isinstance(target, RowSparse):
+                sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
+                replace_rows(target, sparse.indices, sparse.data)
+            else:
+                write(
+                    target, stored.todense() if isinstance(stored, RowSparse) else self._pulled(key, stored)
+                )
+
+    def _pulled(self, key: Key, stored: Array) -> Array:
+        return stored
+
+    def _say_sparse(self, key: Key) -> None:
+        if not self._said_sparse:
+            self._said_sparse = True
+            _LOG.warning("pull leaves row-sparse arrays alone, such as key %r: use row_sparse_pull", key)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, then pull.
+
+        Args:
+            key: An int or a str, or a list of one kind of these.
+            value: An array or a list of arrays; for a list of keys a list of such.
+            out: Where the stored values go, as in :meth:`pull`; ``None`` for all arrays of ``value``, which are overwritten.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key, value or output is none.
+            KVStoreError: As :meth:`push` and :meth:`pull` do. If the push was refused nothing is pulled.
+        """
+        with self._lock:
+            targets = pairs(key, value if out is None else out)
+            self._check_known(targets)
+            self._check_outputs(targets, self._values)
+            self.push(key, value, priority)
+            self._write(targets, ignore_sparse=True)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """Give keys their first values, rank 0's, and copy them to ``out``: :meth:`init`, then :meth:`pull`.
+
+        Args:
+            key: An int or a str, or a list of one kind of these, not initialised yet.
+            value: As in :meth:`init`.
+            out: As in :meth:`pull`.
+            priority: Larger ones go first where work is pending.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key, value or output is none; ``out`` must be given.
+            KVStoreError: As :meth:`init` and :meth:`pull` do.
+        """
+        if out is None:
+            raise TypeError("broadcast needs out, the arrays to write to")
+        with self._lock:
+            targets = pairs(key, out)
+            self._check_outputs(targets, {one: _viewed(given) for one, given in pairs(key, value)})
+            self.init(key, value)
+            self.pull(key, out, priority)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Copy some rows of row-sparse values; all other rows of the outputs become zero.
+
+        Args:
+            key: An int or a str, or a list of one kind of these.
+            out: A :class:`RowSparse` or a list of them; for a list of keys a list of such. Each is changed in place: its
+                indices become the rows asked for, increasing, once each.
+            priority: Larger ones go first where work is pending.
+            row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each.
+
+        Raises:
+            AssertionError: ``out`` or ``row_ids`` is missing, or there are not as many of these as outputs.
+            KVStoreError: A key was not initialised, a value or output is not row-sparse, or a row is out of range.
+        """
+        if out is None or row_ids is None:
+            raise AssertionError("row_sparse_pull needs out and row_ids")
+        with self._lock:
+            found = pairs(key, out)
+            self._check_known(found)
+            wanted = _row_ids(row_ids, len(found))
+            for (one, target), rows in zip(found, wanted, strict=True):
+                self._check_sparse(one, target)
+                try:
+                    checked_rows(rows, self._values[one].shape[0])
+                except ValueError as error:
+                    raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
+            for (one, target), rows in zip(found, wanted, strict=True):
+                stored = self._values[one]
+                assert isinstance(stored, RowSparse)
+                numbers = np.unique(rows).astype(np.int64)
+                replace_rows(target, numbers, rows_of(stored, numbers))
+
+    def _check_sparse(self, key: Key, target: Any) -> None:
+        stored = self._values[key]
+        if not isinstance(target, RowSparse) or not isinstance(stored, RowSparse):
+            what = "output" if isinstance(stored, RowSparse) else "value"
+            raise KVStoreError(
+                f"row_sparse_pull needs row-sparse arrays, but the {what} of key {key!r} is dense", key
+            )
+        if target.shape != stored.shape:
+            raise KVStoreError(
+                f"key {key!r} has shape {stored.shape}, but its output has {target.shape}", key
+            )
+
+    def _check_kind(self, found: list[tuple[Key, Any]]) -> None:
+        kinds = {type(key) for key in self._values} | {type(key) for key, _ in found}
+        if len(kinds) > 1:
+            key = found[0][0]
+            raise KVStoreError(
+                f"Mixed key types are not allowed: key {key!r} is of another kind than the store's", key
+            )
+
+    def _check_known(self, found: list[tuple[Key, Any]]) -> None:
+        self._check_kind(found)
+        for key, _ in found:
+            if key not in self._values:
+                raise unknown_key(key)
+
+    # -- what happens to what is pushed -------------------------------------------------------------------------------
+
+    def set_gradient_compression(self, compression_params: Any) -> None:
+        """Compress what is pushed from now on; there is no way back. Set it before :meth:`init`.
+
+        Args:
+            compression_params: ``{"type": "2bit" or "1bit", "threshold": 0.5}``; the threshold is positive.
+
+        Raises:
+            AssertionError: It is no dict.
+            KVStoreError: Stores of this type have no compression, the type is missing or unknown, or the threshold is wrong.
+        """
+        if not self._on_devices and "dist" not in self._name:
+            raise KVStoreError("Gradient compression is not supported for this type of kvstore")
+        with self._lock:
+            self._compression = GradientCompression.from_params(compression_params)
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update the stored values by what is pushed.
+
+        Args:
+            optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
+                ``optimizer(key, gradient, weight)`` that changes the weight in place.
+
+        Raises:
+            TypeError: It is none of these.
+            ValueError: There is no optimizer of this name.
+        """
+        found = create(optimizer) if isinstance(optimizer, str) else optimizer
+        with self._lock:
+            self._updater = self._updater_of(Updater(found) if isinstance(found, Optimizer) else found)
+
+    def _updater_of(self, updater: Any) -> Callable[[Key, Value, Array], None] | None:
+        if updater is None or isinstance(updater, Updater):
+            return updater
+        if not callable(updater):
+            raise TypeError(
+                f"a {type(updater).__name__} is no optimizer, no name of one, and can't be called"
+            )
+        return _ForUser(updater, self._array_types)
+
+    def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
+        """Call ``updater(key, received, stored)`` once for each pushed key, with the sum of what was pushed.
+
+        It changes ``stored`` in place. Both are arrays of the framework that the key was initialised with. What it raises is
+        raised by the push, and no value has changed then. ``None`` removes it.
+        """
+        with self._lock:
+            self._updater = self._updater_of(updater)
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether the store runs optimizers: true for ``optimizer`` in any case.
+
+        Raises:
+            ValueError: It is another word.
+        """
+        if capability.lower() == KVStoreBase.OPTIMIZER:
+            return True
+        unknown_capability(capability)
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Write the states of the optimizer to a file, without pickle.
+
+        Args:
+            fname: Its path.
+            dump_optimizer: Also write the optimizer's settings and counts, so that training goes on exactly.
+
+        Raises:
+            AssertionError: There is no optimizer, or it does not run in this process.
+            OSError: The file can't be written.
+        """
+        updater = self._own_updater("save")
+        with self._lock:
+            states = updater.get_states(dump_optimizer)
+        with open(fname, "wb") as file:
+            file.write(states)
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Take over the states that :meth:`save_optimizer_states` wrote.
+
+        Args:
+            fname: The path of the file.
+
+        Raises:
+            AssertionError: There is no optimizer, or it does not run in this process.
+            OSError: The file can't be read.
+            KVStoreError: It is no such file; nothing has changed.
+        """
+        updater = self._own_updater("load")
+        with open(fname, "rb") as file:
+            data = file.read()
+        with self._lock:
+            try:
+                updater.set_states(data)
+            except KVStoreError as error:
+                raise KVStoreError(f"{fname}: {error}") from error
+
+    def _own_updater(self, verb: str) -> Updater:
+        updater = self._updater
+        require(isinstance(updater, Updater), f"Cannot {verb} states for distributed training")
+        assert isinstance(updater, Updater)
+        return updater
+
+    # -- workers and servers ------------------------------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """The name that the store was made with, in lower case."""
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host, from 0."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return 1
+
+    def barrier(self) -> None:
+        """Wait until all workers have called it. What others have pushed is known to be there only after a pull of theirs."""
+
+    def _barrier(self) -> None:
+        self.barrier()
+
+    def _send_command_to_servers(self, head: int, body: str) -> None:
+        """Does nothing: this store has no servers."""
+
+    def servers(self) -> list[ServerInfo]:
+        """The processes that keep the values; none if that is the workers themselves."""
+        return []
+
+    def __repr__(self) -> str:
+        return f"<KVStore {self.type}: worker {self.rank} of {self.num_workers}, {len(self._values)} keys>"
+
+
+class _ForUser:
+    """A user's updater, which gets arrays of the user's framework."""
+
+    def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
+        self._updater, self._array_types = updater, array_types
+
+    def __call__(self, key: Key, received: Value, stored: Array) -> None:
+        array_type = self._array_types[key]
+        weight = array_type.wrap(stored)
+        self._updater(key, received if isinstance(received, RowSparse) else array_type.wrap(received), weight)
+        changed = array_type.view(weight)
+        if not np.shares_memory(changed, stored):
+            np.copyto(stored, changed)
+
+
+def _viewed(value: Any) -> Value:
+    return value if isinstance(value, RowSparse) else view_of(value)
+
+
+def _copied(value: Any) -> Value:
+    if isinstance(value, RowSparse):
+        return RowSparse(value.data, value.indices, value.shape)
+    return view_of(value).copy(order="C")
+
+
+def _as_rows(dense: Array) -> RowSparse:
+    rows = np.flatnonzero(dense.reshape(len(dense), -1).any(axis=1))
+    return RowSparse(dense[rows], rows, dense.shape)
+
+
+def _row_ids(row_ids: Any, count: int) -> list[Array]:
+    """One flat array of row numbers for each output."""
+    given = row_ids if isinstance(row_ids, list | tuple) else [row_ids]
+    found = [view_of(rows).reshape(-1) for rows in given]
+    if len(found) == 1:
+        return found * count
+    if len(found) != count:
+        raise AssertionError(f"{len(found)} row_ids were given for {count} outputs")
+    return found

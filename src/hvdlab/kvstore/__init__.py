@@ -1,0 +1,34 @@
+"""MXNet's key-value store for arrays of any framework: ``from hvdlab import kvstore; kv = kvstore.create("device")``.
+
+See :func:`create` for the types of stores, :class:`KVStore` for what they do, and ``optimizer`` for what runs on their values.
+Arrays are numpy's, torch's, TensorFlow's, cupy's or MXNet's, or any writable buffer; numbers and lists of numbers are not.
+"""
+
+from __future__ import annotations
+
+from hvdlab.bindings.kvstore_arrays import register_frameworks
+from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.kvstore.allreduce_stores import BytePS, Horovod
+from hvdlab.collectives.kvstore.arrays import ArrayType, RowSparse, register_array_type
+from hvdlab.collectives.kvstore.base import KVStoreBase, TestStore
+from hvdlab.collectives.kvstore.creating import TYPES, create
+from hvdlab.collectives.kvstore.store import KVStore, ServerInfo
+from hvdlab.kvstore import optimizer
+
+register_frameworks()
+
+__all__ = [
+    "TYPES",
+    "ArrayType",
+    "BytePS",
+    "Horovod",
+    "KVStore",
+    "KVStoreBase",
+    "KVStoreError",
+    "RowSparse",
+    "ServerInfo",
+    "TestStore",
+    "create",
+    "optimizer",
+    "register_array_type",
+]

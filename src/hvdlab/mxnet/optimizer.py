@@ -1,0 +1,208 @@
+"""Optimizers and Gluon trainers that sum gradients over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx  # pyright: ignore[reportMissingImports]
+
+from hvdlab.bindings.arguments import Sum, allreducing
+from hvdlab.bindings.compression import Compressor
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.horovod.common.util import split_list
+from hvdlab.mxnet.adapter import BINDING, NDArray
+from hvdlab.mxnet.compression import Compression
+
+
+class GradientSums:
+    """Sums gradients over the ranks of a process set.
+
+    Args:
+        gradient_predivide_factor: ``f``: gradients are divided by it before the sum; what is done after it makes an average.
+        num_groups: How many groups the gradients of a call are executed in; 0 for none.
+        process_set: The ranks that take part.
+        compression: What is sent of each gradient.
+    """
+
+    def __init__(
+        self,
+        gradient_predivide_factor: float,
+        num_groups: int,
+        process_set: ProcessSet,
+        compression: type[Compressor] = Compression.none,
+    ) -> None:
+        self._factor = gradient_predivide_factor
+        self._num_groups = num_groups
+        self._process_set = process_set
+        self._compression = compression
+
+    @property
+    def scale(self) -> float:
+        """What gradients are still to be multiplied by after the sum, so that they are averages."""
+        return 1.0 if self._alone() else self._factor / self._ranks()
+
+    def add_up(self, names: Sequence[str], gradients: Sequence[NDArray]) -> None:
+        """Sum gradients in place, each under its name, and wait for all."""
+        if self._alone():
+            return
+        operation = allreducing(None, Sum, 1.0 / self._factor, 1.0, set_id(self._process_set))
+        sent = [self._compression.compress(gradient) for gradient in gradients]
+        handles = []
+        for group in self._groups(names, [array for array, _ in sent]):
+            if len(group) == 1:
+                name, array = group[0]
+                handles.append(BINDING.submit(operation, array, name, in_place=True))
+            else:
+                group_name = f"{group[0][0]}:{group[-1][0]}"
+                arrays = [array for _, array in group]
+                handles.append(BINDING.submit_group(operation, arrays, group_name, in_place=True))
+        for handle in handles:
+            handle.wait()
+        for gradient, (array, context) in zip(gradients, sent, strict=True):
+            if array is not gradient:
+                gradient[:] = self._compression.decompress(array, context)
+
+    def _groups(self, names: Sequence[str], arrays: Sequence[NDArray]) -> list[list[tuple[str, NDArray]]]:
+        named = list(zip(names, arrays, strict=True))
+        if self._num_groups <= 0:
+            return [[pair] for pair in named]
+        groups: list[list[tuple[str, NDArray]]] = []
+        for part in split_list(named, self._num_groups):
+            by_type: dict[Any, list[tuple[str, NDArray]]] = defaultdict(list)
+            for name, array in part:
+                by_type[array.dtype].append((name, array))
+            groups.extend(by_type.values())
+        return groups
+
+    def _alone(self) -> bool:
+        return self._ranks() == 1
+
+    def _ranks(self) -> int:
+        return self._process_set.size() or 1
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXNet has no types
+    """An MXNet optimizer whose updates first average the gradients over ranks.
+
+    Attributes that are not its own are the wrapped optimizer's, also when they are set.
+
+    Args:
+        optimizer: The ``mx.optimizer.Optimizer`` that updates the weights. Its ``rescale_grad`` is divided by the number of
+            ranks: gradients are summed, and the mean is left to it.
+        gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
+        num_groups: How many groups the gradients of one update of many are executed in; 0 for none.
+        process_set: The ranks that take part; all by default.
+    """
+
+    _OWN = frozenset({"_optimizer", "_sums"})
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._optimizer = optimizer
+        self._sums = GradientSums(gradient_predivide_factor, num_groups, process_set)
+        optimizer.rescale_grad *= self._sums.scale
+
+    def __getattr__(self, item: str) -> Any:
+        if item in self._OWN:  # not set yet: copied or unpickled
+            raise AttributeError(item)
+        return getattr(self._optimizer, item)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._optimizer, name, value)
+
+    def create_state(self, index: Any, weight: NDArray) -> Any:
+        """The wrapped optimizer's state for one weight."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: NDArray) -> Any:
+        """The wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Sum the gradient over ranks, in place, and update the weight; or lists of these. Every rank calls it."""
+        self._add_up(index, grad)
+        self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As :meth:`update`, for states of :meth:`create_state_multi_precision`."""
+        self._add_up(index, grad)
+        self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def _add_up(self, index: Any, grad: Any) -> None:
+        if isinstance(index, tuple | list):
+            self._sums.add_up([str(number) for number in index], grad)
+        else:
+            self._sums.add_up([str(index)], [grad])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the wrapped optimizer's learning rate."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: dict[Any, float]) -> None:
+        """Set the wrapped optimizer's factors of the learning rate."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: dict[Any, float]) -> None:
+        """Set the wrapped optimizer's factors of the weight decay."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has no types
+    """A ``gluon.Trainer`` that averages gradients over ranks instead of using a key-value store.
+
+    Args:
+        params: A ``ParameterDict``, a dict, or a list of parameters, which are sorted by name so that ranks agree.
+        optimizer: Its name or an ``mx.optimizer.Optimizer``. A :class:`DistributedOptimizer` is unwrapped, with a warning.
+        optimizer_params: Its arguments, if ``optimizer`` is a name.
+        compression: What is sent of each gradient.
+        gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
+        prefix: Goes before the names of gradients, which keeps several trainers of one program apart.
+        num_groups: How many groups the gradients of a step are executed in; 0 for none.
+        process_set: The ranks that take part; all by default.
+
+    Raises:
+        AssertionError: ``prefix`` is not a str.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: type[Compressor] = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        assert prefix is None or isinstance(prefix, str), f"prefix must be a str, not {type(prefix).__name__}"
+        sums = GradientSums(gradient_predivide_factor, num_groups, process_set, compression)
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer averages gradients itself: the optimizer inside DistributedOptimizer is used.",
+                stacklevel=2,
+            )
+            optimizer.rescale_grad /= optimizer._sums.scale
+            optimizer = optimizer._optimizer
+        if isinstance(params, list | tuple):
+            params = sorted(params, key=lambda parameter: parameter.name)
+        super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+        self._sums = sums
+        self._prefix = prefix or ""
+        self._scale *= sums.scale
+
+    def _allreduce_grads(self) -> None:
+        trained = [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
+        names = [f"{self._prefix}{i}" for i, _ in trained]
+        self._sums.add_up(names, [parameter.list_grad()[0] for _, parameter in trained])

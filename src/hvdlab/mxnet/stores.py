@@ -1,0 +1,125 @@
+"""hvdlab's stores as stores of MXNet's, for ``mx.kv.create`` and ``gluon.Trainer``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mxnet as mx  # pyright: ignore[reportMissingImports]
+
+from hvdlab import kvstore
+from hvdlab.collectives.kvstore.creating import create_native
+from hvdlab.collectives.kvstore.distributed import DistSyncStore
+
+_mxnets_create = mx.kvstore.create
+
+
+class Horovod(kvstore.Horovod, mx.kvstore.KVStoreBase):  # type: ignore[misc]  # MXNet has no types
+    __doc__ = kvstore.Horovod.__doc__
+
+
+class BytePS(kvstore.BytePS, mx.kvstore.KVStoreBase):  # type: ignore[misc]  # MXNet has no types
+    __doc__ = kvstore.BytePS.__doc__
+
+
+def register_stores() -> None:
+    """Let ``mx.kv.create`` make stores of the types ``horovod`` and ``byteps``.
+
+    MXNet 1.9.1 has neither and makes a local store of these names. ``gluon.Trainer`` makes no store at all of a name where a
+    parameter has one context: give it the store that ``mx.kv.create("horovod")`` returns.
+    """
+    for store in (Horovod, BytePS):
+        mx.kvstore.KVStoreBase.register(store)
+
+
+class _OneProcessStore(kvstore.KVStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
+    """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
+
+    #: MXNet's updater, if an optimizer of MXNet's runs here.
+    _mxnets_updater: Any = None
+
+    def __del__(self) -> None:
+        """There is no handle of MXNet's to free."""
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update the stored values by what is pushed; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
+
+        Args:
+            optimizer: An ``mx.optimizer.Optimizer``, or what hvdlab's stores take.
+        """
+        self._mxnets_updater = None
+        if isinstance(optimizer, mx.optimizer.Optimizer):
+            self._mxnets_updater = mx.optimizer.get_updater(optimizer)
+            optimizer = self._mxnets_updater
+        super().set_optimizer(optimizer)
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, else in hvdlab's.
+
+        Args:
+            fname: Its path.
+            dump_optimizer: Also write the optimizer itself.
+        """
+        if self._mxnets_updater is None:
+            super().save_optimizer_states(fname, dump_optimizer)
+            return
+        with open(fname, "wb") as file:
+            file.write(self._mxnets_updater.get_states(dump_optimizer))
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
+
+        MXNet's files are pickles, which run code when they are read: read only those that you trust.
+
+        Args:
+            fname: The path of the file.
+        """
+        if self._mxnets_updater is None:
+            super().load_optimizer_states(fname)
+            return
+        with open(fname, "rb") as file:
+            self._mxnets_updater.set_states(file.read())
+
+
+class _SynchronousStore(DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
+    """A store of several workers that MXNet takes for one of its own."""
+
+    def __del__(self) -> None:
+        """There is no handle of MXNet's to free."""
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update the stored values by what is pushed; see :func:`hvdlab.kvstore.create`.
+
+        Args:
+            optimizer: An ``mx.optimizer.Optimizer``, which is copied, or what hvdlab's stores take. Alike on all workers.
+        """
+        if isinstance(optimizer, mx.optimizer.Optimizer):
+            own = copy.deepcopy(optimizer)
+            self._multi_precision = own.multi_precision
+            optimizer = mx.optimizer.get_updater(own)
+        super().set_optimizer(optimizer)
+
+
+def install_kvstore() -> None:
+    """Let ``mx.kv.create``, and a name given to ``gluon.Trainer``, make hvdlab's stores of all types.
+
+    They are instances of ``mx.kvstore.KVStore`` and take optimizers of MXNet's. Values, gradients and outputs are dense: row-sparse
+    ones of MXNet's are refused with a ``TypeError``. Classes that were registered with MXNet are made as before. May be
+    called again.
+    """
+    mx.kvstore.create = _create
+
+
+def uninstall_kvstore() -> None:
+    """Let ``mx.kv.create`` make MXNet's own stores again. Those that were made stay as they are."""
+    mx.kvstore.create = _mxnets_create
+
+
+def _create(name: str = "local") -> Any:
+    """Make a key-value store; see :func:`hvdlab.kvstore.create`."""
+    if not isinstance(name, str):
+        raise TypeError("name must be a string")
+    wanted = name.lower()
+    if wanted in mx.kvstore.KVStoreBase.kv_registry:
+        return mx.kvstore.KVStoreBase.kv_registry[wanted]()
+    return create_native(wanted, _OneProcessStore, _SynchronousStore)

@@ -12,7 +12,7 @@ WORKERS ?= 3
 # With RETRY=1, what failed is run once more by itself, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock test-numpy mxnet clean
+.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock test-numpy test-engines mxnet clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,6 +85,8 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 		tests/collectives/test_api.py $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
+
+test-engines: mxnet ## what needs another environment than .venv: MXNet's
 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet

@@ -7,6 +7,7 @@ all: they wait in Python, so that Ctrl-C, call sites and errors are as in every 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class TensorFlowAdapter:
         return self.empty(tuple(tensor.shape), tensor)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        if not _has_gpu():  # a device scope costs as much as all else here
+            return tf.raw_ops.Empty(shape=shape, dtype=like.dtype)
         with tf.device("CPU:0"):
             return tf.raw_ops.Empty(shape=shape, dtype=like.dtype)
 
@@ -93,6 +96,11 @@ class TensorFlowAdapter:
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
         return tf.constant(counts, tf.int32)
+
+
+@cache
+def _has_gpu() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def as_tensor(value: Any, kind: OpKind) -> Any:

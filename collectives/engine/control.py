@@ -34,6 +34,8 @@ class Shell(Protocol):
 
     def connection_lost(self, reason: str) -> None: ...
 
+    def fail(self, error: BaseException) -> None: ...
+
 
 class Control:
     """One thread, one epoll: the coordinator's socket and a wake-up.
@@ -144,6 +146,11 @@ class Control:
             self._run_calls()  # the goodbye is one, and must not depend on where the thread was when told to stop
             self._guard(self._flush)
             self._part()
+        except BaseException as error:
+            # A fault of ours. Without this thread nothing else would end what the rank's other threads wait for.
+            self._lost = True
+            self._shell.fail(error)
+            raise
         finally:
             self._endpoint.close()
 

@@ -273,7 +273,16 @@ class Dispatcher:
 
     def give_up(self, reason: str) -> None:
         """There is no successor: everything pending fails, and so does whatever is submitted later."""
-        text = f"the coordinator is gone for good ({reason}); save what you need and restart the group"
+        self._end(f"the coordinator is gone for good ({reason}); save what you need and restart the group")
+
+    def fail(self, error: BaseException) -> None:
+        """The control thread ends by an error that nothing expected: likewise."""
+        what = f"{type(error).__name__}: {error}"
+        self._end(
+            f"a thread of hvdlab failed in this process ({what}), which is a fault of hvdlab's; save what you need and restart it"
+        )
+
+    def _end(self, text: str) -> None:
         logs.lost(self._guarded.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)

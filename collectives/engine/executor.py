@@ -228,12 +228,12 @@ class Executor:
 
     def close_older(self, process_set: int, epoch: int) -> None:
         """Close the planes of a process set older than ``epoch`` after the work that is there."""
-        if any(scope[0] == process_set and scope[1] < epoch for scope in self._slots):
+        if self._older(process_set, epoch):
             self.put(lambda: self._close_older(process_set, epoch))
             self.ring()
 
     def _close_older(self, process_set: int, epoch: int) -> None:
-        for scope in [s for s in self._slots if s[0] == process_set and s[1] < epoch]:
+        for scope in self._older(process_set, epoch):
             slot = self._slots[scope]
             with self._handing:
                 slot.outdated = True
@@ -243,6 +243,10 @@ class Executor:
             # Who is stuck in it closes it when it comes back.
             if not any(lane.running is slot for lane in self._abandoned):
                 slot.close()
+
+    def _older(self, process_set: int, epoch: int) -> list[Scope]:
+        # The control thread adds slots while the lane's thread removes some: only a copy, which is made in one go, can be read.
+        return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < epoch]
 
     def tune(self, process_set: int, epoch: int, slice_bytes: int) -> None:
         """Change a plane's slices, after the work that is there."""

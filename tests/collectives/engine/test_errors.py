@@ -362,6 +362,36 @@ def test_interrupts_at_any_moment_keep_the_group(three: Ranks) -> None:
     assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
 
 
+def break_control_thread() -> None:
+    """What it is to do next fails, as by a fault of ours."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("a fault of the test's")
+
+    context.engine()._control.call(fail)
+
+
+@pytest.fixture
+def doomed() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def test_a_control_thread_that_fails_ends_what_its_rank_waits_for(doomed: Ranks) -> None:
+    waiting = doomed.start(total, 1.0, "never", ranks=[0, 1])
+    doomed.run(break_control_thread, ranks=[2])
+    (error,) = doomed.outcomes(total, 1.0, "never", ranks=[2], timeout=PATIENCE)
+    assert isinstance(error, AbortedError)
+    assert "a thread of hvdlab failed in this process (ZeroDivisionError: a fault of the test's)" in str(
+        error
+    )
+    for other in waiting.outcomes(PATIENCE):
+        assert isinstance(other, AbortedError)
+        assert other.cause.ranks == (2,)
+    doomed.kill(2)
+    assert doomed.run(total, 1.0, "after", ranks=[0, 1]) == [[2.0] * 4] * 2
+
+
 def test_a_timeout_keeps_the_handle_and_a_withdrawal_ends_it(two: Ranks) -> None:
     (error,) = two.outcomes(give_up, ranks=[0])
     assert isinstance(error, AbortedError)

@@ -24,7 +24,11 @@ from hvdlab.collectives.engine import waiting
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError
+from patience import PATIENCE
 from ranks import Ranks
+
+ENOUGH = 100
+"""Places that are there in any case."""
 
 
 @pytest.fixture
@@ -114,7 +118,8 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
     deaf: list[str] = []
     tried: set[tuple[CodeType, int]] = set()
     unhurt = 0
-    while unhurt < 5:  # what one comes to is not the same each time
+    # What one comes to is not the same each time; on a busy machine other threads do most, and the way through is short.
+    while unhurt < 5 or len(tried) < ENOUGH:
         reduce_once()
         interrupt = Interrupt(tried)
         try:
@@ -129,11 +134,11 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
             continue
         heard.clear()
         engine.post("echo", b"", [engine.rank])
-        if not heard.wait(2):
+        if not heard.wait(PATIENCE):
             deaf.append(interrupt.where)
     engine._dispatcher.mailbox.own_event_sinks.append(lambda rank, batch: sent.set())
     reduce_once()
-    return len(tried), deaf, sent.wait(5)
+    return len(tried), deaf, sent.wait(PATIENCE)
 
 
 def hooks_at_each_place() -> tuple[int, list[str]]:
@@ -142,7 +147,7 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
     tried: set[tuple[CodeType, int]] = set()
     wrong: list[str] = []
     unhurt = 0
-    while unhurt < 20:  # on a busy machine another thread often does the work, and the way through is short
+    while unhurt < 20 or len(tried) < ENOUGH:
         reduce_once()
         calls, called, accepted = [], threading.Event(), False
 
@@ -158,7 +163,7 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
             handle.wait()
         engine.end_cell("")
         unhurt += not interrupt.where
-        if accepted and not called.wait(5):
+        if accepted and not called.wait(PATIENCE):
             wrong.append(f"{interrupt.where}: not called")
         reduce_once()  # whatever is left of it has ended by then
         if len(calls) > 1:
@@ -172,12 +177,12 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
 @pytest.mark.parametrize("blocked_after", [0.5, 0.0], ids=["it works itself", "its other threads work"])
 def test_a_rank_is_never_deaf_or_dumb_afterwards(one: Ranks, blocked_after: float) -> None:
     ((places, deaf, sent),) = one.run(interrupted_at_each_place, blocked_after, timeout=60)
-    assert places > 100
+    assert places >= ENOUGH
     assert deaf == []
     assert sent, "its spans are not sent any more"
 
 
 def test_a_completion_hook_is_called_once_all_the_same(one: Ranks) -> None:
     ((places, wrong),) = one.run(hooks_at_each_place, timeout=60)
-    assert places > 100
+    assert places >= ENOUGH
     assert wrong == []

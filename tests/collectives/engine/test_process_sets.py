@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,14 @@ import pytest
 
 from hvdlab.collectives import api, context
 from hvdlab.collectives.client import Client
+from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.buffers import HOST
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -159,6 +167,32 @@ def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
         assert error.cause.kind is CauseKind.RANK_DIED
         assert ranks.run(reduce, right, ranks=[2, 3]) == [2.0, 2.0]
         assert ranks.run(reduce, left, ranks=[0]) == [1.0]
+
+
+class NothingHappens:
+    """What an executor without work would tell."""
+
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
+
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None: ...
+
+    def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
+
+
+def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
+    """As in a rank whose sets change quickly: its control thread prepares planes while its executor closes older ones."""
+    executor = Executor(NothingHappens(), Hooks(0, lambda: None), "test")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for epoch in range(300):
+            for process_set in range(20):
+                plane = PlaneContext(process_set, epoch, 0, 1, (0,), ("here",))
+                executor.prepare(PlaneSlot("local", HOST, plane, lambda: None))
+                executor.close_older(process_set, epoch)
+    finally:
+        sys.setswitchinterval(interval)
+        executor.close(PATIENCE)
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,10 @@ def shared_chromium() -> Iterator[None]:
     """Within this, :func:`chromium` gives one browser to all."""
     before = _children()
     with chromium() as browser:
+        # The driver's thread for files is made when it is first needed, which would be in the middle of a test.
+        page = browser.new_page()
+        page.screenshot(path=os.devnull, type="png")
+        page.close()
         _shared.append(browser)
         _processes.update(_children() - before)
         try:

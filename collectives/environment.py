@@ -70,7 +70,23 @@ def own_environment(world: World, rank: int, size: int, where: Place | None = No
 
 def rank_environment(base: Mapping[str, str], world: World, rank: int, size: int) -> dict[str, str]:
     """The whole environment of a rank on this host. What ``base`` says about threads stays."""
-    return {"OMP_NUM_THREADS": str(threads_per_rank(size)), **base, **own_environment(world, rank, size)}
+    return {**base, **thread_counts(base, size), **own_environment(world, rank, size)}
+
+
+def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
+    """With how many threads a rank's libraries compute: its share of a host with ``size`` ranks, but for what ``base`` says.
+
+    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that one that computes for
+    long does not keep the input of the next step from being made.
+    """
+    threads = base.get("OMP_NUM_THREADS") or str(threads_per_rank(size))
+    between = str(max(2, int(threads))) if threads.isdecimal() else "2"
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        "TF_NUM_INTRAOP_THREADS": threads,
+        "TF_NUM_INTEROP_THREADS": between,
+    }
+    return {name: base.get(name, value) for name, value in wanted.items()}
 
 
 def threads_per_rank(size: int) -> int:

@@ -37,7 +37,7 @@ WITH_TORCH = (*LIGHT, "torch")
 FOR_TRAINING = (*WITH_TORCH, "torch._dynamo", "hvdlab.torch")
 """The first optimizer that a process makes imports ``torch._dynamo``, which takes as long as torch itself."""
 FOR_EXAMPLES = (*FOR_TRAINING, "sklearn.datasets")
-WITH_TENSORFLOW = (*LIGHT, "hvdlab.keras", "tf_keras")
+WITH_TENSORFLOW = (*LIGHT, "hvdlab.keras", "tf_keras", "sklearn.model_selection", "sklearn.datasets")
 FIXED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -36,17 +36,21 @@ class StepMeter:
             raise InvalidRequestError(f"batch_size= is the number of samples in a step, not {samples!r}.")
         self._batch_size = samples
 
-    def step(self) -> None:
-        """A step has ended now."""
+    def pause(self) -> None:
+        """What passes until the end of the next step is not the time of a step."""
+        self._before = None
+
+    def step(self, steps: int = 1) -> None:
+        """A step has ended now; or several, which can't be told apart: then each took its part of the time."""
         now = self._now_ns()
-        self.count += 1
+        self.count += steps
         if not context.is_initialized():
             self._before = None
             return
         engine = context.engine()
         where = (id(engine), engine.cells_begun)
         if self._before is not None and self._before[1] == where:
-            seconds = max(now - self._before[0], 1) / 1e9
+            seconds = max(now - self._before[0], 1) / 1e9 / steps
             engine.metric(names.STEP_TIME, seconds, self.count, now)
             if self._batch_size is not None:
                 engine.metric(names.SAMPLES_PER_SECOND, self._batch_size / seconds, self.count, now)

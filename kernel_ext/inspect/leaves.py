@@ -111,7 +111,8 @@ class _Walk:
             self._add(Found(path, "array", type_name(kind), array=source, value=value))
             for hooks in loaded():
                 self._each(path, hooks.beside(value), depth)
-            self._each(path, attributes(value) or (), depth)
+            if not any(hooks.is_all_elements(kind) for hooks in loaded()):
+                self._each(path, attributes(value) or (), depth)
         elif (parts := parts_of(value)) is not None:
             self._inside(path, value, parts, depth)
         else:

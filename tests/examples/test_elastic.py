@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/elastic_training.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(cwd: Path, *launcher: str, arguments: tuple[str, ...]) -> str:
+def run(cwd: Path, *launcher: str, arguments: tuple[str, ...], script: str = "elastic_training.py") -> str:
     done = subprocess.run(
-        [*launcher, sys.executable, str(SCRIPT), *arguments],
+        [*launcher, sys.executable, str(EXAMPLES / script), *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -41,6 +42,21 @@ def test_a_lost_rank_is_started_anew_and_takes_part_again(tmp_path: Path, lost: 
     launcher = (sys.executable, "-m", "hvdlab", "run", "-np", "2", "--min-np", "2")
     output = run(tmp_path, *launcher, arguments=("--epochs", "5", "--lose", str(lost)))
     assert f"rank {1 - lost}: going on with 2 ranks in epoch 1" in output
+    assert (tmp_path / "lost").exists()
+    found = accuracies(output)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert found[0] > 90
+
+
+@pytest.mark.soak  # three times TensorFlow's import
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
+@pytest.mark.timeout(220)
+def test_a_lost_rank_of_keras_takes_part_again(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "hvdlab", "run", "-np", "2", "--min-np", "2")
+    arguments = ("--epochs", "5", "--lose", "1")
+    output = run(tmp_path, *launcher, arguments=arguments, script="keras_elastic.py")
+    assert "rank 0: going on with 2 ranks in epoch 1" in output
     assert (tmp_path / "lost").exists()
     found = accuracies(output)
     assert len(found) == 2

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ranks import Ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOT_TRAINING = {"run.py"}
+needs_tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 
 
 def launch(np: int, script: str, *arguments: str, cwd: Path) -> str:
@@ -46,7 +48,8 @@ def run_as_main(script: str, arguments: tuple[str, ...], directory: str) -> str:
 
 def run(np: int, script: str, *arguments: str, cwd: Path) -> str:
     """The same, from ranks that are forked with what scripts import: importing it costs more than most scripts do."""
-    with Ranks(np, init=False, imports=["hvdlab.torch", "sklearn.datasets"]) as ranks:
+    binding = "hvdlab.torch" if script.startswith("torch") else "hvdlab.keras"
+    with Ranks(np, init=False, imports=[binding, "sklearn.datasets"]) as ranks:
         return "".join(ranks.run(run_as_main, str(EXAMPLES / script), arguments, str(cwd), timeout=150))
 
 
@@ -124,6 +127,48 @@ def test_process_sets(tmp_path: Path) -> None:
     together = set(re.findall(r"([\d.]+)% together", output))
     assert len(together) == 1
     assert float(together.pop()) > 85
+
+
+@needs_tensorflow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "extra", [(), pytest.param(("--fp16-allreduce",), marks=pytest.mark.soak)], ids=["plain", "fp16"]
+)
+def test_keras_digits(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    output = run(2, "keras_digits.py", "--epochs", "4", "--checkpoint", "best.keras", *extra, cwd=tmp_path)
+    assert last_percentage(output) > 90
+    assert len(re.findall(r"Epoch \d/4", output)) == 4  # by rank 0 alone
+    assert (tmp_path / "best.keras").is_file()
+
+
+@needs_tensorflow
+@pytest.mark.timeout(180)
+def test_tensorflow_digits(tmp_path: Path) -> None:
+    output = run(2, "tensorflow_digits.py", "--steps", "150", "--checkpoint", "digits", cwd=tmp_path)
+    assert re.findall(r"step (\d+):", output) == ["50", "100", "150"]
+    assert last_percentage(output) > 90
+    assert list(tmp_path.glob("digits-*.index"))
+
+
+@needs_tensorflow
+@pytest.mark.timeout(180)
+def test_tensorflow_synthetic_benchmark(tmp_path: Path) -> None:
+    small = ("--width", "4", "--num-iters", "3", "--num-batches-per-iter", "2", "--batch-size", "4")
+    output = run(2, "tensorflow_synthetic_benchmark.py", *small, cwd=tmp_path)
+    one, both = (
+        float(re.search(pattern, output)[1]) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)")
+    )
+    assert both == pytest.approx(2 * one, rel=0.01)
+
+
+@needs_tensorflow
+@pytest.mark.timeout(180)
+def test_keras_elastic(tmp_path: Path) -> None:
+    output = run(2, "keras_elastic.py", "--epochs", "4", cwd=tmp_path)
+    found = re.findall(r"rank \d: accuracy ([\d.]+)%", output)
+    assert len(found) == 2
+    assert found[0] == found[1]
+    assert float(found[0]) > 90
 
 
 def test_every_script_is_run_by_a_test() -> None:

@@ -14,6 +14,7 @@ def described() -> None:
     import tf_keras
 
     from hvdlab.bindings.framework_hooks import NotOurs, hooks_of
+    from hvdlab.kernel_ext.inspect.leaves import leaves_of
 
     hooks = hooks_of("tensorflow")
     for value, dtype in (
@@ -36,6 +37,11 @@ def described() -> None:
         assert len(parts) == 4
         assert all(hooks.array(part) is not None for part in parts.values())
         assert ".config" in dict(hooks.parts(model.optimizer) or ())
+        variables = len(list(hooks.parts(model.optimizer) or ())) - 1
+        for value, arrays in ((model, 4), (model.optimizer, variables), (model.weights[0], 1)):
+            kinds = [leaf.kind for leaf in leaves_of(value).found]
+            assert kinds.count("array") == arrays
+            assert not {"error", "opaque"} & set(kinds)
     with pytest.raises(NotOurs):
         hooks.parts({})
     assert hooks.settings()["version"] == tf.__version__

@@ -186,6 +186,53 @@ def passes(version: int) -> None:
     assert int(tf.convert_to_tensor(optimizer.iterations)) == 4
 
 
+def fits_are_recorded(version: int) -> None:
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    from hvdlab.collectives import context
+    from hvdlab.collectives.timeline.events import Metric
+    from hvdlab.collectives.timeline.records import decode
+
+    engine: Any = context.engine()
+    x, y = _data(hvd)
+    model = _model(keras)
+
+    def points(**options: Any) -> dict[str, list[tuple[Any, float]]]:
+        engine.recorder.drain()
+        model.fit(x, y, batch_size=16, verbose=0, **options)
+        found: dict[str, list[tuple[Any, float]]] = {}
+        for batch in engine.recorder.drain():
+            for event in decode(batch).events:
+                if isinstance(event, Metric):
+                    found.setdefault(event.name, []).append((event.step, event.value))
+        return found
+
+    schedule, engine._dispatcher.schedule_events = engine._dispatcher.schedule_events, lambda: None
+    try:
+        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+        averaged = [hvd_keras.callbacks.MetricAverageCallback()]
+        found = points(epochs=2, validation_data=(x, y), callbacks=averaged)
+        assert [step for step, _ in found["hvdlab/step_time"]] == [2, 3, 4, 6, 7, 8]
+        assert all(0 < seconds < 60 for _, seconds in found["hvdlab/step_time"])
+        names = {name for name in found if not name.startswith("hvdlab/")}
+        assert names == {"loss", "mae", "val_loss", "val_mae"}
+        assert [step for step, _ in found["loss"]] == list(range(1, 9))
+        assert [step for step, _ in found["val_loss"]] == [4, 8]
+        # Of this rank alone, whatever the callback behind it has averaged.
+        (_, last) = found["val_loss"][-1]
+        assert last == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-4)
+        assert len(set(hvd.allgather_object(last))) == hvd.size()
+        # Several steps at a time, with the last of them incomplete.
+        model.compile(optimizer=model.optimizer, loss="mse", steps_per_execution=3)
+        steps = [step for step, _ in points(epochs=1)["loss"]]
+        assert steps[-1] == 12
+        # A model that is not distributed tells nothing.
+        model.compile(optimizer="sgd", loss="mse")
+        assert "loss" not in points(epochs=1)
+    finally:
+        engine._dispatcher.schedule_events = schedule
+
+
 def saves(version: int) -> None:
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     import hvdlab.keras
@@ -362,6 +409,8 @@ def test_training(two: Ranks, function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("version", [3, 2])
-@pytest.mark.parametrize("function", [fits, passes, saves, rates], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [fits, passes, fits_are_recorded, saves, rates], ids=lambda function: function.__name__
+)
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:
     two.run(function, version, timeout=100)

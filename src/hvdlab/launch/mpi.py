@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import common, threads_per_rank
+from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.by_connection import LACKS, ConnectedRanks
 from hvdlab.launch.environment import default_python
@@ -177,8 +177,8 @@ class MpiStarter:
 
     def _environment(self, size: int) -> Mapping[str, str]:
         most = max((host.slots for host in self._hosts), default=size)
-        threads = os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(min(size, most))))
-        return {**common(self._request.world), "HVDLAB_SIZE": str(size), "OMP_NUM_THREADS": threads}
+        threads = thread_counts(os.environ, min(size, most))
+        return {**common(self._request.world), "HVDLAB_SIZE": str(size), **threads}
 
     def signal(self, rank: int, number: int) -> None:
         """Ranks of this host get the signal; others are ended by the coordinator's word, and with mpiexec."""

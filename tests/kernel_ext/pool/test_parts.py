@@ -59,6 +59,15 @@ def test_threads_are_shared_out_unless_the_user_has_done_so(monkeypatch: pytest.
     assert rank_environment({}, WORLD, 0, 4)["OMP_NUM_THREADS"] == "4"
     assert rank_environment({}, WORLD, 0, 64)["OMP_NUM_THREADS"] == "1"
     assert rank_environment({"OMP_NUM_THREADS": "9"}, WORLD, 0, 4)["OMP_NUM_THREADS"] == "9"
+    tensorflow = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    for base, expected in (
+        ({}, ("4", "4")),
+        ({"OMP_NUM_THREADS": "1"}, ("1", "2")),
+        ({"OMP_NUM_THREADS": "4,2"}, ("4,2", "2")),
+        ({"TF_NUM_INTRAOP_THREADS": "7", "TF_NUM_INTEROP_THREADS": "1"}, ("7", "1")),
+    ):
+        found = rank_environment(base, WORLD, 0, 4)
+        assert tuple(found[name] for name in tensorflow) == expected
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ class FrameworkHooks:
         """What makes up an array (for which :meth:`array` gave a source) besides its elements, such as a scale."""
         return ()
 
+    def is_all_elements(self, kind: type) -> bool:
+        """Whether the attributes of an array of this type say nothing besides its elements and :meth:`beside`."""
+        return False
+
     def is_plain(self, kind: type) -> bool:
         """Whether a value of this type is small, has no parts, and is known to :meth:`plain`."""
         return False

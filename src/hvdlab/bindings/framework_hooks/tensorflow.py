@@ -42,6 +42,10 @@ class TensorflowHooks(FrameworkHooks):
             device=_device(str(getattr(value, "device", "") or "")),
         )
 
+    def is_all_elements(self, kind: type) -> bool:
+        """A variable's attributes are the handle of its memory, and names that each process counts for itself."""
+        return module_of(kind) in _PACKAGES
+
     def parts(self, value: Any) -> Iterable[Part] | None:
         kind = type(value)
         if module_of(kind) not in _PACKAGES:

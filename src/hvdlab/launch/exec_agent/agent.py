@@ -16,7 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.environment import threads_per_rank
+from hvdlab.collectives.environment import thread_counts
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.exec_agent import wire
@@ -116,7 +116,7 @@ class Agent:
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
         if order.threads:
-            os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(order.threads)))
+            os.environ.update(thread_counts(os.environ, order.threads))
         if order.forked:
             from hvdlab.launch.exec_agent.forked import ForkedRanks
 

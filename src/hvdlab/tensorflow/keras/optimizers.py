@@ -16,11 +16,13 @@ from hvdlab.bindings.arguments import Adasum, Average
 from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.metrics.steps import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras.fits import record_fits
 from hvdlab.tensorflow.reduction import GradientReducer, Groups
 
 _PACKAGES = ("keras", "tf_keras")
@@ -33,11 +35,13 @@ class Distributed:
         hvdlab_reducer: Reduces gradients.
         hvdlab_helper: Adds them up over several passes, if a step has several.
         hvdlab_reduced: Whether the gradients that come have been reduced already.
+        hvdlab_meter: Measures the steps of ``fit``.
     """
 
     hvdlab_reducer: GradientReducer
     hvdlab_helper: LocalGradientAggregationHelper | None
     hvdlab_reduced: bool
+    hvdlab_meter: StepMeter
     _HAS_AGGREGATE_GRAD = True
 
     def register_local_var(self, var: Any) -> None:
@@ -181,11 +185,19 @@ def distributed(
     else:
         made = kind.from_config(optimizer.get_config())
         _copy_state(optimizer, made)
-    for attribute, value in (("reducer", reducer), ("helper", helper), ("reduced", False)):
+    given = {"reducer": reducer, "helper": helper, "reduced": False, "meter": StepMeter()}
+    for attribute, value in given.items():
         # Keras tracks what is assigned; these are none of its variables.
         object.__setattr__(made, f"hvdlab_{attribute}", value)
-    _reduce_before_scaling(type(optimizer))
+    package = sys.modules[_package(original)]
+    _reduce_before_scaling(package)
+    record_fits(package)
     return made
+
+
+def _package(kind: type) -> str:
+    """The one of :data:`_PACKAGES` that an optimizer's class, which may be a user's, comes from."""
+    return next(name for each in kind.__mro__ if (name := each.__module__.partition(".")[0]) in _PACKAGES)
 
 
 def _inner(optimizer: Any) -> Any:
@@ -216,13 +228,12 @@ def _copy_state(optimizer: Any, into: Any) -> None:
 # -- mixed precision --------------------------------------------------------------------------------------------------
 
 
-def _reduce_before_scaling(kind: type) -> None:
+def _reduce_before_scaling(package: Any) -> None:
     """Have loss scaling decide on reduced gradients.
 
     ``compile`` puts a ``LossScaleOptimizer`` around the optimizer, which applies gradients only if all of them are finite.
     Were they reduced inside, a rank whose own are finite would wait for one whose own are not.
     """
-    package = sys.modules.get(next(k.__module__.partition(".")[0] for k in kind.__mro__))
     for owner in (package, getattr(package, "mixed_precision", None)):
         scaling = getattr(getattr(owner, "optimizers", owner), "LossScaleOptimizer", None) or getattr(
             owner, "LossScaleOptimizer", None

@@ -94,7 +94,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_NP", POSITIVE, _K, "-", "ranks that the [kernel](../how-to/spmd-kernel.md) *Python 3 (hvdlab)* starts; unset one for each usable core. The notebook's metadata goes first"),
     Knob("HVDLAB_LAUNCHER", TEXT, _K, "local", "what that kernel starts them with"),
     Knob("HVDLAB_HOSTS", TEXT, _K, "-", "hosts that it starts them on, as `a:4,b:4`"),
-    Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the fork server imports before it forks ranks; empty for none"),
+    Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the fork server imports before it forks ranks; empty for none. [TensorFlow](../how-to/tensorflow.md#in-a-notebook) is not among them by itself"),
     Knob("HVDLAB_AS_HOROVOD", TEXT, _P, "-", "whether `import horovod` [means hvdlab](../how-to/moving-from-horovod.md) in a pool's ranks: unset if no Horovod is installed, 0 never, 1 always"),
     # -- output ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_OUTPUT_SHOWN", BYTES, _P, "4194304", "characters of a cell's [output](../how-to/large-output.md) that are shown, an equal share for each rank; 0 shows all"),

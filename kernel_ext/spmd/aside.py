@@ -36,6 +36,8 @@ class AsideAnswers:
         self._main = threading.current_thread()
         self._running = threading.Lock()
         self._runs: Any = None  # the request whose cell runs
+        # Ids of requests for cells that the main thread has not ended: that of messages adds, the main thread discards.
+        self._cells: set[str] = set()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="hvdlab-aside")
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -55,7 +57,11 @@ class AsideAnswers:
 
     async def shell_channel_thread_main(self, msg: Any) -> None:
         """A message came on the shell channel. Its thread."""
-        request = self._request(msg) if self._runs is not None else None
+        header = self._header(msg)
+        if header.get("msg_type") == "execute_request" and header.get("subshell_id") is None:
+            # From here on what follows waits behind the cell, long before the main thread begins it.
+            self._cells.add(header["msg_id"])
+        request = self._request(msg) if self._cells else None
         if request is None:
             await super().shell_channel_thread_main(msg)  # type: ignore[misc]  # of ipykernel's class
             return
@@ -63,15 +69,31 @@ class AsideAnswers:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    def _request(self, msg: Any) -> tuple[str, dict[str, Any]] | None:
-        """The kind and content of what may be answered now. It is not taken for received: that may come only once."""
-        _, frames = self.session.feed_identities(msg, copy=False)
+    async def dispatch_shell(self, msg: Any, /, **how: Any) -> None:
+        """Handle a message. Main thread, or that of a subshell."""
+        # Read before it is handled: a message can't be read again then.
+        msg_id = self._header(msg).get("msg_id", "") if self._cells else ""
         try:
-            peeked = self.session.deserialize(frames, content=False, copy=False)
-        except ValueError:  # ipykernel will say so
-            return None
-        header = peeked["header"]
-        if header["msg_type"] not in KINDS or header.get("subshell_id") is not None:
+            await super().dispatch_shell(msg, **how)  # type: ignore[misc]  # of ipykernel's class
+        finally:
+            self._cells.discard(msg_id)
+
+    def _peek(self, msg: Any) -> dict[str, Any]:
+        """A message, or nothing if it is not valid. It does not count as received: that may come only once."""
+        try:
+            _, frames = self.session.feed_identities(msg, copy=False)
+            return dict(self.session.deserialize(frames, content=False, copy=False))
+        except (ValueError, TypeError, KeyError):  # ipykernel will say so; its own marks are no messages either
+            return {}
+
+    def _header(self, msg: Any) -> dict[str, Any]:
+        return dict(self._peek(msg).get("header", {}))
+
+    def _request(self, msg: Any) -> tuple[str, dict[str, Any]] | None:
+        """The kind and content of what may be answered now."""
+        peeked = self._peek(msg)
+        header = peeked.get("header", {})
+        if header.get("msg_type") not in KINDS or header.get("subshell_id") is not None:
             return None
         return header["msg_type"], self.session.unpack(peeked["content"])
 

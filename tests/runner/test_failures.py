@@ -51,7 +51,8 @@ PARTS = """
 )
 def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> None:
     ran = launcher.python(3, PARTS, how)
-    assert ran.launcher[0] == said
+    # The launcher does not wait long for the end of a rank that has said why it fails.
+    assert ran.launcher[0] in {said, said.replace("exit code 1 (ValueError: boom)", "ValueError: boom")}
     assert ran.code == code
     if how == "raise":
         assert "  ValueError: boom" in ran.launcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,12 +97,21 @@ def get_stuck(waiting: bool) -> Any:
     else:
         engine.flush()
     assert STUCK.wait(PATIENCE)
+    before = epoch()
     engine.post("stuck", b"", to=[1])
+    until = time.monotonic() + PATIENCE
+    while epoch() == before:  # what rank 0 submits before it hears of the abort is aborted as well
+        assert time.monotonic() < until
+        time.sleep(0.01)
     if not waiting:
         wait()
         assert isinstance(errors[0], AbortedError)
         assert errors[0].cause.kind is CauseKind.WITHDRAWN
     return None
+
+
+def epoch() -> int:
+    return context.engine()._guarded.state.sets[0].epoch
 
 
 def stuck() -> int:

@@ -194,6 +194,28 @@ def test_questions_are_answered_while_a_cell_runs(kernel: LiveKernel) -> None:
 
 
 @needs_a_thread_for_messages
+def test_questions_right_behind_a_cell_do_not_wait_for_its_end(kernel: LiveKernel) -> None:
+    kernel.run("def on_ranks_only(batch):\n    'What ranks do.'")
+    # Both are with the kernel before it has begun the first: what came behind a cell is known by the order alone.
+    busy = kernel.send("while True: time.sleep(0.01)")
+    assert ask(kernel, kernel.client.is_complete("for x in y:"))["status"] == "incomplete"
+    last = kernel.send("never = 1")
+    completed = ask_until(
+        kernel, lambda: kernel.client.complete("on_ranks"), lambda told: bool(told["matches"])
+    )
+    assert completed["matches"] == ["on_ranks_only"]
+    assert not busy.reply
+    kernel.until(lambda: busy.of("execute_input"))
+    kernel.interrupt()
+    kernel.finish(busy)
+    kernel.finish(last)
+    assert last.reply["status"] == "aborted"
+    assert value(kernel.run("rank")) == "[0] 0\n[1] 1"
+    # No cell is left that questions would be taken around: the kernel's own answers come again.
+    assert "%hvd_pool" in ask(kernel, kernel.client.complete("%hvd_p"))["matches"]
+
+
+@needs_a_thread_for_messages
 def test_a_rank_whose_interpreter_is_held_is_said_to_be_silent(kernel: LiveKernel) -> None:
     # A call of such a library keeps the interpreter to itself; this one as long as we want.
     kernel.run("import ctypes\nkeeping = ctypes.PyDLL(None)")

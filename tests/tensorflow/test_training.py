@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -79,6 +83,31 @@ def partial_tapes() -> None:
     local, shared = tape.gradient(loss, [layer.trainable_weights[0], other.trainable_weights[0]])
     np.testing.assert_allclose(local, [[(hvd.rank() + 1) / hvd.size()]])
     np.testing.assert_allclose(shared, [[(hvd.size() + 1) / 2]])
+
+
+def rewritten() -> list[str]:
+    """Functions whose source AutoGraph rewrote when it traced a step."""
+    tf, hvd, _ = _modules()
+    v = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * v) * (hvd.rank() + 1)
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [v])
+        hvd.allreduce(loss)
+        optimizer.apply_gradients([(gradient, v)])
+        return gradient
+
+    with TemporaryDirectory() as folder:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            np.testing.assert_allclose(step(), 2 * np.array([1.0, 2.0]) * (hvd.size() + 1) / 2)
+        finally:
+            tempfile.tempdir = before
+        sources = [path.read_text() for path in Path(folder).glob("__autograph*.py")]
+    return sorted({name for source in sources for name in re.findall(r"def tf__(\w+)", source)})
 
 
 # -- optimizers of TensorFlow 1 ---------------------------------------------------------------------------------------
@@ -397,6 +426,10 @@ def variables_differ() -> None:
     tf, hvd, _ = _modules()
     with pytest.raises(MismatchError, match="the ranks disagree"):
         hvd.broadcast_variables([tf.Variable(tf.ones(2 + hvd.rank())), tf.Variable(1.0)], 0)
+
+
+def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
+    assert two.run(rewritten) == [["step"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from typing import Any
 
 from packaging.version import Version
@@ -37,3 +38,18 @@ tf: Any = _imported()
 def internal(name: str) -> Any:
     """A module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
     return importlib.import_module(f"tensorflow.python.{name}")
+
+
+def _trace_ours_as_it_is() -> None:
+    """Have AutoGraph leave hvdlab's functions as they are when ``tf.function`` traces what calls them.
+
+    It would rewrite their source, which takes long, makes tracebacks harder to read, and leaves a file for each in the temporary
+    directory of a process that is killed. There is no public way to say so for a package; where the internal one
+    is gone, they are rewritten, and work.
+    """
+    with suppress(ImportError, AttributeError, TypeError):
+        config = internal("autograph.core.config")
+        config.CONVERSION_RULES = (config.DoNotConvert("hvdlab"), *config.CONVERSION_RULES)
+
+
+_trace_ours_as_it_is()

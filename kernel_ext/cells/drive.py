@@ -165,12 +165,13 @@ class CellHandle:
         now = time.monotonic()
         if event is not None:
             self._take(event, now)
-            self._drain(now)
+        # What only wakes may be left over from a wait that ended by itself: what happened is behind it.
+        taken = self._drain(now)
         late = self._run.deadline is not None and now >= self._run.deadline
         if late:
             self._take(TimePassed(), now)
         self._tick(time.monotonic())
-        return late or event is not None
+        return late or taken or event is not None
 
     def _next_event(self, *others: float | None) -> Event | None:
         limits = [t for t in (self._run.deadline, self._sink_at, *others) if t is not None]
@@ -179,15 +180,18 @@ class CellHandle:
         except Empty:
             return None
 
-    def _drain(self, now: float) -> None:
-        """Take what has queued up meanwhile, so that a burst is written in few pieces."""
+    def _drain(self, now: float) -> bool:
+        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether something had."""
+        taken = False
         for _ in range(_BATCH):
             try:
                 event = self._events.get_nowait()
             except Empty:
-                return
+                break
             if event is not None:
                 self._take(event, now)
+                taken = True
+        return taken
 
     def _take(self, event: Event, now: float) -> None:
         for effect in self._run.handle(event, now):

@@ -83,7 +83,11 @@ class AsideAnswers:
         try:
             _, frames = self.session.feed_identities(msg, copy=False)
             return dict(self.session.deserialize(frames, content=False, copy=False))
-        except (ValueError, TypeError, KeyError):  # ipykernel will say so; its own marks are no messages either
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+        ):  # ipykernel will say so; its own marks are no messages either
             return {}
 
     def _header(self, msg: Any) -> dict[str, Any]:

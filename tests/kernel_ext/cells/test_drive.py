@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from queue import SimpleQueue
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from hvdlab.kernel_ext.cells.drive import BACKLOG, CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, Event, OutputArrived
+from hvdlab.kernel_ext.cells.events import Asked, DoneArrived, Event, OutputArrived
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
+from hvdlab.kernel_ext.prompts.desk import PromptDesk
+from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask
+from hvdlab.kernel_ext.prompts.queue import Question
 from patience import PATIENCE
 
 
@@ -183,3 +189,52 @@ def test_two_threads_may_wait() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 2
+
+
+class InterruptingUser:
+    """Interrupts the cell instead of answering, while another thread, which drives it meanwhile, is about to sleep."""
+
+    shows_beside = True
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        sink = self.run.handle._sink
+        tick, ticks, over = sink.tick, threading.Event(), threading.Event()
+
+        def slow(now: float) -> float | None:
+            if threading.current_thread() is not threading.main_thread():
+                ticks.set()
+                assert over.wait(PATIENCE)
+            return tick(now)
+
+        class Events(SimpleQueue[Event | None]):
+            def put(self, item: Event | None, *_: object) -> None:
+                super().put(item)
+                if item is None:  # the main thread wakes the other one, whose last step is over then
+                    over.set()
+
+        events = Events()
+        self.run.handle._events.put(wrote(0, 10))
+        with patch.object(sink, "tick", slow):
+            assert ticks.wait(PATIENCE)
+            self.run.handle._events = events
+            raise KeyboardInterrupt
+
+
+def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
+    run = Run()
+    asked: list[Question] = []
+
+    class Desk(PromptDesk):
+        def ask(self, question: Question, *args: Any) -> str:
+            asked.append(question)
+            return super().ask(question, *args)
+
+    run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
+    run.handle._interrupt = lambda ranks: run.feed(done(0), done(1))
+    run.feed(Asked(0, Ask("c", 1, DEBUGGER, "ipdb> ")))
+    run.handle.wait(PATIENCE)
+    # A notebook's frontend keeps a second box, and runs no cell as long as it is there.
+    assert len(asked) == 1

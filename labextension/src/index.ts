@@ -10,6 +10,7 @@ import { addCommands, COMMANDS, type TimelineWidget } from './commands.ts';
 import { Feeds } from './feed.ts';
 import { makeHost } from './host.ts';
 import { addOneRank, ONE_RANK } from './scope.ts';
+import { removeEndedPrompts } from './prompts.ts';
 import { follow, type Settings } from './settings.ts';
 import { RanksItem, RanksModel } from './status.ts';
 
@@ -40,6 +41,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     const tracker = new WidgetTracker<TimelineWidget>({ namespace: 'hvdlab' });
     const open = addCommands(app, host, tracker, settings, labShell);
     addOneRank(app, notebooks, feeds, trans);
+    removeEndedPrompts(notebooks);
 
     const category = trans.__('hvdlab');
     for (const command of [...COMMANDS, ONE_RANK]) palette?.addItem({ command, category });

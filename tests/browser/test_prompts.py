@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WAIT_MS = 180_000
-INIT, ASK, STOP, AGAIN, NEXT = range(5)
+INIT, ASK, STOP, AGAIN, NEXT, DIE, HERE = range(7)
 
 CELLS = [
     "%load_ext hvdlab\n%hvd_run -np 2 import os; rank = int(os.environ['RANK']); x = rank * 10",
@@ -30,6 +30,9 @@ CELLS = [
     + "if rank == 0:\n    while not os.path.exists('go'): time.sleep(0.02)\n    print('meanwhile')\nf(x)",
     "%%hvd_run\nbreakpoint()\nx = 1",
     "%%hvd_run\nx",
+    "%%hvd_run\nimport signal, threading, time\ndef die():\n    while not os.path.exists('die'): time.sleep(0.02)\n"
+    + "    os.kill(os.getpid(), signal.SIGKILL)\n\nif rank == 1:\n    threading.Thread(target=die).start()\n    breakpoint()",
+    "'still ' + 'here'",
 ]
 
 
@@ -74,3 +77,12 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         assert "KeyboardInterrupt" in lab.output(AGAIN)
 
         assert "[0] 0" in lab.finish(NEXT)
+
+        lab.run(DIE)
+        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 1] ipdb>").last.wait_for(timeout=WAIT_MS)
+        (tmp_path / "work" / "die").touch()
+        lab.wait_until_ended(DIE)
+        assert "rank 1 died" in lab.output(DIE)
+        # JupyterLab runs no cell as long as a box is open, and this one has nobody to answer any more.
+        assert "still here" in lab.finish(HERE)
+        assert lab.page.locator(".jp-Stdin-input").count() == 0

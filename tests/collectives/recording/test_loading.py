@@ -261,7 +261,7 @@ def test_a_small_file_does_not_take_much_memory(tmp_path: Path, monkeypatch: pyt
 
 
 def test_traces_stay_far_below_the_ratio_that_is_refused(tmp_path: Path) -> None:
-    recording = recorded(500)
+    recording = recorded(30)
     packed, plain = save(recording, tmp_path / "x.json.gz"), save(recording, tmp_path / "x.json")
     assert plain.stat().st_size < loading.RATIO_MOST / 2 * packed.stat().st_size
 

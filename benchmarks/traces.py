@@ -106,7 +106,7 @@ def measure_opening(path: Path, slices: dict[str, int]) -> dict[str, Any]:
             faults: list[str] = []
             page.on("pageerror", lambda error: faults.append(str(error)))
             begin = time.perf_counter()
-            page.goto(server.url)
+            page.goto(server.new_address())
             page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
             page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
             seconds = time.perf_counter() - begin

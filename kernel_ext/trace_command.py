@@ -169,8 +169,8 @@ def _open(options: argparse.Namespace) -> int:
                 assert client is not None
                 path = save_trace(client, Path(directory, "ranks.pftrace"))
         with PerfettoViewer(path, options.port) as viewer:
-            print(f"{viewer.url}\nCtrl-C ends it", flush=True)
+            print(f"{viewer.new_address()}\nThis address is good once. Ctrl-C ends it", flush=True)
             if not options.no_browser:
-                webbrowser.open(viewer.url)
+                webbrowser.open(viewer.write_redirect(Path(directory)))
             threading.Event().wait()
     return 0

@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 _open: weakref.WeakKeyDictionary[Session, Ports] = weakref.WeakKeyDictionary()
 
 
-def attach(session: Session, rank: int, port: int = 0) -> None:
+def attach(session: Session, rank: int, port: int = 0, *, keep: bool = False) -> None:
     """Open a port for a debugger of this rank, and print where it is.
 
+    Args:
+        session: The notebook's.
+        rank: The rank.
+        port: Where to listen; any free one by default.
+        keep: Whether the port stays open for one debugger after the other. By default it closes once one has attached, or
+            after ten minutes without one.
+
     Raises:
-        UsageError: There is no such rank, or the port is taken.
+        UsageError: There is no such rank, the port is taken, or a debugger has attached to the rank.
     """
     pool = session.need_pool("%hvd_debug")
     if rank not in ranks_of(pool):
         raise UsageError(f"%hvd_debug --attach: there is no rank {rank}; the ranks are {ranks_of(pool)}")
-    relay = _ports(session).open(pool, rank, port)
+    relay = _ports(session).open(pool, rank, port, keep)
     configuration = {
         "name": f"hvdlab rank {rank}",
         "type": "debugpy",
@@ -38,15 +45,18 @@ def attach(session: Session, rank: int, port: int = 0) -> None:
         "connect": {"host": "127.0.0.1", "port": relay.port},
         "justMyCode": True,
     }
+    until = "until" if keep else "once, within ten minutes and until"
     print(
-        f"rank {rank} can be debugged at 127.0.0.1:{relay.port}, by you only, until `%hvd_debug --detach` or the pool's end.\n"
+        f"rank {rank} can be debugged at 127.0.0.1:{relay.port}, by you only, {until} `%hvd_debug --detach` or the pool's end.\n"
         f"In VS Code's launch.json:\n{json.dumps(configuration, indent=2)}"
     )
 
 
 def detach(session: Session, rank: int | None = None) -> None:
-    """Close the port of this rank, or all; ranks that are stopped go on."""
-    closed = _ports(session).close(rank)
+    """Close the port of this rank, or all, and let debuggers that have attached go; ranks that are stopped go on."""
+    ports = _ports(session)
+    ports.forget_over()
+    closed = ports.close(rank)
     print(f"closed {len(closed)} port{'' if len(closed) == 1 else 's'}" if closed else "no port was open")
 
 
@@ -71,16 +81,21 @@ class Ports:
         session.watchers.append(self._pool_changed)
         session.leaving.callback(self._leave)
 
-    def open(self, pool: Pool, rank: int, port: int) -> Relay:
+    def open(self, pool: Pool, rank: int, port: int, keep: bool) -> Relay:
         from hvdlab.kernel_ext.debugger.relay import Relay
 
+        self.forget_over()
         found = self._relays.get(rank)
-        if found is not None and port in (0, found.port):
+        if found is not None and not found.listening:
+            raise UsageError(
+                f"%hvd_debug --attach: a debugger has attached to rank {rank}; `%hvd_debug --detach {rank}` lets it go"
+            )
+        if found is not None and port in (0, found.port) and keep == found.keep:
             return found
         if found is not None:
             self.close(rank)
         try:
-            relay = Relay(pool.client, rank, port)
+            relay = Relay(pool.client, rank, port, keep=keep)
         except OSError as error:
             raise UsageError(f"%hvd_debug --attach: port {port} can't be had: {error.strerror}") from None
         if not self._relays:
@@ -100,6 +115,11 @@ class Ports:
             self._shell.events.unregister("pre_run_cell", self._write_cell)
         return closing
 
+    def forget_over(self) -> None:
+        """Forget the ports that have closed by themselves."""
+        for rank in [rank for rank, relay in self._relays.items() if relay.over]:
+            self.close(rank)
+
     def _pool_changed(self) -> None:
         session = self._session()
         if self._pool is not None and (session is None or session.current is not self._pool()):
@@ -114,9 +134,10 @@ class Ports:
             with contextlib.suppress(ValueError):
                 session.watchers.remove(self._pool_changed)
 
-    @staticmethod
-    def _write_cell(info: Any) -> None:
-        write_cell(info.raw_cell or "")
+    def _write_cell(self, info: Any) -> None:
+        self.forget_over()
+        if self._relays:
+            write_cell(info.raw_cell or "")
 
 
 def write_cell(cell: str) -> None:

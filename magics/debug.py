@@ -22,6 +22,12 @@ def debug_parser() -> MagicParser:
     )
     parser.add_argument("--detach", action="store_true", help="close it again")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="with --attach: this port")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="with --attach: one debugger after the other, until --detach; else the port closes once one has attached, "
+        "or after ten minutes",
+    )
     return parser
 
 
@@ -52,7 +58,7 @@ class DebugMagics(Magics):
             elif rank is None:
                 raise UsageError("%hvd_debug --attach: which rank? `%hvd_debug --attach 2` is rank 2")
             else:
-                attach.attach(self.session, rank, options.port)
+                attach.attach(self.session, rank, options.port, keep=options.keep)
             return
         chosen = pool.first_to_fail if rank is None else rank
         if chosen is None:

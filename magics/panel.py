@@ -209,7 +209,7 @@ class NotebookDesk:
             viewer = stack.enter_context(PerfettoViewer(path))
             self._perfetto.close()
             self._perfetto = stack.pop_all()
-        return viewer.url
+        return viewer.new_address()
 
 
 def _has_perfetto() -> bool:

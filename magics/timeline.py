@@ -99,14 +99,14 @@ class TimelineMagics(Magics):
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-"))
             path = pool.save_trace(Path(directory, "ranks.pftrace"))
-            url = stack.enter_context(PerfettoViewer(path)).url
+            url = stack.enter_context(PerfettoViewer(path)).new_address()
             self._close_perfetto()
             self._perfetto = stack.pop_all()
         text = f"Perfetto, with what was recorded until now: {url}"
         link = (
             f'<a href="{url}" target="_blank" rel="noopener">Open in Perfetto</a> what was recorded until now'
         )
-        note = " (served by the kernel's machine, for browsers on it)"
+        note = " (served by the kernel's machine, for browsers on it; the address is good for one of them)"
         display(_Link(text + note, link + note))  # type: ignore[no-untyped-call]  # IPython has no types for it
 
     def _close_perfetto(self) -> None:

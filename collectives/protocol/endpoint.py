@@ -21,6 +21,8 @@ from hvdlab.collectives.protocol.frames import FRAME_LIMIT, FrameDecoder
 from hvdlab.collectives.protocol.messages import Message
 
 RECEIVE_SIZE = 64 * 1024
+TLS_AT_ONCE = 4 * RECEIVE_SIZE
+"""Bytes after which :meth:`Endpoint.receive` looks at what came over TLS, before it reads more."""
 DESCRIPTOR_LIMIT = 8
 LOST = -1
 _ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
@@ -214,12 +216,20 @@ class Endpoint:
         return self._descriptors.popleft()
 
     def _read_tls(self) -> bytes:
-        """Everything that can be read now: what is inside the TLS layer does not make the socket readable again."""
+        """What can be read now, up to :data:`TLS_AT_ONCE` and what is inside the TLS layer.
+
+        The latter does not make the socket readable again. What is still in the socket does: a peer that sends faster than
+        this reads is neither held in memory nor able to keep the thread.
+        """
+        assert isinstance(self._sock, ssl.SSLSocket)
         pieces: list[bytes] = []
+        size = 0
         while True:
             try:
                 # OpenSSL does not allow reading and writing at the same time.
                 with self._lock:
+                    if size >= TLS_AT_ONCE and not self._sock.pending():
+                        return b"".join(pieces)
                     data = self._sock.recv(RECEIVE_SIZE)
             except _TLS_WANTS:
                 return b"".join(pieces)
@@ -232,6 +242,7 @@ class Endpoint:
                     return b"".join(pieces)
                 raise ConnectionLost(self._end_of_file())
             pieces.append(data)
+            size += len(data)
 
     def _read_with_descriptors(self) -> bytes:
         data, ancillary, flags, _address = self._sock.recvmsg(RECEIVE_SIZE, _ANCILLARY, _FLAGS)

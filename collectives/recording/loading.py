@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
+import os
+import struct
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -19,6 +23,12 @@ from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, Tra
 
 ROWS_KEPT = 20_000_000
 AT_ONCE = 2048
+LINE_MOST = 1 << 20
+"""Bytes of the longest line. An event has some hundred."""
+RATIO_MOST = 100
+"""How many times its size a packed trace may become, above :data:`UNPACKED_FREE`. Traces become some 10 to 30 times."""
+UNPACKED_FREE = 64 << 20
+"""Bytes that every packed trace may become."""
 
 _KINDS = {f"NEGOTIATE_{kind.name}": kind for kind in OpKind}
 _DTYPES = {dtype.label: dtype for dtype in DType}
@@ -30,7 +40,7 @@ def load(path: Path) -> Recording:
     Spans come back as they were, cells and metrics too, and what was saved afterwards also tells the errors of the clocks.
 
     Raises:
-        InvalidRequestError: It is no such trace.
+        InvalidRequestError: It is no such trace, or it unpacks to far more than one.
         OSError: It can't be read.
     """
     if path.name.endswith(".pftrace"):
@@ -40,19 +50,54 @@ def load(path: Path) -> Recording:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            for event in events(gzip.GzipFile(fileobj=raw) if packed else raw):
+            file: BinaryIO = raw
+            if packed:
+                file = io.BufferedReader(_Unpacked(raw, os.fstat(raw.fileno()).st_size))
+            for event in events(file):
                 reader.take(event)
-    except (msgspec.DecodeError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+        recording = reader.finish()
+    except _NO_TRACE as error:
         raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {error}") from None
     if not reader.seen:
         raise InvalidRequestError(f"{path} is no trace of hvdlab: it has no rank's events")
-    return reader.finish()
+    return recording
 
 
-def events(file: Iterable[bytes]) -> Iterator[TraceEvent]:
-    """Events of a file with one per line, whose end may be missing."""
+_NO_TRACE = (
+    *(msgspec.DecodeError, RecursionError),  # of a line
+    *(EOFError, zlib.error),  # of a packed file
+    *(LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error),  # of an event
+)
+
+
+class _Unpacked(io.RawIOBase):
+    """A packed file that a few bytes can't make huge."""
+
+    def __init__(self, raw: BinaryIO, size: int) -> None:
+        self._file = gzip.GzipFile(fileobj=raw)
+        self._left = max(UNPACKED_FREE, RATIO_MOST * size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it unpacks to far more than a trace does")
+        return count
+
+
+def events(file: BinaryIO) -> Iterator[TraceEvent]:
+    """Events of a file with one per line, whose end may be missing.
+
+    Raises:
+        ValueError: A line is longer than that of an event, or no JSON.
+    """
     decoder = msgspec.json.Decoder(dict[str, Any])
-    for line in file:
+    while line := file.readline(LINE_MOST):
+        if len(line) == LINE_MOST and not line.endswith(b"\n"):
+            raise ValueError(f"a line of more than {LINE_MOST} bytes")
         text = line.strip().removeprefix(b"[").removesuffix(b",").strip()
         if text in (b"", b"]", b"[]"):
             continue

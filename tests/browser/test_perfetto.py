@@ -55,20 +55,21 @@ pytestmark = [
 class Viewer:
     """A page of Perfetto's UI that has loaded a trace."""
 
-    def __init__(self, page: Any, address: str) -> None:
+    def __init__(self, page: Any, address: str, opened: str) -> None:
         self.page = page
         self.faults: list[str] = []
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         # The UI would ask a few things elsewhere (a native accelerator, an internal user check): the server's policy
         # keeps it from that, and here is nobody who would answer.
         self.elsewhere: list[str] = []
-        page.route("**/*", lambda route: self._answer(route, address.partition("?")[0]))
-        page.goto(address, timeout=LOAD_MS)
+        page.route("**/*", lambda route: self._answer(route, address, opened))
+        page.goto(opened, timeout=LOAD_MS)
+        page.wait_for_url(f"{address}**", timeout=LOAD_MS)
         page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
         page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
 
-    def _answer(self, route: Any, address: str) -> None:
-        if route.request.url.startswith((address, "data:", "blob:")):
+    def _answer(self, route: Any, address: str, opened: str) -> None:
+        if route.request.url.startswith((address, opened, "data:", "blob:")):
             route.continue_()
         else:
             self.elsewhere.append(route.request.url)
@@ -90,7 +91,8 @@ class Viewer:
 @contextmanager
 def viewer(trace: Path) -> Iterator[Viewer]:
     with PerfettoViewer(trace) as server, chromium() as browser:
-        yield Viewer(browser.new_page(viewport={"width": 1600, "height": 1100}), server.url)
+        page = browser.new_page(viewport={"width": 1600, "height": 1100})
+        yield Viewer(page, f"http://127.0.0.1:{server.port}/", server.write_redirect(trace.parent))
 
 
 def write(path: Path, count: int) -> list[dict[str, Any]]:

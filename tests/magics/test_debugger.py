@@ -296,7 +296,7 @@ def _pids(kernel: LiveKernel, debugging: Debugging, cell: object) -> list[str]:
 def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
     said = kernel.run(
         "from hvdlab.magics.attach import attach, detach\nfrom hvdlab.magics.extension import extension_of\n"
-        "session = extension_of(get_ipython()).session\nattach(session, 1)"
+        "session = extension_of(get_ipython()).session\nattach(session, 1, keep=True)"
     ).text()
     port = int(said.partition("127.0.0.1:")[2].partition(",")[0])
     assert json.loads(said[said.index("{") :])["connect"] == {"host": "127.0.0.1", "port": port}

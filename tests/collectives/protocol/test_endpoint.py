@@ -8,15 +8,19 @@ import os
 import resource
 import select
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol import tls
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, LOST, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, LOST, TLS_AT_ONCE, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import Mail, Message, Ping
+from patience import PATIENCE
 
 Pair = tuple[Endpoint, Endpoint]
 
@@ -63,6 +67,38 @@ def test_what_the_socket_does_not_take_waits_and_is_flushed_in_order(pair: Pair)
     assert found == [large, Ping(2)]
     assert sender.backlog == 0
     assert sender.flush()
+
+
+def test_a_flood_over_tls_is_read_in_pieces(tmp_path: Path) -> None:
+    """A stranger's bytes are looked at before more of them are read, however many are there."""
+    certificate, key = tls.new_certificate("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here, _ = listener.accept()
+    served = tls.server_context(tmp_path, certificate, key).wrap_socket(
+        here, server_side=True, do_handshake_on_connect=False
+    )
+    shaking = threading.Thread(target=served.do_handshake)
+    shaking.start()
+    stranger = tls.client_context(certificate).wrap_socket(there, server_hostname="127.0.0.1")
+    shaking.join()
+    stranger.setblocking(False)
+    sent = 0
+    payload = encode(Mail("x", bytes(1000), 0))
+    with contextlib.suppress(ssl.SSLWantWriteError):
+        while sent < 64 << 20:
+            sent += stranger.send(payload * 1000)
+    assert sent > 4 * TLS_AT_ONCE, "the system's buffers are too small for this test"
+    endpoint = Endpoint(served, limit=64 << 10)
+    got = 0
+    with contextlib.closing(endpoint), contextlib.closing(stranger):
+        while got + len(payload) * 2000 < sent:
+            assert select.select([endpoint], [], [], PATIENCE)[0], (
+                "what is left does not make the socket readable"
+            )
+            came = sum(map(len, endpoint.receive()))
+            assert came <= TLS_AT_ONCE + (64 << 10)
+            got += came
 
 
 def test_a_descriptor_comes_with_its_frame(pair: Pair) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.recording import Recording, report
+from hvdlab.collectives.recording import Recording, loading, report
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline.events import (
@@ -230,3 +233,54 @@ def test_nothing_recorded_is_told() -> None:
 def test_durations_have_three_digits(value: float, text: str) -> None:
     assert report.time(value) == text
     assert report.size(1_234_000) == "1.23 MB"
+
+
+def test_a_small_file_does_not_take_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign file of some hundred kilobytes could unpack to a line of a gigabyte."""
+    monkeypatch.setattr(loading, "UNPACKED_FREE", 1 << 20)
+    line = json.dumps({"ph": "C", "pid": 0, "ts": 1, "name": "x", "args": {"value": 1}}).encode()
+    bombs = {
+        "a line without end": b"[" + b" " * (8 << 20),
+        "a name without end": line.replace(b"x", b"x" * (8 << 20)) + b",\n",
+        "lines without end": (line + b",\n") * 100_000,
+    }
+    for name, content in bombs.items():
+        path = tmp_path / "bomb.json.gz"
+        path.write_bytes(gzip.compress(content))
+        tracemalloc.start()
+        with pytest.raises(
+            InvalidRequestError, match=r"no trace of hvdlab: ValueError: (a line of|it unpacks)"
+        ):
+            load(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 16 << 20, name
+    (tmp_path / "long.json").write_bytes(b"[" + b" " * (4 << 20))
+    with pytest.raises(InvalidRequestError, match="a line of"):
+        load(tmp_path / "long.json")
+
+
+def test_traces_stay_far_below_the_ratio_that_is_refused(tmp_path: Path) -> None:
+    recording = recorded(30)
+    packed, plain = save(recording, tmp_path / "x.json.gz"), save(recording, tmp_path / "x.json")
+    assert plain.stat().st_size < loading.RATIO_MOST / 2 * packed.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"ph": "C", "pid": 0, "ts": 1e308, "name": "x", "args": {"value": 1}},\n',
+        b'{"ph": "C", "pid": -1, "ts": 1, "name": "x", "args": {"value": 1}},\n',
+        b'{"ph": "C", "pid": 1e400, "ts": 1, "name": "x", "args": {"value": 1}},\n',
+        b'{"ph": "b", "pid": 0, "ts": 1, "name": "QUEUE", "args": []},\n{"ph": "e", "pid": 0, "ts": 2},\n',
+        gzip.compress(b"[]")[:-9] + b"\xff" * 9,
+        gzip.compress(b"x" * 100_000)[:60],
+    ],
+    ids=range(7),
+)
+def test_whatever_is_in_a_foreign_file_the_error_is_one(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "foreign.json"
+    path.write_bytes(content)
+    with pytest.raises((InvalidRequestError, OSError)):
+        load(path)

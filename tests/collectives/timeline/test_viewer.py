@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 
@@ -45,8 +49,13 @@ def get(viewer: PerfettoViewer, path: str, *, method: str = "GET", **headers: st
         connection.close()
 
 
+def address(viewer: PerfettoViewer) -> str:
+    """One that is good once, without the host."""
+    return "/?" + viewer.new_address().partition("?")[2]
+
+
 def test_who_has_the_address_gets_the_ui_and_the_trace(viewer: PerfettoViewer, trace: Path) -> None:
-    status, headers, _ = get(viewer, "/?" + viewer.url.partition("?")[2])
+    status, headers, _ = get(viewer, address(viewer))
     assert (status, headers["Location"]) == (302, "/")
     cookie = headers["Set-Cookie"].partition(";")[0]
     assert "HttpOnly" in headers["Set-Cookie"]
@@ -67,11 +76,69 @@ def test_who_has_not_gets_nothing(viewer: PerfettoViewer, path: str, cookie: str
 
 
 def test_another_site_s_page_can_not_ask_by_a_name_of_its_own(viewer: PerfettoViewer) -> None:
-    path = "/?" + viewer.url.partition("?")[2]
+    path = address(viewer)
     assert get(viewer, path, Host=f"evil.example:{viewer.port}")[0] == 403
     assert get(viewer, path, Host=f"localhost:{viewer.port}")[0] == 302
     assert get(viewer, "/localtrace", method="HEAD")[0] == 405
     assert get(viewer, "/localtrace", method="POST")[0] == 501
+
+
+def test_an_address_that_was_read_off_somewhere_is_good_for_nobody_else(viewer: PerfettoViewer) -> None:
+    """By the time a neighbour has it, the user's browser has been here."""
+    path = address(viewer)
+    token = path.partition("=")[2]
+    cookie = get(viewer, path)[1]["Set-Cookie"].partition(";")[0]
+    assert get(viewer, path)[0] == 403
+    assert get(viewer, "/localtrace", Cookie=f"{viewer.cookie}={token}")[0] == 403
+    assert token not in cookie  # cookies are sent to all ports of the host
+    assert get(viewer, path, Cookie=cookie)[2] == b"the UI"  # the same browser, once more
+    another = get(viewer, address(viewer))[1]["Set-Cookie"].partition(";")[0]
+    assert another != cookie
+
+
+def test_the_token_is_not_on_the_browser_s_command_line(viewer: PerfettoViewer, tmp_path: Path) -> None:
+    """Every local user reads command lines."""
+    opened = viewer.write_redirect(tmp_path)
+    page = Path(url2pathname(urlsplit(opened).path))
+    assert "?" not in opened
+    assert page.stat().st_mode & 0o077 == 0
+    found = re.search(r"url=http://127\.0\.0\.1:\d+(/\?token=[\w-]+)", page.read_text())
+    assert found is not None
+    assert found[1] not in opened
+    assert get(viewer, found[1])[0] == 302
+
+
+def test_no_page_can_frame_it(viewer: PerfettoViewer) -> None:
+    policy = get(viewer, "/")[1]["Content-Security-Policy"]
+    for rule in ("frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'", "object-src 'none'"):
+        assert rule in policy
+
+
+def test_strangers_hold_a_bounded_number_of_threads_and_keep_no_browser_out(viewer: PerfettoViewer) -> None:
+    silent = [
+        socket.create_connection(("127.0.0.1", viewer.port), PATIENCE) for _ in range(module.CONNECTIONS + 30)
+    ]
+    try:
+        for one in silent[::2]:
+            with contextlib.suppress(OSError):  # it was ended for another
+                one.sendall(b"GET / HTTP/1.0\r\nHost: ")
+        assert get(viewer, address(viewer))[0] == 302
+        # By now all of them have been accepted. The oldest were ended for those that came later.
+        handlers = [one for one in threading.enumerate() if "process_request_thread" in one.name]
+        assert len(handlers) <= module.CONNECTIONS
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_a_stranger_who_says_nothing_is_not_waited_for(
+    viewer: PerfettoViewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module._Handler, "timeout", 0.01)
+    with socket.create_connection(("127.0.0.1", viewer.port), PATIENCE) as stranger:
+        assert stranger.recv(1) == b""
 
 
 def test_it_listens_on_loopback_only_and_ends(viewer: PerfettoViewer) -> None:

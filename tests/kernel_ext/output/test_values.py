@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.output.values import FEWEST_LINES, MOST_LINES, text_of
+import base64
+import re
+
+from hvdlab.kernel_ext.output.values import FEWEST_LINES, MOST_LINES, html_of, text_of
 
 
 def value(text: str) -> dict[str, str]:
@@ -34,3 +37,26 @@ def test_a_very_long_line_is_cut() -> None:
     text = text_of([((3,), value("x" * 100_000))])
     assert len(text) < 1100
     assert text.endswith("`_[3]` has all")
+
+
+def test_scripts_of_a_picture_do_not_run() -> None:
+    """Frontends show SVG as a picture, in which no script runs. Within a page it would."""
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>alert(2)</script></svg>'
+    for content in (svg, svg.encode()):
+        html = html_of([((0,), {"image/svg+xml": content})])
+        assert html is not None
+        assert re.findall(r"<(\w+)", html) == ["div", "img"]
+        found = re.search('src="data:image/svg.xml;base64,([^"]+)"', html)
+        assert found is not None
+        assert base64.b64decode(found[1]).decode() == svg
+
+
+def test_what_is_no_base64_does_not_leave_its_attribute() -> None:
+    for kind in ("image/png", "image/jpeg"):
+        html = html_of([((0,), {kind: 'x"><b onclick=1>'})])
+        assert html is not None
+        assert re.findall(r"<(\w+)", html) == ["div", "img"]
+    html = html_of([((0,), {"image/png": b"\x89PNG"}), ((1,), {"image/png": "aGk=\n"})])
+    assert html is not None
+    assert '"data:image/png;base64,iVBORw=="' in html
+    assert '"data:image/png;base64,aGk="' in html

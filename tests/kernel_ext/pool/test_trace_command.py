@@ -101,9 +101,15 @@ def test_what_can_not_be_done_is_said_in_one_sentence(
     assert said in line
 
 
-def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path) -> None:
-    command = [sys.executable, "-m", "hvdlab", "trace", "open", "--no-browser", str(trace)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path, tmp_path: Path) -> None:
+    """The browser is started without the token on its command line, which other users can read."""
+    browser, written = tmp_path / "browser", tmp_path / "arguments"
+    os.mkfifo(written)
+    browser.write_text(f'#!/bin/sh\n(echo "$@"; cat "${{1#file://}}") > {written}\n')
+    browser.chmod(0o700)
+    command = [sys.executable, "-m", "hvdlab", "trace", "open", str(trace)]
+    environment = {**os.environ, "BROWSER": f"{browser} %s"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
@@ -111,6 +117,10 @@ def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path) -> None:
         assert b"Perfetto" in opener.open(url, timeout=PATIENCE).read()
         address = url.partition("?")[0]
         assert opener.open(f"{address}localtrace", timeout=PATIENCE).read() == trace.read_bytes()
+        arguments, page = written.read_text().split("\n", 1)
+        assert arguments.startswith("file://")
+        assert "token=" not in arguments
+        assert f"{address}?token=" in page
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
     finally:

@@ -70,7 +70,9 @@ class AgentLink:
         errors: IO[bytes] | None = None,
     ) -> AgentLink:
         """Start an agent on another host. Secrets go over its standard input, never on a command line."""
-        command = [*shell, host, *map(shlex.quote, agent_command(python))]
+        # What follows `--` is no option. Other programs than ssh need not know that.
+        end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
+        command = [*shell, *end, host, *map(shlex.quote, agent_command(python))]
         return cls(host, _spawn(command, (), errors), here=False, errors=errors)
 
     def send(self, message: wire.AgentMessage) -> None:

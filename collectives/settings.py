@@ -14,7 +14,10 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs.table import PLANES
 
-__all__ = ["PLANES", "Settings"]
+__all__ = ["PLANES", "TOKEN", "Settings"]
+
+TOKEN = "HVDLAB_TOKEN"
+"""The variable that holds a rank's secret until the rank has read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Settings:
 
     Attributes:
         coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of one of its own.
-        token: Secret that the coordinator asks for.
+        token: Secret that the coordinator asks ranks for.
         rank: Rank to be, or -1 to be given one.
         size: Ranks of the world at its start, or ``None`` if the coordinator knows.
         local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
@@ -95,7 +98,7 @@ class Settings:
                 rank, local_rank = launched.rank, launched.ordered_local_rank
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
-            token=env.get("HVDLAB_TOKEN", ""),
+            token=env.get(TOKEN, ""),
             rank=-1 if rank is None else rank,
             size=_integer(env, "HVDLAB_SIZE"),
             local_rank=local_rank,

@@ -408,5 +408,5 @@ class PoolBase:
 
 def _stall_time() -> float | None:
     """Seconds after which it is told what cells wait for, as the coordinator has it; None never."""
-    launch = Launch("", "", 0, **settings_from(os.environ))
+    launch = Launch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

@@ -59,7 +59,7 @@ class Kept(msgspec.Struct, frozen=True):
         name: What users call it.
         size, plane: Number of ranks, and their data plane, as asked for.
         started: When it was started, in seconds since 1970.
-        address, token: Where the coordinator is reached, and its secret.
+        address, token, client_token: Where the coordinator is reached, and its secrets for ranks and for clients.
         directory: The coordinator's private directory.
         coordinator, warm: Its processes.
         path: Where the fork server waits for a successor of the pool's process.
@@ -83,6 +83,7 @@ class Kept(msgspec.Struct, frozen=True):
     owner: Process
     place: str
     version: str = "of another version"
+    client_token: str = ""
 
     @property
     def lives(self) -> bool:

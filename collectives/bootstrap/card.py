@@ -24,7 +24,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local: Its address for ranks of that host (``unix:/path``).
         remote: Its address for all others (``tls:host:port``), or empty.
         certificate: PEM text that goes with ``remote``.
-        token: Its secret.
+        token: Its secret for ranks.
         error: Why rank 0 could not start it, or empty.
     """
 

@@ -19,7 +19,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings, from the starter.
 
     Attributes:
-        token: Secret that peers have to show.
+        token: Secret that ranks have to show.
+        client_token: Secret that clients have to show.
         directory: A private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
         size: Number of ranks, or ``None`` to wait for a client's word.
@@ -38,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     token: str
+    client_token: str
     directory: str
     starter: int
     size: int | None = None

@@ -53,7 +53,8 @@ class ServerOptions:
     """Settings of the server. Times are in seconds, sizes in bytes.
 
     Attributes:
-        token: What every Hello must show.
+        token: What the Hello of a rank must show.
+        client_token: What that of a client must show, which may post cells to ranks; empty admits none.
         hello_timeout: Time for a stranger to introduce itself, and for a closing one to take what is left.
         ping_after: Silence after which a peer is asked for a sign of life.
         dead_after: Silence after which it counts as lost, unless it is a process of this host that runs.
@@ -63,6 +64,7 @@ class ServerOptions:
     """
 
     token: str
+    client_token: str = ""
     hello_timeout: float = 10.0
     ping_after: float = 5.0
     dead_after: float = 30.0

@@ -336,7 +336,7 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
         os.kill(kept.coordinator.pid, signal.SIGKILL)
     second = next_coordinator(kept, kept.coordinator.pid)
     if not soon:
-        client = Client.connect(kept.address, kept.token)
+        client = Client.connect(kept.address, kept.client_token)
         client.wait_for(lambda world: len(world.members) == 2, 30)
         client.close()
     os.kill(second, signal.SIGKILL)

@@ -51,6 +51,7 @@ def test_ranks_have_the_notebook_s_directory_path_and_environment(
     found = values(
         pool,
         "import os, sys\n"
+        "assert 'HVDLAB_TOKEN' not in os.environ\n"
         "names = 'MINE RANK WORLD_SIZE LOCAL_RANK HOROVOD_SIZE HOROVOD_CROSS_SIZE MASTER_ADDR'.split()\n"
         "(os.getcwd(), sys.path[0], *[os.environ[name] for name in names])",
     )

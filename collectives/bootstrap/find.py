@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives import addresses
+from hvdlab.collectives import addresses, private
 from hvdlab.collectives.bootstrap import library, mpi, store
 from hvdlab.collectives.bootstrap.board import Board, await_card
 from hvdlab.collectives.bootstrap.card import Card
@@ -152,9 +151,9 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
     key = job_key(launched, environ)
     given = environ.get(RENDEZVOUS_DIRECTORY)
     if given:
-        return Directory(Path(given), key, shared=not launched.one_host)
+        return Directory([Path(given)], key, shared=not launched.one_host)
     if launched.one_host:
-        return Directory(Path(tempfile.gettempdir()), key, shared=False)
+        return Directory(private.parents(environ), key, shared=False)
     if launched.launcher.meeting is Meeting.MPI and library.works(environ):
         return mpi.Broadcast(launched.rank, launched.size, deadline)
     if store.usable(environ):
@@ -164,7 +163,7 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
             f"Ranks of several hosts that {launched.launcher.name} started find each other through PyTorch, which is "
             f"not installed: pip install hvdlab[torch], or set {RENDEZVOUS_DIRECTORY} to a directory that all share."
         )
-    return Directory(_shared_directory(environ), key, shared=True)
+    return Directory([_shared_directory(environ)], key, shared=True)
 
 
 def _shared_directory(environ: Mapping[str, str]) -> Path:

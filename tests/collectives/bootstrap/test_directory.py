@@ -19,8 +19,8 @@ from hvdlab.collectives.errors import StartError
 from patience import PATIENCE
 
 
-def board(parent: Path, key: str = "job", *, shared: bool = False) -> Directory:
-    return Directory(parent, key, shared=shared)
+def board(*parents: Path, key: str = "job", shared: bool = False) -> Directory:
+    return Directory(parents, key, shared=shared)
 
 
 def own(parent: Path) -> Path:
@@ -76,7 +76,7 @@ def test_a_planted_file_is_not_trusted(tmp_path: Path) -> None:
 
 
 def test_jobs_that_end_do_not_take_the_directory_from_those_that_start(tmp_path: Path) -> None:
-    one, other = board(tmp_path, "one"), board(tmp_path, "other")
+    one, other = board(tmp_path, key="one"), board(tmp_path, key="other")
     for _ in range(20):
         threads = [threading.Thread(target=b.publish, args=(b"x",)) for b in (one, other)]
         for thread in threads:
@@ -84,8 +84,39 @@ def test_jobs_that_end_do_not_take_the_directory_from_those_that_start(tmp_path:
         for thread in threads:
             thread.join()
         one.withdraw()
-        assert board(tmp_path, "other").read(0) == b"x"
+        assert board(tmp_path, key="other").read(0) == b"x"
         other.withdraw()
+
+
+def test_ranks_meet_elsewhere_if_somebody_has_taken_the_name(tmp_path: Path) -> None:
+    taken, free = tmp_path / "tmp", tmp_path / "cache"
+    taken.mkdir()
+    own(taken).mkdir()
+    own(taken).chmod(0o777)  # as far as trust goes, that of another user
+    (own(taken) / "job").write_bytes(b"forged")
+    board(taken, free).publish(b"good")
+    assert board(taken, free).read(0) == b"good"
+    assert board(free).read(0) == b"good"
+
+
+def test_ranks_find_what_was_written_before_somebody_took_the_first_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "run", tmp_path / "tmp"
+    own(second).mkdir(mode=0o700, parents=True)
+    board(first, second).publish(b"good")  # one that is there wins over one that could be made
+    first.mkdir()
+    own(first).mkdir()
+    own(first).chmod(0o777)
+    assert board(first, second).read(0) == b"good"
+
+
+def test_the_newest_card_counts(tmp_path: Path) -> None:
+    first, second = tmp_path / "run", tmp_path / "tmp"
+    for parent in (first, second):
+        own(parent).mkdir(mode=0o700, parents=True)
+    board(first).publish(b"old")
+    os.utime(own(first) / "job", (1, 1))
+    board(second).publish(b"new")
+    assert board(first, second).read(0) == b"new"
 
 
 # -- cards --------------------------------------------------------------------------------------------------------

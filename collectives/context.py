@@ -68,7 +68,8 @@ def take_settings() -> Settings:
     """
     settings = Settings.from_env()
     with _context.lock:
-        if os.environ.pop(TOKEN, ""):
+        os.environ.pop(TOKEN, "")
+        if settings.token:
             _context.secret = (settings.coordinator, settings.token)
         coordinator, token = _context.secret
         return dataclasses.replace(settings, token=token if coordinator == settings.coordinator else "")

@@ -15,8 +15,9 @@ from hvdlab.collectives.bootstrap.directory import Directory
 from hvdlab.collectives.bootstrap.job import job_key
 from hvdlab.collectives.bootstrap.launchers import Launched, Meeting, detect
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.settings import Settings
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
     from hvdlab.collectives.engine.engine import Engine
 
+_SHORTEST_TOKEN = 16
 _CLOSED = "rendezvous closed"
 """Key of the world's store that rank 0 sets."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
@@ -63,7 +65,7 @@ class Found:
         return dataclasses.replace(
             base,
             coordinator=self._card.address,
-            token=self._card.token,
+            token=self._card.token or base.token,
             certificate=self._card.certificate or None,
             rank=self._launched.rank,
             size=self._launched.size,
@@ -125,12 +127,19 @@ def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
     launched = detect(environ)
     if launched is None or launched.size == 1:
         return None
+    if settings.token and len(settings.token) < _SHORTEST_TOKEN:
+        raise InvalidRequestError(
+            f"HVDLAB_TOKEN has {len(settings.token)} characters; give all ranks a random one of {_SHORTEST_TOKEN} at least "
+            "(`openssl rand -hex 32`)."
+        )
+    if not launched.one_host:
+        require_sealed_rendezvous(settings.require_encryption, settings.token, launched.launcher.name)
     deadline = Deadline(settings.start_timeout)
     board = _board(launched, environ, deadline)
     try:
         if launched.rank == 0:
-            return _found(launched, environ, board, deadline)
-        card = await_card(board, launched.size, deadline)
+            return _found(launched, environ, board, deadline, settings.token)
+        card = await_card(board, launched.size, deadline, settings.token)
         return Found(launched, card, _address(environ, card), board, None)
     except BaseException:
         board.close()
@@ -172,15 +181,22 @@ def _shared_directory(environ: Mapping[str, str]) -> Path:
     return Path(cache) if cache else Path.home() / ".cache"
 
 
-def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadline: Deadline) -> Found:
-    """Be rank 0: start the coordinator and announce it, or the failure."""
+def _found(
+    launched: Launched, environ: Mapping[str, str], board: Board, deadline: Deadline, given: str
+) -> Found:
+    """Be rank 0: start the coordinator and announce it, or the failure. A secret that was ``given`` is not announced."""
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
     coordinator = None
     try:
         listen = None if launched.one_host else _own_address(environ)
         coordinator = CoordinatorProcess.start(
-            size=launched.size, tcp_host=listen, linger=True, keep=True, timeout=deadline.remaining() or 0.0
+            size=launched.size,
+            tcp_host=listen,
+            linger=True,
+            keep=True,
+            timeout=deadline.remaining() or 0.0,
+            **({"token": given} if given else {}),
         )
         card = Card(
             launched.size,
@@ -188,14 +204,14 @@ def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadlin
             coordinator.address,
             coordinator.tls_address or "",
             coordinator.certificate or "",
-            coordinator.token,
+            "" if given else coordinator.token,
         )
-        board.publish(card.encode())
+        board.publish(card.encode(given))
     except HvdlabError as error:
         if coordinator is not None:
             coordinator.close()
         else:
-            board.publish(Card(launched.size, error=str(error)).encode())
+            board.publish(Card(launched.size, error=str(error)).encode(given))
         raise
     except BaseException:
         if coordinator is not None:

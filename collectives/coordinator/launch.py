@@ -70,6 +70,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     autotune_noise: float = 0.8
     ping_after: float = 5.0
     dead_after: float = 30.0
+    require_encryption: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -112,5 +113,6 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         tuning=tuning,
         generation=launch.generation,
         reattach=launch.reattach,
+        require_encryption=launch.require_encryption,
         pid=os.getpid(),
     )

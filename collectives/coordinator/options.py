@@ -29,6 +29,8 @@ class CoordinatorOptions:
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
         pid: Process id that peers are told, or 0.
+        require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
+            that count as encrypted.
     """
 
     size: int | None = None
@@ -46,6 +48,7 @@ class CoordinatorOptions:
     generation: int = 0
     reattach: float = 10.0
     pid: int = 0
+    require_encryption: str = ""
 
 
 @dataclass(frozen=True, slots=True)

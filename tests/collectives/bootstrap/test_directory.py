@@ -166,3 +166,33 @@ def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
         board(tmp_path).publish(card_of(coordinator, 3).encode())
         with pytest.raises(StartError, match="has 3 ranks, this one 2"):
             await_card(board(tmp_path), 2, Deadline(PATIENCE))
+
+
+SECRET = "given to all ranks by the user"
+
+
+def test_a_sealed_card_holds_no_secret_and_is_read_by_who_has_it(tmp_path: Path) -> None:
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE, token=SECRET) as coordinator:
+        card = Card(2, host_key(), coordinator.address)
+        shown = card.encode(SECRET)
+        assert SECRET.encode() not in shown
+        board(tmp_path).publish(shown)
+        found = await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+        assert (found.local, found.token) == (coordinator.address, "")
+
+
+def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path) -> None:
+    """Whoever can write there would have the ranks join a coordinator of his, and give it their secret."""
+    forged = Card(2, host_key(), "unix:/his")
+    for shown in (forged.encode(), forged.encode("his own")):
+        board(tmp_path).publish(shown)
+        with pytest.raises(StartError, match="not sealed with this rank's HVDLAB_TOKEN"):
+            await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+    good = Card(2, host_key(), "unix:/ours").encode(SECRET)
+    with pytest.raises(StartError, match="not sealed"):
+        Card.decode(good.replace(b"/ours", b"/hiss"), SECRET)
+
+
+def test_a_rank_without_the_secret_is_told_so() -> None:
+    with pytest.raises(StartError, match="Rank 0 was given HVDLAB_TOKEN, and this rank was not"):
+        Card.decode(Card(2).encode(SECRET))

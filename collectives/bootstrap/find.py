@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives import addresses, private
 from hvdlab.collectives.bootstrap import library, mpi, store
@@ -188,6 +188,7 @@ def _found(
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
     coordinator = None
+    secret: dict[str, Any] = {"token": given} if given else {}
     try:
         listen = None if launched.one_host else _own_address(environ)
         coordinator = CoordinatorProcess.start(
@@ -196,7 +197,7 @@ def _found(
             linger=True,
             keep=True,
             timeout=deadline.remaining() or 0.0,
-            **({"token": given} if given else {}),
+            **secret,
         )
         card = Card(
             launched.size,

@@ -12,7 +12,7 @@ WORKERS ?= 3
 # With RETRY=1, what failed is run once more by itself, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit views soak chaos bench figures tables lock test-numpy test-engines mxnet clean
+.PHONY: help demo lab test lint types mypy pyright unit views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,16 @@ views: $(INSTALLED) ## check and build the scripts of the widgets and of the pan
 	cd ui && npm ci && npm run types && npm test && npm run build
 	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
+rebuilt: views ## what is committed of `make views` is what it builds here; CI compares
+	git diff --exit-code -- widgets/static labextension/prebuilt ui/outputs.txt labextension/outputs.txt
+
+audit: ## known vulnerabilities of what constraints.txt and the lock files of npm name, if the registries tell
+	$(PYTHON) -m venv out/audit
+	out/audit/bin/python -m pip install --quiet pip-audit
+	out/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
+	cd ui && npm audit --package-lock-only --audit-level high
+	cd labextension && npm audit --package-lock-only --audit-level high --omit dev
+
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/conformance tests/kernel_ext tests/magics tests/examples tests/widgets tests/labextension tests/torch/test_habits.py $(PYTEST_ARGS)
 
@@ -67,6 +77,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json
 	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
 	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
+	$(BIN)/python benchmarks/idle_pool.py --json benchmarks/results/idle_pool.json
 	$(BIN)/python benchmarks/tracing.py --json benchmarks/results/tracing.json
 	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json

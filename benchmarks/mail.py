@@ -73,7 +73,7 @@ def measure(letters: int, work: float) -> dict[str, float]:
 
     with (
         CoordinatorProcess.start(size=2) as coordinator,
-        Client.connect(coordinator.address, coordinator.token) as client,
+        Client.connect(coordinator.address, coordinator.client_token) as client,
     ):
         client.on_mail("line", take)
         if work:

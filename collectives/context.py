@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError
-from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError, StartError
+from hvdlab.collectives.settings import TOKEN, Settings
 
 if TYPE_CHECKING:
     from hvdlab.collectives.bootstrap.find import Found
@@ -28,6 +28,8 @@ class _Context:
         self.coordinator: CoordinatorProcess | None = None
         self.found: Found | None = None
         self.forked_by: int | None = None  # the rank that this process was forked by
+        #: The coordinator that the environment named, if any, and the secret that was taken out of it.
+        self.secret: tuple[str | None, str] = (None, "")
 
 
 _context = _Context()
@@ -40,7 +42,8 @@ def init(settings: Settings | None = None) -> Engine:
     of times.
 
     Raises:
-        StartError: No coordinator answers, or some ranks are not there in time; the text names them.
+        StartError: No coordinator answers, or some ranks are not there in time; the text names them. Or there is no secret
+            to show.
         InvalidRequestError: A variable of the environment can't be read.
     """
     with _context.lock:
@@ -50,9 +53,26 @@ def init(settings: Settings | None = None) -> Engine:
             engine = _context.adopted
             engine.wait_for_world(engine.settings.start_timeout)
         else:
-            engine = _join(settings or _find(Settings.from_env()))
+            engine = _join(settings or _find(take_settings()))
         _context.engine, _context.forked_by = engine, None
         return engine
+
+
+def take_settings() -> Settings:
+    """What the environment tells this process. The secret is taken out of it: no child, crash reporter or cell needs it.
+
+    It is kept for the next call, which :func:`init` after :func:`shutdown` is.
+
+    Raises:
+        InvalidRequestError: A variable of the environment can't be read.
+    """
+    settings = Settings.from_env()
+    with _context.lock:
+        os.environ.pop(TOKEN, "")
+        if settings.token:
+            _context.secret = (settings.coordinator, settings.token)
+        coordinator, token = _context.secret
+        return dataclasses.replace(settings, token=token if coordinator == settings.coordinator else "")
 
 
 def _find(settings: Settings) -> Settings:
@@ -68,6 +88,12 @@ def _find(settings: Settings) -> Settings:
 
 def _join(settings: Settings) -> Engine:
     coordinator = None
+    if settings.coordinator is not None and not settings.token:
+        raise StartError(
+            f"There is a coordinator at {settings.coordinator}, but no secret in {TOKEN} to show it. A rank takes it out of "
+            "its environment when it joins: what it starts is no rank. If this process needs a world of its own, start it "
+            "without HVDLAB_COORDINATOR."
+        )
     if settings.coordinator is None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess
 

@@ -16,7 +16,7 @@ class World:
 
     Attributes:
         coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
-        token: Its secret.
+        token: Its secret for ranks.
         certificate: PEM text (``tls`` only).
         plane: Data plane to use, or ``auto``.
         master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.

@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
 from functools import cache
 from pathlib import Path
 
+_CREDENTIALS = struct.Struct("3i")
 _SET_DEATH_SIGNAL = 1
 _SET_NAME = 15
 _SET_CHILD_SUBREAPER = 36
@@ -90,6 +93,15 @@ def process_state(pid: int, proc: Path = Path("/proc")) -> str:
     """The letter of a process's state: ``R``, ``S``, ``T`` (stopped), ``Z`` (ended) …; empty if there is none."""
     fields = process_status(pid, proc)
     return fields[STATE] if fields else ""
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user at the other end of a connected Unix socket. Raises ``OSError`` where the system does not tell."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        raise OSError("this system does not say whose the other end of a socket is")
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size))
+    return int(pid), int(user)
 
 
 def boot_id() -> str:

@@ -14,7 +14,13 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs.table import PLANES
 
-__all__ = ["PLANES", "Settings"]
+__all__ = ["PLANES", "TOKEN", "TOKEN_FILE", "Settings"]
+
+TOKEN = "HVDLAB_TOKEN"
+"""The variable that holds a rank's secret until the rank has read it."""
+TOKEN_FILE = "HVDLAB_TOKEN_FILE"
+"""The variable that names a file with it, which only the user may read, for launchers that send variables in the clear."""
+_LONGEST_TOKEN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Settings:
 
     Attributes:
         coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of one of its own.
-        token: Secret that the coordinator asks for.
+        token: Secret that the coordinator asks ranks for.
         rank: Rank to be, or -1 to be given one.
         size: Ranks of the world at its start, or ``None`` if the coordinator knows.
         local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
@@ -45,6 +51,8 @@ class Settings:
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
         cache_capacity: Tensors that are known by number, at most.
+        require_encryption: What may not travel in the clear between hosts: empty for all may, ``1``, or the networks that
+            count as encrypted.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
     """
 
@@ -73,6 +81,7 @@ class Settings:
     log_level: int = 30
     log_hide_time: bool = False
     cache_capacity: int = 4096
+    require_encryption: str = ""
     thread_affinity: tuple[int, ...] = ()
 
     @classmethod
@@ -95,7 +104,7 @@ class Settings:
                 rank, local_rank = launched.rank, launched.ordered_local_rank
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
-            token=env.get("HVDLAB_TOKEN", ""),
+            token=_token(env),
             rank=-1 if rank is None else rank,
             size=_integer(env, "HVDLAB_SIZE"),
             local_rank=local_rank,
@@ -116,6 +125,25 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise InvalidRequestError(f"{name}={text!r} is no whole number.") from None
+
+
+def _token(env: Mapping[str, str]) -> str:
+    """The secret; empty if there is none, or none any more."""
+    given, path = env.get(TOKEN, ""), env.get(TOKEN_FILE, "")
+    if given or not path:
+        return given
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise InvalidRequestError(
+                    f"{TOKEN_FILE}={path!r}: the file must belong to user {os.geteuid()} alone (mode 0600)."
+                )
+            return file.read(_LONGEST_TOKEN).decode().strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise InvalidRequestError(f"{TOKEN_FILE}={path!r}: {error.strerror or error}.") from error
 
 
 def _certificate(value: str | None) -> str | None:

@@ -45,12 +45,8 @@ Progress = Callable[[str], None]
 RANK_MODULE = "hvdlab.kernel_ext.rank"
 """What a rank runs that is started as a program."""
 
-QUIET = 1.0
-"""Seconds without a cell after which ipyparallel's controller is started."""
 ANSWER_WITHIN = 5.0
 """Seconds that ranks which another process has started have to answer."""
-AT_LATEST = 10.0
-"""Seconds after which it is started even though a cell is running."""
 
 
 class PoolBase:
@@ -96,8 +92,6 @@ class PoolBase:
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
-            began=lambda: self.companion.bring_up_later(AT_LATEST),
-            ended=lambda: self.companion.bring_up_later(QUIET / 4),
             reason=self._why_lost,
             local_pid=self._local_pid,
             stall_time=_stall_time(),
@@ -167,7 +161,6 @@ class PoolBase:
         except BaseException:
             self.close()
             raise
-        self.companion.bring_up_later(QUIET)
         return self
 
     @classmethod
@@ -197,7 +190,6 @@ class PoolBase:
         except BaseException:
             self.leave()
             raise
-        self.companion.bring_up_later(QUIET)
         return self
 
     def _take_cells_over(self, show: leftovers.Show) -> list[str]:
@@ -408,5 +400,5 @@ class PoolBase:
 
 def _stall_time() -> float | None:
     """Seconds after which it is told what cells wait for, as the coordinator has it; None never."""
-    launch = Launch("", "", 0, **settings_from(os.environ))
+    launch = Launch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

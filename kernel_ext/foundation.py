@@ -57,7 +57,7 @@ def base_for(
             tcp_host=tcp_host,
             timeout=deadline.remaining() or 10,
         )
-        base.client = Client.connect(base.coordinator.address, base.coordinator.token)
+        base.client = Client.connect(base.coordinator.address, base.coordinator.client_token)
     except BaseException:
         base.close()
         raise

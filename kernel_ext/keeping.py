@@ -44,7 +44,8 @@ class AttachedCoordinator:
     certificate = None
 
     def __init__(self, kept: Kept) -> None:
-        self.address, self.token, self.directory = kept.address, kept.token, Path(kept.directory)
+        self.address, self.directory = kept.address, Path(kept.directory)
+        self.token, self.client_token = kept.token, kept.client_token
         pid = server_of(self.directory, ANSWER_WITHIN)
         first = Process.of(pid) if pid else kept.coordinator
         self.replaced = first != kept.coordinator
@@ -143,6 +144,7 @@ class Keeping:
             started=time.time(),
             address=base.coordinator.address,
             token=base.coordinator.token,
+            client_token=base.coordinator.client_token,
             directory=str(base.coordinator.directory),
             coordinator=Process.of(base.coordinator.pid),
             warm=Process.of(base.fork_server.pid),
@@ -177,7 +179,7 @@ class Keeping:
             try:
                 coordinator = AttachedCoordinator(self.kept)
                 client = Client.connect(
-                    self.kept.address, self.kept.token, timeout=deadline.remaining() or 10
+                    self.kept.address, self.kept.client_token, timeout=deadline.remaining() or 10
                 )
             except BaseException:
                 warm.detach()

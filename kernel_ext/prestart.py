@@ -108,7 +108,7 @@ class Prestart:
         try:
             coordinator = CoordinatorProcess.start(keep=True)
             try:
-                client = Client.connect(coordinator.address, coordinator.token)
+                client = Client.connect(coordinator.address, coordinator.client_token)
             except BaseException:
                 coordinator.close()
                 raise

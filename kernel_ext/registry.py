@@ -12,14 +12,13 @@ import fcntl
 import os
 import re
 import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from hvdlab.collectives import private
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.launch.processes import open_process, readable, start_time
@@ -59,7 +58,7 @@ class Kept(msgspec.Struct, frozen=True):
         name: What users call it.
         size, plane: Number of ranks, and their data plane, as asked for.
         started: When it was started, in seconds since 1970.
-        address, token: Where the coordinator is reached, and its secret.
+        address, token, client_token: Where the coordinator is reached, and its secrets for ranks and for clients.
         directory: The coordinator's private directory.
         coordinator, warm: Its processes.
         path: Where the fork server waits for a successor of the pool's process.
@@ -83,6 +82,7 @@ class Kept(msgspec.Struct, frozen=True):
     owner: Process
     place: str
     version: str = "of another version"
+    client_token: str = ""
 
     @property
     def lives(self) -> bool:
@@ -97,7 +97,7 @@ class Registry:
     """The files.
 
     Args:
-        directory: Where they lie; by default the user's runtime directory, or a directory of his in the temporary one.
+        directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.private` says.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -262,20 +262,16 @@ def table(pools: Sequence[Kept]) -> str:
 
 
 def _default_directory() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "hvdlab" / "pools"
-    return Path(tempfile.gettempdir()) / f"hvdlab-{os.getuid()}" / "pools"
+    return private.choose([parent / private.name() for parent in private.parents(os.environ)]) / "pools"
 
 
 def _check_private(directory: Path) -> None:
     """Raises ``StartError`` if others could read or replace what lies there."""
     for path in (directory, directory.parent):
-        status = path.lstat()
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        if not private.is_private(path):
             raise StartError(
                 f"{path} must belong to you and be closed to others (mode 0700), since it keeps secrets of pools; "
-                "remove it, or set XDG_RUNTIME_DIR"
+                "remove it, or set XDG_RUNTIME_DIR to a directory of yours"
             )
 
 

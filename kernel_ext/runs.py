@@ -77,7 +77,6 @@ class Runs:
 
     Args:
         client: The connection to the coordinator.
-        began, ended: Called when a cell begins, and when the last one has ended. Must not block.
         reason: Why a rank is lost, or an empty text.
         local_pid: The process of a rank on this host, or None.
         stall_time: Seconds after which it is told what a cell waits for; None never.
@@ -92,8 +91,6 @@ class Runs:
         self,
         client: Client,
         *,
-        began: Callable[[], None],
-        ended: Callable[[], None],
         reason: Callable[[int], str],
         local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
@@ -102,7 +99,7 @@ class Runs:
     ) -> None:
         self._late = late
         self._client = client
-        self._began, self._ended, self._reason = began, ended, reason
+        self._reason = reason
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
@@ -209,7 +206,6 @@ class Runs:
         run = _Run(order, arrivals, handle, watch)
         with self._lock:
             self._runs[cell] = run
-        self._began()
         return run
 
     def _tell_dead(self, run: _Run) -> None:
@@ -358,7 +354,6 @@ class Runs:
     def _finished(self, cell: str, results: CellResults | None) -> None:
         with self._lock:
             run = self._runs.pop(cell, None)
-            idle = not self._runs
             if run is not None and results is not None:
                 self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         if results is not None and not results.ok:
@@ -367,8 +362,6 @@ class Runs:
             run.watch.close()
             if not self._leaving:
                 self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
-        if idle:
-            self._ended()
 
     # -- from the ranks -------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[Recording, Client | N
         yield load(options.trace), None
         return
     kept = Registry().get(options.pool) if options.pool else _the_only_one()
-    with Client.connect(kept.address, kept.token, timeout=CONNECT_WITHIN) as client:
+    with Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN) as client:
         recording = client.recording
         client.flush()
         yield recording, client

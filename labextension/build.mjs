@@ -39,7 +39,11 @@ if (done.status !== 0) throw new Error(`jupyter-builder: ${done.error?.message ?
 // Which sources it was made from; tests look whether these are still the same.
 const scripts = Object.keys(metafile.inputs).map(name => resolve(here, name)).filter(name => !name.includes('node_modules'));
 const others = ['style', 'schema'].flatMap(name => files(join(here, name)));
-const single = ['build.mjs', 'package.json', 'package-lock.json', 'tsconfig.json'].map(name => join(here, name));
+const single = ['build.mjs', 'numbering.cjs', 'package.json', 'package-lock.json', 'tsconfig.json'].map(name => join(here, name));
 const inputs = new Set([...scripts, ...others, ...single, ...styles, join(ui, 'package-lock.json')]);
 const line = path => `${createHash('sha256').update(readFileSync(path)).digest('hex')}  ${relative(root, path).split(sep).join('/')}`;
 writeFileSync(join(out, 'sources.txt'), `${[...inputs].sort().map(line).join('\n')}\n`);
+
+// What came out: a file that was changed by hand, or by somebody else, is told from what was built.
+const made = path => `${createHash('sha256').update(readFileSync(path)).digest('hex')}  ${relative(out, path).split(sep).join('/')}`;
+writeFileSync(join(here, 'outputs.txt'), `${files(out).sort().map(made).join('\n')}\n`);

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
+from hvdlab.collectives import private
 from hvdlab.magics.session import Session, ranks_of
 
 if TYPE_CHECKING:
@@ -142,20 +142,20 @@ class Ports:
 
 def write_cell(cell: str) -> None:
     """Write a cell to the file that debuggers know it by, as JupyterLab's does for the cells that have breakpoints."""
-    with contextlib.suppress(ImportError), contextlib.suppress(OSError):
-        from ipykernel.compiler import get_file_name
-
-        path = Path(get_file_name(cell))  # type: ignore[no-untyped-call]  # ipykernel is partly untyped
-        if cell.strip() and not path.exists():
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with _private():
-                path.write_text(cell, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _private() -> Iterator[None]:
-    before = os.umask(0o077)
     try:
-        yield
-    finally:
-        os.umask(before)
+        from ipykernel.compiler import get_file_name
+    except ImportError:
+        return
+    path = Path(get_file_name(cell))  # type: ignore[no-untyped-call]  # ipykernel is partly untyped
+    if not cell.strip():
+        return
+    # The name of the directory can be foreseen: another user may have made it, with links to files of ours in it.
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        private.create(path, cell)
+    except FileExistsError:
+        return
+    except OSError as error:
+        warnings.warn(
+            f"breakpoints in cells won't be hit, since cells can't be written: {error}", stacklevel=2
+        )

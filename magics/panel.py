@@ -180,7 +180,7 @@ class NotebookDesk:
             if client is not None and not client.closed:
                 return client
             kept = Registry().get(name)
-            client = Client.connect(kept.address, kept.token, timeout=CONNECT_WITHIN)
+            client = Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN)
             self._watched[name] = client
             return client
 

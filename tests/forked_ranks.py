@@ -35,7 +35,7 @@ class ForkedRanks:
 
     def __init__(self, warm: ForkServer | None = None, coordinator: CoordinatorProcess | None = None) -> None:
         self.coordinator = coordinator or CoordinatorProcess.start(timeout=PATIENCE)
-        self.client = Client.connect(self.coordinator.address, self.coordinator.token)
+        self.client = Client.connect(self.coordinator.address, self.coordinator.client_token)
         self.changed = threading.Condition()
         self.news: list[FromServer] = []
         self.losses: list[str] = []

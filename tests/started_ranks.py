@@ -43,7 +43,7 @@ class StartedRanks:
         self._pids: set[int] = set()
         self._cells = 0
         self.coordinator = CoordinatorProcess.start(timeout=PATIENCE)
-        self.client = Client.connect(self.coordinator.address, self.coordinator.token)
+        self.client = Client.connect(self.coordinator.address, self.coordinator.client_token)
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
         self.companion = Companion(self.fork_server, dict, lambda information: None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -145,3 +148,22 @@ def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
     done = run("-c", code)
     assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["wheel", "wheel of the sdist"])
+def test_a_wheel_brings_a_bill_of_materials(builds: tuple[Path, Path], which: int) -> None:
+    """Code of others that it contains, and what it depends on."""
+    (place,) = [name for name in names_in(builds[which]) if name.endswith(".dist-info/sboms/hvdlab.cdx.json")]
+    with zipfile.ZipFile(builds[which]) as wheel:
+        bill = json.loads(wheel.read(place))
+        scripts = "".join(
+            wheel.read(name).decode("utf-8", "replace") for name in wheel.namelist() if name.endswith(".js")
+        )
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "hvdlab")
+    named = {one["name"]: one for one in bill["components"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.split(r"[<>=]", text)[0] for text in project["dependencies"]} <= set(named)
+    assert named["msgspec"]["version"] in (ROOT / "constraints.txt").read_text()
+    assert "uPlot" in scripts
+    assert named["uplot"]["purl"].startswith("pkg:npm/uplot@")
+    assert {one["bom-ref"] for one in named.values()} == set(bill["dependencies"][0]["dependsOn"])

@@ -1,4 +1,4 @@
-// Bundles the widgets' scripts and says in their first line which sources they were made from.
+// Bundles the widgets' scripts and says in their first line which sources they were made from, and in outputs.txt what came out.
 import { createHash } from 'node:crypto';
 import { appendFileSync, readFileSync, readdirSync, writeFileSync } from 'node:fs';
 import { join, relative, sep } from 'node:path';
@@ -45,4 +45,11 @@ for (const name of ['timeline', 'ranks', 'strip', 'metrics']) {
 for (const [name, sources] of [['views', ['style', 'charts']], ['strip', ['strip']]]) {
   const style = sources.map(source => readFileSync(join(here, 'src', `${source}.css`), 'utf8')).join('');
   writeFileSync(join(out, `${name}.css`), `/* ${banner} */\n${style}`);
+}
+
+// What came out: a bundle that was changed by hand, or by somebody else, is told from what was built.
+if (process.argv[2] === undefined) {
+  const line = name => `${createHash('sha256').update(readFileSync(join(out, name))).digest('hex')}  ${name}`;
+  const names = readdirSync(out).filter(name => /\.(js|css)$/.test(name)).sort();
+  writeFileSync(join(here, 'outputs.txt'), `${names.map(line).join('\n')}\n`);
 }

@@ -41,18 +41,24 @@ class Board(Protocol):
 _LOOK_SECONDS = 1.0
 
 
-def await_card(board: Board, size: int, deadline: Deadline) -> Card:
+def await_card(board: Board, size: int, deadline: Deadline, secret: str = "") -> Card:
     """Wait for the card of a coordinator that runs. A card that an earlier job has left is passed over.
 
+    Args:
+        board: Where it is to appear.
+        size: Ranks of the job.
+        deadline: Limit for the wait.
+        secret: What the user has given to all ranks; the card must be sealed with it.
+
     Raises:
-        StartError: There is none in time, or rank 0 says that it could not start.
+        StartError: There is none in time, rank 0 says that it could not start, or the seal is wrong.
     """
     old: bytes | None = None
     while not deadline.expired:
         left = deadline.remaining() or 0.0
         data = board.read(min(left, _LOOK_SECONDS))
         if data is not None and data != old:
-            card = Card.decode(data)
+            card = Card.decode(data, secret)
             if card.error:
                 raise StartError(f"Rank 0 could not start the coordinator: {card.error}")
             if card.size != size:

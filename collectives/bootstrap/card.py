@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 
 import msgspec
@@ -24,8 +25,9 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local: Its address for ranks of that host (``unix:/path``).
         remote: Its address for all others (``tls:host:port``), or empty.
         certificate: PEM text that goes with ``remote``.
-        token: Its secret.
+        token: Its secret for ranks; empty if the user has given them one.
         error: Why rank 0 could not start it, or empty.
+        seal: Proves that whoever has written this knows the secret that the user has given; empty if he has given none.
     """
 
     size: int
@@ -35,17 +37,33 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: str = ""
     token: str = ""
     error: str = ""
+    seal: str = ""
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
+    def encode(self, secret: str = "") -> bytes:
+        """The card as it is shown, sealed if the user has given a secret."""
+        return msgspec.json.encode(msgspec.structs.replace(self, seal=self._seal(secret) if secret else ""))
+
+    def _seal(self, secret: str) -> str:
+        bare = msgspec.json.encode(msgspec.structs.replace(self, seal=""))
+        return hmac.digest(secret.encode(), b"hvdlab card\0" + bare, "sha256").hex()
 
     @classmethod
-    def decode(cls, data: bytes) -> Card:
-        """Raises ``StartError`` if this is no card."""
+    def decode(cls, data: bytes, secret: str = "") -> Card:
+        """Read a card. Raises ``StartError`` if this is none, or not sealed with the secret that the user has given."""
         try:
-            return msgspec.json.decode(data, type=cls)
+            card = msgspec.json.decode(data, type=cls)
         except MALFORMED as error:
             raise StartError(f"Rank 0 has announced something that can't be read: {error}") from error
+        if secret and not hmac.compare_digest(card.seal.encode(), card._seal(secret).encode()):
+            raise StartError(
+                "What is announced as the coordinator is not sealed with this rank's HVDLAB_TOKEN: rank 0 was given another "
+                "one or none, or somebody else has written it."
+            )
+        if card.seal and not secret:
+            raise StartError(
+                "Rank 0 was given HVDLAB_TOKEN, and this rank was not; give all of them the same."
+            )
+        return card
 
     @property
     def address(self) -> str:

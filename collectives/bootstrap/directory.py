@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hvdlab.collectives import private
 from hvdlab.collectives.errors import StartError
 
 # There is no event for it: a shared file system does not tell of what other hosts do.
@@ -19,22 +21,25 @@ class Directory:
     """See :class:`~hvdlab.collectives.bootstrap.board.Board`.
 
     Args:
-        parent: Directory in which ``hvdlab-<user>`` is made.
+        parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 takes the first in which that is
+            private or can be made; the others look in all.
         key: Name of the job.
         shared: Whether ranks of other hosts are to see it.
     """
 
-    def __init__(self, parent: Path, key: str, *, shared: bool) -> None:
-        self._directory = parent / f"hvdlab-{os.geteuid()}"
-        self._file = self._directory / key
-        self._shared = shared
+    def __init__(self, parents: Sequence[Path], key: str, *, shared: bool) -> None:
+        self._places = [parent / private.name() for parent in parents]
+        #: Where this process writes.
+        self._directory = private.choose(self._places)
+        self._key, self._shared = key, shared
         self._published = False
 
     def publish(self, data: bytes) -> None:
-        draft = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        self._directory = private.choose(self._places)
+        draft = self._directory / f"{self._key}.{os.getpid()}"
         try:
             self._write(draft, data)
-            draft.rename(self._file)
+            draft.rename(self._directory / self._key)
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
@@ -68,18 +73,34 @@ class Directory:
         return data
 
     def _look(self) -> bytes | None:
+        """The newest card in a directory of ours. What others have put in their place is passed over if there is another."""
+        found: list[tuple[int, bytes]] = []
+        refused: StartError | None = None
+        for place in self._places:
+            try:
+                found += self._look_in(place)
+            except StartError as error:
+                refused = refused or error
+        if not found and refused is not None and len(self._places) == 1:
+            raise refused
+        return max(found)[1] if found else None
+
+    def _look_in(self, directory: Path) -> list[tuple[int, bytes]]:
+        """The card there, after the time of its making; nothing if there is none."""
+        path = directory / self._key
         try:
-            _require_private(self._directory, os.lstat(self._directory), stat.S_ISDIR)
-            if self._shared and self._file.name not in os.listdir(self._directory):
-                return None  # NFS may remember for a minute that a file is not there, unless asked for the directory
-            descriptor = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
+            _require_private(directory, os.lstat(directory), stat.S_ISDIR)
+            if self._shared and path.name not in os.listdir(directory):
+                return []  # NFS may remember for a minute that a file is not there, unless asked for the directory
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         except OSError as error:
-            raise StartError(f"Rank 0's announcement in {self.place} can't be read: {error}") from error
+            raise StartError(f"Rank 0's announcement in {path} can't be read: {error}") from error
         with open(descriptor, "rb") as file:
-            _require_private(self._file, os.fstat(file.fileno()), stat.S_ISREG)
-            return file.read(_LIMIT)
+            status = os.fstat(file.fileno())
+            _require_private(path, status, stat.S_ISREG)
+            return [(status.st_mtime_ns, file.read(_LIMIT))]
 
     def pause(self, seconds: float) -> None:
         time.sleep(min(seconds, _LAST_LOOK))
@@ -88,7 +109,7 @@ class Directory:
         if self._published:
             self._published = False
             with suppress(OSError):
-                self._file.unlink()
+                (self._directory / self._key).unlink()
             with suppress(OSError):  # not empty: other jobs are starting
                 self._directory.rmdir()
 
@@ -97,7 +118,7 @@ class Directory:
 
     @property
     def place(self) -> str:
-        return str(self._file)
+        return " or ".join(str(place / self._key) for place in self._places)
 
     @property
     def advice(self) -> str:
@@ -106,9 +127,7 @@ class Directory:
                 "If that is not on a file system that all hosts share, set HVDLAB_RENDEZVOUS_DIR to a directory that "
                 "is, or MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it."
             )
-        return (
-            "If ranks have different temporary directories, set HVDLAB_RENDEZVOUS_DIR to one that they share."
-        )
+        return "If ranks have different runtime and temporary directories, set HVDLAB_RENDEZVOUS_DIR to one that they share."
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hvdlab.collectives import addresses
+from hvdlab.collectives import addresses, private
 from hvdlab.collectives.bootstrap import library, mpi, store
 from hvdlab.collectives.bootstrap.board import Board, await_card
 from hvdlab.collectives.bootstrap.card import Card
@@ -16,8 +15,9 @@ from hvdlab.collectives.bootstrap.directory import Directory
 from hvdlab.collectives.bootstrap.job import job_key
 from hvdlab.collectives.bootstrap.launchers import Launched, Meeting, detect
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.settings import Settings
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
     from hvdlab.collectives.engine.engine import Engine
 
+_SHORTEST_TOKEN = 16
 _CLOSED = "rendezvous closed"
 """Key of the world's store that rank 0 sets."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
@@ -64,7 +65,7 @@ class Found:
         return dataclasses.replace(
             base,
             coordinator=self._card.address,
-            token=self._card.token,
+            token=self._card.token or base.token,
             certificate=self._card.certificate or None,
             rank=self._launched.rank,
             size=self._launched.size,
@@ -126,12 +127,19 @@ def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
     launched = detect(environ)
     if launched is None or launched.size == 1:
         return None
+    if settings.token and len(settings.token) < _SHORTEST_TOKEN:
+        raise InvalidRequestError(
+            f"HVDLAB_TOKEN has {len(settings.token)} characters; give all ranks a random one of {_SHORTEST_TOKEN} at least "
+            "(`openssl rand -hex 32`)."
+        )
+    if not launched.one_host:
+        require_sealed_rendezvous(settings.require_encryption, settings.token, launched.launcher.name)
     deadline = Deadline(settings.start_timeout)
     board = _board(launched, environ, deadline)
     try:
         if launched.rank == 0:
-            return _found(launched, environ, board, deadline)
-        card = await_card(board, launched.size, deadline)
+            return _found(launched, environ, board, deadline, settings.token)
+        card = await_card(board, launched.size, deadline, settings.token)
         return Found(launched, card, _address(environ, card), board, None)
     except BaseException:
         board.close()
@@ -152,9 +160,9 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
     key = job_key(launched, environ)
     given = environ.get(RENDEZVOUS_DIRECTORY)
     if given:
-        return Directory(Path(given), key, shared=not launched.one_host)
+        return Directory([Path(given)], key, shared=not launched.one_host)
     if launched.one_host:
-        return Directory(Path(tempfile.gettempdir()), key, shared=False)
+        return Directory(private.parents(environ), key, shared=False)
     if launched.launcher.meeting is Meeting.MPI and library.works(environ):
         return mpi.Broadcast(launched.rank, launched.size, deadline)
     if store.usable(environ):
@@ -164,7 +172,7 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
             f"Ranks of several hosts that {launched.launcher.name} started find each other through PyTorch, which is "
             f"not installed: pip install hvdlab[torch], or set {RENDEZVOUS_DIRECTORY} to a directory that all share."
         )
-    return Directory(_shared_directory(environ), key, shared=True)
+    return Directory([_shared_directory(environ)], key, shared=True)
 
 
 def _shared_directory(environ: Mapping[str, str]) -> Path:
@@ -173,15 +181,23 @@ def _shared_directory(environ: Mapping[str, str]) -> Path:
     return Path(cache) if cache else Path.home() / ".cache"
 
 
-def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadline: Deadline) -> Found:
-    """Be rank 0: start the coordinator and announce it, or the failure."""
+def _found(
+    launched: Launched, environ: Mapping[str, str], board: Board, deadline: Deadline, given: str
+) -> Found:
+    """Be rank 0: start the coordinator and announce it, or the failure. A secret that was ``given`` is not announced."""
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
     coordinator = None
+    secret: dict[str, Any] = {"token": given} if given else {}
     try:
         listen = None if launched.one_host else _own_address(environ)
         coordinator = CoordinatorProcess.start(
-            size=launched.size, tcp_host=listen, linger=True, keep=True, timeout=deadline.remaining() or 0.0
+            size=launched.size,
+            tcp_host=listen,
+            linger=True,
+            keep=True,
+            timeout=deadline.remaining() or 0.0,
+            **secret,
         )
         card = Card(
             launched.size,
@@ -189,14 +205,14 @@ def _found(launched: Launched, environ: Mapping[str, str], board: Board, deadlin
             coordinator.address,
             coordinator.tls_address or "",
             coordinator.certificate or "",
-            coordinator.token,
+            "" if given else coordinator.token,
         )
-        board.publish(card.encode())
+        board.publish(card.encode(given))
     except HvdlabError as error:
         if coordinator is not None:
             coordinator.close()
         else:
-            board.publish(Card(launched.size, error=str(error)).encode())
+            board.publish(Card(launched.size, error=str(error)).encode(given))
         raise
     except BaseException:
         if coordinator is not None:

@@ -35,6 +35,7 @@ def main() -> int:
     try:
         options = ServerOptions(
             launch.token,
+            launch.client_token,
             ping_after=launch.ping_after,
             dead_after=launch.dead_after,
             tuning_log=launch.autotune_log,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator import elastic, pauses
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
@@ -32,6 +33,8 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
     reason = reason or _too_late(state, rank, hello)
+    members = [living.member for living in membership.ranks.values()]
+    reason = reason or encryption.refusal(state.options.require_encryption, rank, hello, members)
     if reason:
         outbox.log(f"refused: {reason}")
         outbox.send((peer,), m.Refused(reason))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 import ssl
-import struct
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.linux import peer_credentials, process_state
 from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
@@ -86,8 +85,7 @@ class Connection:
 
 def _peer_pid(sock: socket.socket) -> int:
     """Process id at the other end of a Unix socket, or 0 if the system does not tell."""
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
+    try:
+        return peer_credentials(sock)[0]
+    except OSError:
         return 0
-    pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
-    return int(pid)

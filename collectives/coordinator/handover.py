@@ -1,7 +1,7 @@
 """How the listening socket of a coordinator that outlives its starter gets to the process that looks after it next.
 
 Who holds the socket can start a successor when the coordinator dies. It lies open in a directory that only the user may
-enter: who can connect there may have it.
+enter; a process of another user that gets there none the less is sent away.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from pathlib import Path
 
 import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.linux import peer_credentials
 
 _NAME = "handover"
 _LARGEST = 1 << 16
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Handover:
@@ -45,6 +44,8 @@ class Handover:
         with contextlib.suppress(OSError):  # it has gone again
             peer, _ = self.socket.accept()
             with peer:
+                if peer_credentials(peer)[1] != os.getuid():
+                    return  # tokens and key are the user's alone, whatever has become of the directory
                 peer.setblocking(False)
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
 
@@ -57,9 +58,7 @@ def server_of(directory: Path, timeout: float) -> int:
             door.connect(str(directory / _NAME))
         except OSError:
             return 0
-        raw = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, _, _ = _CREDENTIALS.unpack(raw)
-    return int(pid)
+        return peer_credentials(door)[0]
 
 
 def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:

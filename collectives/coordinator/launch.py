@@ -19,7 +19,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings, from the starter.
 
     Attributes:
-        token: Secret that peers have to show.
+        token: Secret that ranks have to show.
+        client_token: Secret that clients have to show.
         directory: A private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
         size: Number of ranks, or ``None`` to wait for a client's word.
@@ -38,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     token: str
+    client_token: str
     directory: str
     starter: int
     size: int | None = None
@@ -68,6 +70,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     autotune_noise: float = 0.8
     ping_after: float = 5.0
     dead_after: float = 30.0
+    require_encryption: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -110,5 +113,6 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         tuning=tuning,
         generation=launch.generation,
         reattach=launch.reattach,
+        require_encryption=launch.require_encryption,
         pid=os.getpid(),
     )

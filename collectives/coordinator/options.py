@@ -29,6 +29,8 @@ class CoordinatorOptions:
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
         pid: Process id that peers are told, or 0.
+        require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
+            that count as encrypted.
     """
 
     size: int | None = None
@@ -46,6 +48,7 @@ class CoordinatorOptions:
     generation: int = 0
     reattach: float = 10.0
     pid: int = 0
+    require_encryption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class ServerOptions:
     """Settings of the server. Times are in seconds, sizes in bytes.
 
     Attributes:
-        token: What every Hello must show.
+        token: What the Hello of a rank must show.
+        client_token: What that of a client must show, which may post cells to ranks; empty admits none.
         hello_timeout: Time for a stranger to introduce itself, and for a closing one to take what is left.
         ping_after: Silence after which a peer is asked for a sign of life.
         dead_after: Silence after which it counts as lost, unless it is a process of this host that runs.
@@ -63,6 +67,7 @@ class ServerOptions:
     """
 
     token: str
+    client_token: str = ""
     hello_timeout: float = 10.0
     ping_after: float = 5.0
     dead_after: float = 30.0

@@ -38,7 +38,8 @@ class CoordinatorProcess:
         address: Where ranks and clients of this host connect (``unix:/path``).
         tls_address: Where those of other hosts connect (``tls:host:port``), or ``None``.
         certificate: PEM text that goes with ``tls_address``, or ``None``.
-        token: Secret that Hello must show.
+        token: Secret that the Hello of a rank must show.
+        client_token: Secret that the Hello of a client must show. No rank gets to know it.
         pid: Process id; another one after :meth:`respawn`.
         generation: How many have been there before.
         directory: Its private directory.
@@ -54,7 +55,7 @@ class CoordinatorProcess:
         self._changing = threading.Lock()
         self._closed = False
         self.directory = Path(launch.directory)
-        self.token = launch.token
+        self.token, self.client_token = launch.token, launch.client_token
         self.address, self.tls_address = listeners.address, listeners.tls_address
         self.certificate = ready.certificate or None
 
@@ -91,10 +92,16 @@ class CoordinatorProcess:
         """
         deadline = Deadline(timeout)
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
-        token = secrets.token_hex(32)
         private = _private_directory(directory)
         launch = Launch(
-            token, str(private), os.getpid(), size=size, tcp_host=tcp_host or "", linger=linger, keeps=keep
+            secrets.token_hex(32),
+            secrets.token_hex(32),
+            str(private),
+            os.getpid(),
+            size=size,
+            tcp_host=tcp_host or "",
+            linger=linger,
+            keeps=keep,
         )
         listeners: Listeners | None = None
         try:
@@ -156,7 +163,7 @@ class CoordinatorProcess:
             return f"killed by signal {-status}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Start a successor on the same sockets, with the same token and certificate; what is left of this one is killed.
+        """Start a successor on the same sockets, with the same tokens and certificate; what is left of this one is killed.
 
         Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
         but what they tell it.

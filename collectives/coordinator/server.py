@@ -246,10 +246,19 @@ class Server:
         events.append(PeerConnected(connection.peer, hello))
 
     def _refusal(self, hello: Hello) -> str:
-        if not hmac.compare_digest(hello.token.encode(), self.options.token.encode()):
+        if not (role := self._role_of(hello.token)):
             return "the token is wrong"
+        if hello.role != role:  # or else a rank, and all that sees its environment, could post cells
+            return f"its token is that of a {role}, and it wants to be a {hello.role[:20]!r}"
         if hello.version != PROTOCOL_VERSION:
             return f"version {hello.version} of the protocol is not spoken here, but {PROTOCOL_VERSION}"
+        return ""
+
+    def _role_of(self, token: str) -> str:
+        """What a peer with this token may be: ``rank``, ``client``, or nothing."""
+        for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
+            if expected and hmac.compare_digest(token.encode(), expected.encode()):
+                return role
         return ""
 
     def _read(self, connection: Connection, events: list[Event], now: float) -> None:

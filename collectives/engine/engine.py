@@ -393,7 +393,12 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         host_key(),
         os.getpid(),
         settings.address,
-        registry.offered(settings.plane),
+        # MPI makes connections of its own, of which the coordinator can't know whether they are encrypted.
+        tuple(
+            plane
+            for plane in registry.offered(settings.plane)
+            if plane != "mpi" or not settings.require_encryption
+        ),
         settings.plane,
         settings.cells_tracked,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,14 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(_whole(0)(piece) for piece in text.split(","))
 
 
+def _encryption(text: str) -> str:
+    if text.lower() in _NO:
+        return ""
+    if text.lower() in _YES:
+        return "1"
+    return ",".join(str(ipaddress.ip_network(piece.strip(), strict=False)) for piece in text.split(","))
+
+
 def _level(text: str) -> int:
     try:
         return LEVELS[text.lower()]
@@ -82,6 +91,9 @@ MILLISECONDS = Kind("ms", "a number of milliseconds from 0", _milliseconds)
 FRACTION = Kind("number", "a number from 0", _number(0.0))
 CORES = Kind("core numbers", "core numbers with commas between them", _cores)
 LEVEL = Kind("level", f"one of {', '.join(LEVELS)}", _level)
+ENCRYPTION = Kind(
+    "0, 1 or networks", "0, 1, or networks such as 10.8.0.0/24 with commas between them", _encryption
+)
 TEXT = Kind("text", "a text", str)
 FILE = Kind("file", "a file name", str)
 

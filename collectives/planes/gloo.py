@@ -22,6 +22,7 @@ import numpy as np
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
@@ -109,7 +110,13 @@ class GlooPlane(HostPlane):
             gloos = mentioned(self._ports, b"".join(said))
             if len(gloos) == me.size:
                 self._ports, ports = gloos, ports & gloos
-            shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
+            still_open = shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
+            if still_open:
+                LOG.warning(
+                    "Gloo goes on to listen at %s: this system lets no ordinary user shut that, so strangers who reach it can "
+                    "take up descriptors of this process, though they get no data",
+                    ", ".join(f"{host}:{port}" for host, port in sorted(still_open)),
+                )
             self._group._set_default_timeout(_GLOO_TIMEOUT)
 
     def allreduce(

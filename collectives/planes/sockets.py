@@ -18,6 +18,12 @@ from functools import partial
 
 _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
+# Linux: struct tcp_md5sig is a sockaddr_storage, flags, prefix length, key length, interface, and room for a key.
+_TCP_MD5SIG_EXT = 32
+_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
+_MD5_HEAD = struct.Struct("=BBHi")
+_MD5_PREFIX = 1  # the flag that says that the prefix length counts: 0 for all addresses
+_KEY = 32
 _KNOCK_SECONDS = 0.2
 _NUMBER = struct.Struct("=q")
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
@@ -82,14 +88,41 @@ def _packed(family: int, host: str) -> bytes:
     return socket.inet_pton(family, host.partition("%")[0])
 
 
-def shut_doors(ports: set[tuple[str, int]]) -> None:
-    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end."""
+def shut_doors(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end.
+
+    Connections that exist are not concerned. A packet filter that drops everything is the cheapest way. Some systems refuse
+    it to ordinary users; then the listener asks for segments that are signed with a key that nobody has.
+
+    Returns:
+        Those that stay open, since the system offers neither.
+    """
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    still_open: set[tuple[str, int]] = set()
     for sock in _inet_sockets():
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[:2] in ports:
-            with suppress(OSError):  # a system without filters
+            try:
                 sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            except OSError:
+                if not _ask_for_signatures(sock):
+                    still_open.add(sock.getsockname()[:2])
+    return still_open
+
+
+def _ask_for_signatures(sock: _socket.socket) -> bool:
+    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is forgotten here.
+
+    A stranger's first segment is dropped without an answer. False where the kernel does not know of it.
+    """
+    anybody = struct.pack("=H", sock.family).ljust(_SOCKADDR_STORAGE, b"\0")
+    key = os.urandom(_KEY)
+    signature = anybody + _MD5_HEAD.pack(_MD5_PREFIX, 0, len(key), 0) + key.ljust(_MD5_KEY_LIMIT, b"\0")
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
+    except OSError:
+        return False
+    return True
 
 
 def knock(ports: set[tuple[str, int]], members: int) -> None:

@@ -1,7 +1,7 @@
 """A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
 
-For ranks that the fork server forks, all of this is brought up after the ranks are ready and the first cell has run,
-so that nobody waits for it. ``Companion.cluster`` and ``Companion.wait_up`` bring it up at once.
+It is brought up when it is first used, by ``Companion.cluster`` or ``Companion.wait_up``: it listens on ports and takes
+memory, which a pool that is used by cells alone does without.
 """
 
 from __future__ import annotations
@@ -107,10 +107,6 @@ class Companion:
         assert self._cluster is not None
         return self._cluster
 
-    def bring_up_later(self, seconds: float) -> None:
-        """Bring it up after a while. The last call counts; no effect once it has begun."""
-        self._call_soon(self._bring_up_first, seconds)
-
     def bring_up(self) -> Future[str]:
         """Begin to bring it up, if that was not done yet. The result is the engines' connection information."""
         with self._lock:
@@ -212,10 +208,6 @@ class Companion:
             for path in () if self._left else self._guarded:
                 Path(path).unlink(missing_ok=True)
 
-    def _bring_up_first(self, seconds: float) -> None:
-        if self._up is None and not self._deaths:
-            self._set_timer(seconds)
-
     def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -226,7 +218,11 @@ class Companion:
         load_ipyparallel()
         from ipyparallel import Cluster
 
-        from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+        from hvdlab.kernel_ext.launchers.fork import (
+            ForkControllerLauncher,
+            ForkEngineSetLauncher,
+            keys_file,
+        )
 
         options = {"engine_launcher_class": ForkEngineSetLauncher, **options}
         if self._earlier is not None:
@@ -241,7 +237,8 @@ class Companion:
         )
         security = Path(self._cluster.profile_dir) / "security"
         names = [f"ipcontroller-{self._cluster.cluster_id}-{kind}.json" for kind in ("client", "engine")]
-        self.guard(self._cluster.cluster_file, *(str(security / name) for name in names))
+        keys = keys_file(self._cluster.profile_dir, self._cluster.cluster_id)
+        self.guard(self._cluster.cluster_file, *(str(security / name) for name in names), str(keys))
         return self._cluster
 
     def guard(self, *paths: str) -> None:

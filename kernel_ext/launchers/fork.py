@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
 from traitlets import Any as AnyTrait
 from traitlets import Bool, Dict
 
-from hvdlab.kernel_ext.launchers import ports
+from hvdlab.kernel_ext.launchers import curve, ports
 from hvdlab.launch.exits import describe
 from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
 
@@ -51,10 +52,15 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         self.listening: Future[None] = Future()
         self.ended: Future[Exited] = Future()
 
+    @property
+    def keys_file(self) -> Path:
+        """Where its keys are, for it and its successors."""
+        return keys_file(self.profile_dir, self.cluster_id)
+
     async def start(self) -> None:
         """Have it forked; returns when it has a process id."""
         assert self.fork_server is not None
-        environment = {**os.environ, **self.get_env()}
+        environment = {**os.environ, **self.get_env(), **curve.environment(self.keys_file)}
         reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
         self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
@@ -120,6 +126,11 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
             return
         self.fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
         await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self.ended)), seconds)
+
+
+def keys_file(profile_dir: str, cluster_id: str) -> Path:
+    """Where the keys of a cluster's controllers are."""
+    return Path(profile_dir) / "security" / f"ipcontroller-{cluster_id}-curve.json"
 
 
 async def outcome_of(future: Future[Any]) -> Any:

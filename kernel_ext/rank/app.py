@@ -22,9 +22,9 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets.config import Config
 
 from hvdlab.bindings.framework_hooks import devices_in_use
+from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.gpus import ask_frameworks
-from hvdlab.collectives.settings import Settings
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
@@ -58,7 +58,7 @@ class RankProgram:
         # Into the log, which another process reads: a dump into our own pipe could come out as the cell's output.
         faulthandler.enable(self._log)
         offer_dumps()
-        settings = Settings.from_env()
+        settings = context.take_settings()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
         self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds, unsent=_area(unsent))
         self._joining: asyncio.Task[None] | None = None

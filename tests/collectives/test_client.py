@@ -34,7 +34,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 @pytest.fixture
 def client(coordinator: CoordinatorProcess) -> Iterator[Client]:
-    with Client.connect(coordinator.address, coordinator.token) as client:
+    with Client.connect(coordinator.address, coordinator.client_token) as client:
         yield client
 
 
@@ -212,7 +212,7 @@ def test_events_may_be_declined_twice(client: Client) -> None:
 
 
 def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
-    client = Client.connect(coordinator.address, coordinator.token)
+    client = Client.connect(coordinator.address, coordinator.client_token)
     lost: list[str] = []
     client.on_lost(lost.append)
     client.expect([0])
@@ -221,7 +221,7 @@ def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
     assert lost == []
     with pytest.raises(CoordinatorLostError):
         client.post("t", b"", [0])
-    with Client.connect(coordinator.address, coordinator.token) as other:
+    with Client.connect(coordinator.address, coordinator.client_token) as other:
         assert other.membership().expected == (0,)  # what was said just before close() counts
 
 
@@ -258,7 +258,7 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
     mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     again: queue.SimpleQueue[Membership] = queue.SimpleQueue()
     seen: list[Membership] = []
-    with Client.connect(kept.address, kept.token) as client:
+    with Client.connect(kept.address, kept.client_token) as client:
         client.on_lost(lost.put)
         client.on_mail("t", lambda sender, body: mail.put((sender, body)))
         client.on_reconnected(again.put)
@@ -294,7 +294,7 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
 
 
 def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
-    with Client.connect(kept.address, kept.token) as client:
+    with Client.connect(kept.address, kept.client_token) as client:
         client.expect([0, 1])
         os.kill(kept.pid, signal.SIGKILL)
         kept.respawn(PATIENCE)
@@ -318,7 +318,7 @@ def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProc
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     events: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     mail: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-    with Client.connect(coordinator.address, coordinator.token) as client:
+    with Client.connect(coordinator.address, coordinator.client_token) as client:
         client.on_lost(lost.put)
         client.on_events(lambda number, batch: events.put((number, batch)))
         client.on_mail("t", lambda sender, body: mail.put((sender, body)))
@@ -351,7 +351,7 @@ def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProc
 
 def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: CoordinatorProcess) -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with Client.connect(coordinator.address, coordinator.token) as client:
+    with Client.connect(coordinator.address, coordinator.client_token) as client:
         client.on_lost(lost.put)
         client.expect([0, 1])
         ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
@@ -379,14 +379,14 @@ def test_reconnecting_when_nothing_was_lost(client: Client) -> None:
 
 
 def test_a_closed_client_does_not_come_back(kept: CoordinatorProcess) -> None:
-    client = Client.connect(kept.address, kept.token)
+    client = Client.connect(kept.address, kept.client_token)
     client.close()
     with pytest.raises(CoordinatorLostError, match="closed"):
         client.reconnect()
 
 
 def test_without_a_successor_there_is_an_error(coordinator: CoordinatorProcess) -> None:
-    with Client.connect(coordinator.address, coordinator.token) as client:
+    with Client.connect(coordinator.address, coordinator.client_token) as client:
         coordinator.close()
         with pytest.raises(StartError, match="No coordinator answers"):
             client.reconnect()
@@ -396,7 +396,7 @@ def test_without_a_successor_there_is_an_error(coordinator: CoordinatorProcess) 
 
 def test_a_stopped_coordinator_is_lost(kept: CoordinatorProcess) -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with Client.connect(kept.address, kept.token) as client:
+    with Client.connect(kept.address, kept.client_token) as client:
         client.on_lost(reasons.put)
         os.kill(kept.pid, signal.SIGSTOP)
         assert "stopped (SIGSTOP)" in reasons.get(timeout=30)

@@ -103,7 +103,7 @@ def test_with_a_coordinator() -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
         CoordinatorProcess.start(keep=True, timeout=PATIENCE) as coordinator,
-        Client.connect(coordinator.address, coordinator.token) as client,
+        Client.connect(coordinator.address, coordinator.client_token) as client,
     ):
         client.on_lost(lost.put)
         recovery = Recovery(coordinator, client)

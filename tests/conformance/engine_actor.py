@@ -44,7 +44,7 @@ class Coordination:
             return
         self._members = list(members)
         if self._client is None:
-            self._client = Client.connect(self._coordinator.address, self._coordinator.token)
+            self._client = Client.connect(self._coordinator.address, self._coordinator.client_token)
         self._client.expect(members)
         self._client.flush()
 

@@ -32,6 +32,18 @@ def test_the_panel_is_up_to_date() -> None:
         assert now == digest, f"{name} was changed: run `make views`"
 
 
+def test_no_file_of_the_panel_was_changed_after_it_was_built() -> None:
+    """The sources' digests say nothing about what JupyterLab loads."""
+    lines = (EXTENSION / "outputs.txt").read_text().splitlines()
+    built = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    there = {
+        path.relative_to(PREBUILT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in PREBUILT.rglob("*")
+        if path.is_file()
+    }
+    assert there == built
+
+
 def test_the_panel_is_whole() -> None:
     about = json.loads((PREBUILT / "package.json").read_text())
     assert about["version"] == hvdlab.__version__

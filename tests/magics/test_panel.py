@@ -79,7 +79,9 @@ def test_a_kept_pool_is_watched_over_a_connection_that_is_closed_at_the_end(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = CoordinatorProcess.start(size=1)
-    kept = SimpleNamespace(name="night", size=4, address=coordinator.address, token=coordinator.token)
+    kept = SimpleNamespace(
+        name="night", size=4, address=coordinator.address, client_token=coordinator.client_token
+    )
     monkeypatch.setattr(registry.Registry, "all", lambda self: [kept])
     monkeypatch.setattr(registry.Registry, "get", lambda self, name: kept)
     try:

@@ -24,6 +24,7 @@ def test_a_port_here_for_a_rank_of_another_host(network: Network, tmp_path: Path
     # The notebook's process has to see the first processes of all hosts, as mpiexec does; its network is the first host's.
     command = ["nsenter", "-t", str(first.pid), "-n", "--", sys.executable, SCRIPT]
     hydra = {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(mpiexec_agent(network, tmp_path))}
+    hydra["HVDLAB_SSH"] = hydra["HYDRA_LAUNCHER_EXEC"]
     process = subprocess.run(
         [*command, f"{first.address}:1,{second.address}:1"],
         check=False,

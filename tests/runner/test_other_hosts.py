@@ -22,7 +22,7 @@ engine = context.init()
 total = api.allreduce(np.full(3, engine.rank + 1.0), op=api.ReduceOp.SUM)
 print(json.dumps({
     "place": [engine.rank, engine.size, engine.local_rank, engine.local_size, engine.cross_rank, engine.cross_size],
-    "host": socket.gethostname(), "sum": total.tolist(), "token": os.environ["HVDLAB_TOKEN"],
+    "host": socket.gethostname(), "sum": total.tolist(), "token": context.take_settings().token,
     "address": os.environ["HVDLAB_ADDRESS"], "mine": os.environ.get("MINE"), "local": os.environ["LOCAL_RANK"],
 }))
 """

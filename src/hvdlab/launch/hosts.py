@@ -12,7 +12,9 @@ from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.errors import InvalidRequestError
 
 LOCALHOST = "localhost"
-_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::(?P<slots>\d+))?\Z")
+# A name that began with `-` would be an option of ssh or mpiexec.
+_NAME = re.compile(r"\[[0-9A-Fa-f:.]+\]|\w[\w.-]*")
+_HOST = re.compile(rf"(?P<name>{_NAME.pattern})(?::(?P<slots>\d+))?\Z")
 _SLOTS = re.compile(r"\b(?:slots|cpus?)\s*=\s*(\d+)")
 
 
@@ -24,6 +26,8 @@ class Host:
     slots: int
 
     def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidRequestError(f"{self.name!r} is no name of a host.")
         if self.slots < 1:
             raise InvalidRequestError(
                 f"{self.slots} ranks on {self.name} were asked for; give each host one at least (-np 1)."

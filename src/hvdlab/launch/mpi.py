@@ -6,8 +6,11 @@ a rank is it takes from MPI's environment.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,15 +19,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
 from hvdlab.launch.by_connection import LACKS, ConnectedRanks
 from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.exits import Tail
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
 from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.processes import readable
+from hvdlab.launch.ssh import SHELL
 from hvdlab.launch.starter import (
     Capabilities,
     Capability,
@@ -104,6 +112,11 @@ class MpiLauncher:
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
             Option("mpi_args", "further arguments of mpiexec", Kind.WORDS),
+            Option(
+                "shell",
+                "command that runs a command on a host, by which the pool's secret gets there (default: ssh)",
+                Kind.WORDS,
+            ),
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
@@ -146,6 +159,7 @@ class MpiStarter:
         self._connected = ConnectedRanks(request.client, ranks)
         self._size = 0
         self._exec: ExecStarter | None = None
+        self._secret: SecretOnHosts | None = None
         self._output = _LastOutput()
         #: Set once mpiexec has ended.
         self._stopped = threading.Event()
@@ -161,6 +175,10 @@ class MpiStarter:
             remedy = "stop the pool and start it anew."
             MpiLauncher.capabilities.require(Capability.SINGLE_RANKS, MpiLauncher.name, remedy)
         request = self._request
+        if not all(is_local(host.name) for host in self._hosts):
+            given = cast("tuple[str, ...]", request.options.get("shell", ()))
+            shell = given or tuple(shlex.split(os.environ.get("HVDLAB_SSH", ""))) or SHELL
+            self._secret = SecretOnHosts(self._hosts, shell, request.world.token)
         here = [Host(LOCALHOST, 1)]
         program = Program(self._command(size), self._environment(size), self._output)
         job = LaunchRequest(request.world, request.client, program=program, size=1)
@@ -178,7 +196,11 @@ class MpiStarter:
     def _environment(self, size: int) -> Mapping[str, str]:
         most = max((host.slots for host in self._hosts), default=size)
         threads = thread_counts(os.environ, min(size, most))
-        return {**common(self._request.world), "HVDLAB_SIZE": str(size), **threads}
+        variables = {**common(self._request.world), "HVDLAB_SIZE": str(size), **threads}
+        if self._secret is not None:  # mpiexec sends variables to its proxies in the clear
+            del variables[TOKEN]
+            variables[TOKEN_FILE] = self._secret.path
+        return variables
 
     def signal(self, rank: int, number: int) -> None:
         """Ranks of this host get the signal; others are ended by the coordinator's word, and with mpiexec."""
@@ -193,6 +215,8 @@ class MpiStarter:
         if self._exec is not None:
             self._stopped.wait(timeout)
             self._exec.close(0.0)
+        if self._secret is not None:
+            self._secret.close()
 
     def handle(self, event: Started | Ended) -> None:
         """What happens to mpiexec itself."""
@@ -200,6 +224,103 @@ class MpiStarter:
             self._stopped.set()
             words = event.reason if event.pid == 0 else f"`mpiexec` ended: {event.reason}"
             self._connected.end_all(self._size, words, self._output.text())
+
+
+class SecretOnHosts:
+    """A secret in a file of the same name on each host, for the user alone, until :meth:`close`.
+
+    It goes there over standard input of a remote shell. The shell's command removes the file when that input ends, which it
+    does also when this process ends, in whatever way.
+
+    Args:
+        hosts: Where; those that are this host need no remote shell.
+        shell: Runs a command on another host.
+        secret: One line.
+
+    Attributes:
+        path: The file.
+
+    Raises:
+        StartError: A host can't be reached, or the file can't be made there.
+    """
+
+    def __init__(self, hosts: Sequence[Host], shell: Sequence[str], secret: str) -> None:
+        # Nobody can make a directory of this name first; what is in it nobody else can read. It is there already where a host
+        # has two names.
+        directory = f"/tmp/hvdlab-{secrets.token_hex(16)}"
+        self.path = f"{directory}/token"
+        command = (
+            f"trap '' HUP; umask 077; {{ mkdir {directory} || {{ [ -O {directory} ] && [ ! -L {directory} ]; }}; }} && head -n 1 > {self.path} && echo {_PLACED} && cat > /dev/null; "
+            f"rm -rf {directory}"
+        )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for host in hosts:
+                local = is_local(host.name)
+                words = ("sh", "-c", command) if local else remote_command(shell, host.name, [command])
+                self._processes.append(_place(words, secret))
+            for host, process in zip(hosts, self._processes, strict=True):
+                _await_placed(host.name, process)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Have the files removed. Idempotent."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        for process in self._processes:
+            assert process.stdout is not None
+            try:
+                process.wait(_REMOVED_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        self._processes.clear()
+
+
+_PLACED = "hvdlab-token-placed"
+_PLACED_WITHIN, _REMOVED_WITHIN = 30.0, 5.0
+
+
+def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        raise StartError(f"the launcher `mpi` can't run `{words[0]}`: {error.strerror or error}") from error
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended; what it said tells why
+        process.stdin.write(f"{secret}\n".encode())
+    return process
+
+
+def _await_placed(host: str, process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    said, deadline = b"", Deadline(_PLACED_WITHIN)
+    while _PLACED.encode() not in said:
+        piece = (
+            os.read(process.stdout.fileno(), 4096)
+            if readable(process.stdout.fileno(), deadline.remaining())
+            else b""
+        )
+        if not piece:
+            lines = said.decode("utf-8", "replace").strip().splitlines()
+            why = lines[-1] if lines else f"no answer within {_PLACED_WITHIN:g} s"
+            raise StartError(
+                f"the pool's secret can't be brought to {host}: {why}. mpiexec would send it in the clear, so it goes by "
+                "a remote shell; give the launcher one that works, as in --launcher-option shell='ssh -p 2222'"
+            )
+        said += piece
 
 
 class _LastOutput:

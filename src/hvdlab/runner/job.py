@@ -75,7 +75,7 @@ class JobRun:
                 size=self._job.size, tcp_host=address, keep=True, environ=environ
             )
             try:
-                self._client = Client.connect(coordinator.address, coordinator.token)
+                self._client = Client.connect(coordinator.address, coordinator.client_token)
             except BaseException:
                 coordinator.close()
                 raise

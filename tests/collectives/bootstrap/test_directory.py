@@ -19,8 +19,8 @@ from hvdlab.collectives.errors import StartError
 from patience import PATIENCE
 
 
-def board(parent: Path, key: str = "job", *, shared: bool = False) -> Directory:
-    return Directory(parent, key, shared=shared)
+def board(*parents: Path, key: str = "job", shared: bool = False) -> Directory:
+    return Directory(parents, key, shared=shared)
 
 
 def own(parent: Path) -> Path:
@@ -76,7 +76,7 @@ def test_a_planted_file_is_not_trusted(tmp_path: Path) -> None:
 
 
 def test_jobs_that_end_do_not_take_the_directory_from_those_that_start(tmp_path: Path) -> None:
-    one, other = board(tmp_path, "one"), board(tmp_path, "other")
+    one, other = board(tmp_path, key="one"), board(tmp_path, key="other")
     for _ in range(20):
         threads = [threading.Thread(target=b.publish, args=(b"x",)) for b in (one, other)]
         for thread in threads:
@@ -84,8 +84,39 @@ def test_jobs_that_end_do_not_take_the_directory_from_those_that_start(tmp_path:
         for thread in threads:
             thread.join()
         one.withdraw()
-        assert board(tmp_path, "other").read(0) == b"x"
+        assert board(tmp_path, key="other").read(0) == b"x"
         other.withdraw()
+
+
+def test_ranks_meet_elsewhere_if_somebody_has_taken_the_name(tmp_path: Path) -> None:
+    taken, free = tmp_path / "tmp", tmp_path / "cache"
+    taken.mkdir()
+    own(taken).mkdir()
+    own(taken).chmod(0o777)  # as far as trust goes, that of another user
+    (own(taken) / "job").write_bytes(b"forged")
+    board(taken, free).publish(b"good")
+    assert board(taken, free).read(0) == b"good"
+    assert board(free).read(0) == b"good"
+
+
+def test_ranks_find_what_was_written_before_somebody_took_the_first_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "run", tmp_path / "tmp"
+    own(second).mkdir(mode=0o700, parents=True)
+    board(first, second).publish(b"good")  # one that is there wins over one that could be made
+    first.mkdir()
+    own(first).mkdir()
+    own(first).chmod(0o777)
+    assert board(first, second).read(0) == b"good"
+
+
+def test_the_newest_card_counts(tmp_path: Path) -> None:
+    first, second = tmp_path / "run", tmp_path / "tmp"
+    for parent in (first, second):
+        own(parent).mkdir(mode=0o700, parents=True)
+    board(first).publish(b"old")
+    os.utime(own(first) / "job", (1, 1))
+    board(second).publish(b"new")
+    assert board(first, second).read(0) == b"new"
 
 
 # -- cards --------------------------------------------------------------------------------------------------------
@@ -135,3 +166,33 @@ def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
         board(tmp_path).publish(card_of(coordinator, 3).encode())
         with pytest.raises(StartError, match="has 3 ranks, this one 2"):
             await_card(board(tmp_path), 2, Deadline(PATIENCE))
+
+
+SECRET = "given to all ranks by the user"
+
+
+def test_a_sealed_card_holds_no_secret_and_is_read_by_who_has_it(tmp_path: Path) -> None:
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE, token=SECRET) as coordinator:
+        card = Card(2, host_key(), coordinator.address)
+        shown = card.encode(SECRET)
+        assert SECRET.encode() not in shown
+        board(tmp_path).publish(shown)
+        found = await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+        assert (found.local, found.token) == (coordinator.address, "")
+
+
+def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path) -> None:
+    """Whoever can write there would have the ranks join a coordinator of his, and give it their secret."""
+    forged = Card(2, host_key(), "unix:/his")
+    for shown in (forged.encode(), forged.encode("his own")):
+        board(tmp_path).publish(shown)
+        with pytest.raises(StartError, match="not sealed with this rank's HVDLAB_TOKEN"):
+            await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+    good = Card(2, host_key(), "unix:/ours").encode(SECRET)
+    with pytest.raises(StartError, match="not sealed"):
+        Card.decode(good.replace(b"/ours", b"/hiss"), SECRET)
+
+
+def test_a_rank_without_the_secret_is_told_so() -> None:
+    with pytest.raises(StartError, match="Rank 0 was given HVDLAB_TOKEN, and this rank was not"):
+        Card.decode(Card(2).encode(SECRET))

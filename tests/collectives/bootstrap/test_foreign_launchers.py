@@ -160,6 +160,34 @@ def test_by_hand(env: dict[str, str]) -> None:
     nothing_left(env)
 
 
+def test_with_a_secret_of_the_user_s_nothing_secret_is_announced(env: dict[str, str], tmp_path: Path) -> None:
+    """In a file that only the user may read, where a launcher would send variables in the clear; and they come back."""
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef\n")
+    secret.chmod(0o600)
+    strict = {**env, "HVDLAB_TOKEN_FILE": str(secret), "HVDLAB_REQUIRE_ENCRYPTION": "1"}
+    ended = by_hand(strict, 2, "again", port=29779).ended()
+    assert [(code, out) for code, out, _ in ended] == [(0, "2.0\n")] * 2, ended
+
+
+def test_a_rendezvous_in_the_clear_is_refused_if_that_is_forbidden(env: dict[str, str]) -> None:
+    elsewhere = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29781", "WORLD_SIZE": "2", "RANK": "0"}
+    for rank in ("0", "1"):
+        strict = {**env, **elsewhere, "RANK": rank, "HVDLAB_REQUIRE_ENCRYPTION": "1"}
+        code, _, err = run([sys.executable, SCRIPT, "train"], strict)
+        assert code == 1
+        assert "Give all ranks the same secret in HVDLAB_TOKEN" in err
+
+
+def test_a_secret_that_can_be_guessed_or_read_is_refused(env: dict[str, str], tmp_path: Path) -> None:
+    short = slurm({**env, "HVDLAB_TOKEN": "abc"}, 2, "train").ended()
+    assert all(code == 1 and "HVDLAB_TOKEN has 3 characters" in err for code, _, err in short), short
+    (tmp_path / "open").write_text("0123456789abcdef")
+    (tmp_path / "open").chmod(0o644)
+    shown = slurm({**env, "HVDLAB_TOKEN_FILE": str(tmp_path / "open")}, 2, "train").ended()
+    assert all(code == 1 and "alone (mode 0600)" in err for code, _, err in shown), shown
+
+
 def test_initializing_again_and_again(env: dict[str, str]) -> None:
     ended = slurm(env, 2, "again").ended()
     assert [(code, out) for code, out, _ in ended] == [(0, "2.0\n")] * 2, ended

@@ -230,7 +230,7 @@ def test_a_client_that_sends_garbage_is_dropped_and_nobody_else(
     coordinator: CoordinatorProcess, job: Job
 ) -> None:
     chance = random.Random(2)
-    hello = m.Hello(m.PROTOCOL_VERSION, coordinator.token, "client")
+    hello = m.Hello(m.PROTOCOL_VERSION, coordinator.client_token, "client")
     for number in range(20):
         endpoint, _ = connect(coordinator.address, hello, deadline=Deadline(SECONDS))
         noise = chance.randbytes(30) if number % 2 else encode(m.Announce(0, 1, (number,)))[4:]

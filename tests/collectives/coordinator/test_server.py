@@ -29,7 +29,7 @@ from hvdlab.collectives.protocol.tls import new_certificate, server_context
 from hvdlab.collectives.timeline.batches import HEADER
 from patience import PATIENCE
 
-TOKEN = "secret"
+TOKEN, CLIENT_TOKEN = "secret", "another"
 M = TypeVar("M", bound=m.Message)
 
 
@@ -60,11 +60,12 @@ class Running:
         *,
         memory: Callable[[str, int], int] = create_memory,
         tls: bool = False,
+        client_token: str = CLIENT_TOKEN,
         **options: float,
     ) -> None:
         self.log, self.notes = Lines(), Lines()
         state = CoordinatorOptions(size=2)
-        settings = ServerOptions(TOKEN, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
+        settings = ServerOptions(TOKEN, client_token, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
         self.server = Server(settings, log=self.log, note=self.notes, memory=memory)
         self.address = f"unix:{path}/s"
         self.certificate: str | None = None
@@ -190,6 +191,24 @@ def test_a_wrong_token_is_refused(start: Start) -> None:
         join(running, 0, token="guess")
     running.log.wait_for("the token is wrong")
     still_works(running)
+
+
+def test_what_has_the_environment_of_a_rank_can_post_no_cells(start: Start) -> None:
+    running = start()
+    for token, role, said in (
+        (TOKEN, "client", "that of a rank"),
+        (CLIENT_TOKEN, "rank", "that of a client"),
+    ):
+        hello = m.Hello(m.PROTOCOL_VERSION, token, role, 0, "h", os.getpid(), planes=("gloo",))
+        with pytest.raises(StartError, match=said):
+            connect(running.address, hello, deadline=Deadline(PATIENCE))
+    still_works(running)
+
+
+def test_without_a_token_for_clients_there_are_none(start: Start) -> None:
+    running = start(client_token="")
+    with pytest.raises(StartError, match="the token is wrong"):
+        connect(running.address, m.Hello(m.PROTOCOL_VERSION, "", "client"), deadline=Deadline(PATIENCE))
 
 
 def test_another_version_is_refused(start: Start) -> None:
@@ -484,7 +503,7 @@ def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
 
 def test_mail_overtakes_events_that_wait(start: Start) -> None:
     running = start()
-    hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
+    hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "client", pid=os.getpid())
     client = Peer(connect(running.address, hello, deadline=Deadline(PATIENCE))[0])
     rank = join(running, 0)
     client.endpoint.send(m.Subscribe(True))
@@ -510,7 +529,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
 ) -> None:
     monkeypatch.setattr(watchers, "BEHIND", 2 << 20)
     running = start(backlog_limit=4 << 20)
-    hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "client", pid=os.getpid())
+    hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "client", pid=os.getpid())
     endpoint, _ = connect(running.address, hello, deadline=Deadline(PATIENCE))
     client, rank = Peer(endpoint), join(running, 0)
     client.endpoint.send(m.Subscribe(True))

@@ -82,7 +82,7 @@ def test_all_again_and_again_as_fast_as_they_can(three: Ranks) -> None:
 @pytest.mark.timeout(120)
 def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
     """Each rank is back, and in its first collective, before the next has said goodbye."""
-    client = Client.connect(three.coordinator.address, three.coordinator.token)
+    client = Client.connect(three.coordinator.address, three.coordinator.client_token)
     news: SimpleQueue[dict[int, float]] = SimpleQueue()
     client.on_membership(lambda now: news.put({member.rank: member.started for member in now.members}))
     chance = random.Random(7)
@@ -107,7 +107,7 @@ def client_started(client: Client, rank: int) -> float | None:
 
 def test_others_in_a_collective_are_told_at_once_and_meet_again(three: Ranks) -> None:
     for count in (4, 1 << 20):
-        client = Client.connect(three.coordinator.address, three.coordinator.token)
+        client = Client.connect(three.coordinator.address, three.coordinator.client_token)
         waiting: SimpleQueue[int] = SimpleQueue()
         client.on_mail("waiting", lambda sender, body, told=waiting: told.put(sender))  # type: ignore[misc]
         try:

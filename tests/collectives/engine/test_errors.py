@@ -45,7 +45,7 @@ class Waiting:
 
     def __init__(self, ranks: Ranks) -> None:
         self._told: SimpleQueue[int] = SimpleQueue()
-        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.client_token)
         self._client.on_mail("waiting", lambda sender, body: self._told.put(sender))
 
     def until(self, count: int) -> None:

@@ -129,7 +129,7 @@ def reduce_until_five(count: int) -> list[CauseKind]:
 @pytest.mark.parametrize("count", [4, 1 << 20])
 def test_after_an_interrupt_the_same_name_can_be_submitted_at_once(two: Ranks, count: int) -> None:
     going: SimpleQueue[int] = SimpleQueue()
-    client = Client.connect(two.coordinator.address, two.coordinator.token)
+    client = Client.connect(two.coordinator.address, two.coordinator.client_token)
     client.on_mail("going", lambda sender, body: going.put(sender))
     try:
         for _ in range(15):
@@ -179,7 +179,7 @@ def stop_in_an_operation() -> float:
 
 def test_a_wait_times_out_also_in_the_middle_of_an_operation(two: Ranks) -> None:
     going: SimpleQueue[int] = SimpleQueue()
-    client = Client.connect(two.coordinator.address, two.coordinator.token)
+    client = Client.connect(two.coordinator.address, two.coordinator.client_token)
     client.on_mail("going", lambda sender, body: going.put(sender))
     try:
         other = two.start(stop_in_an_operation, ranks=[1])

@@ -127,7 +127,7 @@ def test_a_member_that_does_not_move_does_not_keep_a_rank_from_leaving(
     told: SimpleQueue[int] = SimpleQueue()
     with Ranks(3, env={"HVDLAB_PLANE": "shm"}) as ranks:
         ranks.run(total)
-        client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        client = Client.connect(ranks.coordinator.address, ranks.coordinator.client_token)
         try:
             client.on_mail("waiting", lambda sender, body: told.put(sender))
             one, two = [ranks.start(wait_for_the_first, ranks=[rank]) for rank in (1, 2)]
@@ -148,7 +148,7 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
     with CoordinatorProcess.start(size=3, timeout=PATIENCE) as coordinator:
         settings = Settings(coordinator.address, coordinator.token, 0, plane="shm")
         engine = Engine.connect(settings, timeout=PATIENCE)
-        client = Client.connect(coordinator.address, coordinator.token)
+        client = Client.connect(coordinator.address, coordinator.client_token)
         try:
             client.rank_lost(2, 4711, "killed by SIGKILL")
             with pytest.raises(StartError, match=r"rank 2 .*killed by SIGKILL"):

@@ -133,7 +133,7 @@ def test_a_mismatch_in_one_set_does_not_disturb_another(four: Ranks) -> None:
 def test_an_interrupted_set_does_not_disturb_another_with_the_same_ranks(four: Ranks) -> None:
     pair, trio = four.run(add, [0, 1])[0], four.run(add, [0, 1, 2])[0]
     waiting: SimpleQueue[int] = SimpleQueue()
-    client = Client.connect(four.coordinator.address, four.coordinator.token)
+    client = Client.connect(four.coordinator.address, four.coordinator.client_token)
     client.on_mail("waiting", lambda sender, body: waiting.put(sender))
     try:
         stuck = four.start(wait_for, pair, ranks=[0])

@@ -144,7 +144,7 @@ class Mail:
 
     def __init__(self, ranks: Ranks) -> None:
         self._told = threading.Event()
-        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.token)
+        self._client = Client.connect(ranks.coordinator.address, ranks.coordinator.client_token)
         self._client.on_mail("reducing", lambda rank, body: self._told.set())
 
     def wait(self) -> None:

@@ -42,7 +42,7 @@ def kill(ranks: Ranks) -> None:
 
 def start_and_kill(group: Ranks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
     """Kill the coordinator once those who run ``function`` say that they wait."""
-    with Client.connect(group.coordinator.address, group.coordinator.token) as client:
+    with Client.connect(group.coordinator.address, group.coordinator.client_token) as client:
         told: SimpleQueue[int] = SimpleQueue()
         client.on_mail("waiting", lambda sender, body: told.put(sender))
         running = group.start(function, *args, **kwargs)
@@ -272,7 +272,7 @@ def test_a_rank_that_dies_with_it(three: Ranks) -> None:
     kill(three)
     three.kill(1)
     three.coordinator.respawn(PATIENCE)
-    with Client.connect(three.coordinator.address, three.coordinator.token) as client:
+    with Client.connect(three.coordinator.address, three.coordinator.client_token) as client:
         client.rank_lost(1, three.processes[1].pid, "killed by SIGKILL")
         assert three.run(total, ranks=[0, 2]) == [2.0] * 2
         three.respawn(1)

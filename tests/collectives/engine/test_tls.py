@@ -83,7 +83,7 @@ def test_every_collective_works(three: Ranks) -> None:
 
 def test_survivors_of_a_death_go_on(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
-    client = Client.connect(three.coordinator.address, three.coordinator.token)
+    client = Client.connect(three.coordinator.address, three.coordinator.client_token)
     try:
         waiting = three.start(wait_for_the_dead, ranks=[0, 2])
         three.kill(1)

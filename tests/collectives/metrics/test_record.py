@@ -24,7 +24,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture
 def recording(two: Ranks) -> Iterator[Recording]:
-    with Client.connect(two.coordinator.address, two.coordinator.token) as client:
+    with Client.connect(two.coordinator.address, two.coordinator.client_token) as client:
         yield client.recording
 
 

@@ -200,7 +200,7 @@ def newest(recording: Recording) -> dict[tuple[int, str], float]:
 
 
 def test_ranks_send_what_their_processes_use(sampled: Ranks) -> None:
-    with Client.connect(sampled.coordinator.address, sampled.coordinator.token) as client:
+    with Client.connect(sampled.coordinator.address, sampled.coordinator.client_token) as client:
         recording, deadline = client.recording, Deadline(PATIENCE)
         version = recording.version
         while len(newest(recording)) < 6:

@@ -10,6 +10,8 @@ from types import FrameType
 
 import pytest
 
+import ordinary_user
+from hvdlab.collectives.planes import sockets
 from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors
 
 
@@ -33,16 +35,55 @@ def test_a_shut_connection_ends_on_both_sides() -> None:
         assert callee.recv(1) == b""
 
 
-def test_nobody_connects_through_a_shut_door() -> None:
+FAMILIES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+
+
+def lets_in(family: socket.AddressFamily, address: tuple[str, int]) -> bool:
+    with socket.socket(family) as caller:
+        caller.settimeout(0.2)
+        try:
+            caller.connect(address)
+        except TimeoutError:
+            return False
+    return True
+
+
+def shut_and_try(family: socket.AddressFamily, host: str) -> tuple[bool, bool, bytes]:
+    """Whether strangers get in before and after, and what a connection from before still carries."""
+    with socket.create_server((host, 0), family=family) as server:
+        address = server.getsockname()[:2]
+        before = lets_in(family, address)
+        server.accept()[0].close()
+        with socket.create_connection(address) as caller, server.accept()[0] as callee:
+            assert shut_doors({address}) == set()
+            after = lets_in(family, address)
+            caller.sendall(b"data")
+            return before, after, callee.recv(4)
+
+
+@pytest.mark.parametrize(("family", "host"), FAMILIES)
+def test_nobody_connects_through_a_shut_door(family: socket.AddressFamily, host: str) -> None:
+    assert shut_and_try(family, host) == (True, False, b"data")
+
+
+@pytest.mark.parametrize(("family", "host"), FAMILIES)
+def test_an_ordinary_user_can_shut_it_too(family: socket.AddressFamily, host: str) -> None:
+    """Where filters are for root only."""
+    assert ordinary_user.run(shut_and_try, family, host) == (True, False, b"data")
+
+
+def test_a_signature_shuts_it_without_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", -1)
+    for family, host in FAMILIES:
+        assert shut_and_try(family, host) == (True, False, b"data")
+
+
+def test_a_door_that_can_not_be_shut_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", -1)
+    monkeypatch.setattr(sockets, "_TCP_MD5SIG_EXT", -1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        shut_doors({server.getsockname()[:2]})
-        with socket.socket() as caller:
-            caller.settimeout(0.2)
-            try:
-                caller.connect(server.getsockname())
-            except TimeoutError:
-                return
-        raise AssertionError("a shut door let somebody in")
+        address = server.getsockname()[:2]
+        assert shut_doors({address}) == {address}
 
 
 def test_numbers_that_change_their_meaning_leave_nothing_open() -> None:

@@ -29,7 +29,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 @pytest.fixture
 def client(coordinator: CoordinatorProcess) -> Iterator[Client]:
-    with Client.connect(coordinator.address, coordinator.token) as client:
+    with Client.connect(coordinator.address, coordinator.client_token) as client:
         yield client
 
 

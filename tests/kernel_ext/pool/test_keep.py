@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdlab.collectives import private
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -50,7 +51,7 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert left == []
     _, alive = psutil.wait_procs(ours(tmp_path), timeout=GONE)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    assert not (tmp_path / "hvdlab").exists()
+    assert not (tmp_path / private.name()).exists()
 
 
 def ours(runtime: Path) -> list[psutil.Process]:
@@ -336,7 +337,7 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
         os.kill(kept.coordinator.pid, signal.SIGKILL)
     second = next_coordinator(kept, kept.coordinator.pid)
     if not soon:
-        client = Client.connect(kept.address, kept.token)
+        client = Client.connect(kept.address, kept.client_token)
         client.wait_for(lambda world: len(world.members) == 2, 30)
         client.close()
     os.kill(second, signal.SIGKILL)
@@ -458,7 +459,7 @@ def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: 
 
 
 def test_stale_and_strange_files_do_no_harm(tmp_path: Path) -> None:
-    directory = tmp_path / "hvdlab" / "pools"
+    directory = tmp_path / private.name() / "pools"
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700)
     (directory / "broken.json").write_text("{")
@@ -479,12 +480,19 @@ def test_stale_and_strange_files_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "hvdlab"
-    directory.mkdir(mode=0o755)
+    directory = tmp_path / "own" / "pools"
+    directory.mkdir(parents=True)
     with pytest.raises(StartError, match=r"must belong to you and be closed to others"):
-        Pool.start(1, keep="mine")
-    (directory / "pools").rmdir()
-    directory.rmdir()
+        Registry(directory).all()
+
+
+def test_a_name_that_somebody_has_taken_keeps_no_pool_from_being_kept(tmp_path: Path) -> None:
+    taken = tmp_path / private.name()
+    taken.mkdir(mode=0o755)
+    with Pool.start(1, keep="mine"):
+        assert [kept.name for kept in Registry().all()] == ["mine"]
+        assert list(taken.iterdir()) == []
+    taken.rmdir()
 
 
 def test_the_command_line_lists_and_ends_pools(capsys: pytest.CaptureFixture[str]) -> None:

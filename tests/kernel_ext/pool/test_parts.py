@@ -266,6 +266,14 @@ def test_hosts_are_read() -> None:
     assert parse_hosts("a:4, b,a:1") == [Host("a", 5), Host("b", 1)]
 
 
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "-E", "-F:2", ".a", "a b"])
+def test_no_name_of_a_host_is_an_option_of_ssh(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="host"):
+        parse_hosts(name)
+    with pytest.raises(InvalidRequestError, match="host"):
+        Host(name, 1)
+
+
 class FakeClient:
     """Of a coordinator that is never asked."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.pool import Pool
@@ -51,6 +52,7 @@ def test_ranks_have_the_notebook_s_directory_path_and_environment(
     found = values(
         pool,
         "import os, sys\n"
+        "assert 'HVDLAB_TOKEN' not in os.environ\n"
         "names = 'MINE RANK WORLD_SIZE LOCAL_RANK HOROVOD_SIZE HOROVOD_CROSS_SIZE MASTER_ADDR'.split()\n"
         "(os.getcwd(), sys.path[0], *[os.environ[name] for name in names])",
     )
@@ -237,6 +239,63 @@ def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
     finally:
         client.close()
         zmq.Context.instance().destroy(linger=0)
+
+
+def test_a_pool_that_is_used_by_cells_alone_has_no_controller(start_pool: StartPool) -> None:
+    """It would listen on 16 ports, and take memory."""
+    pool = start_pool(2)
+    pool.run("1")
+    warm = pool._base._base.fork_server
+    assert set(warm.children()) == {0, 1}
+    assert pool._base.companion._timer is None
+    ranks = [psutil.Process(pid) for pid in pool._base.group.pids().values()]
+    assert [one.net_connections("inet") for one in (*ranks, psutil.Process(warm.pid))] == [[], [], []]
+
+
+def test_what_ipyparallel_publishes_is_for_who_has_the_key(start_pool: StartPool) -> None:
+    """The port is open to all users of the host; ZeroMQ sends them nothing, and takes nothing from them."""
+    pool = start_pool(1)
+    client = pool.cluster.connect_client_sync()
+    try:
+        client.wait_for_engines(1, timeout=PATIENCE)
+        files = pool.cluster.profile_dir, pool.cluster.cluster_id
+        (told,) = Path(files[0], "security").glob(f"ipcontroller-{files[1]}-client.json")
+        port = json.loads(told.read_text())["iopub"]
+        wrong, _ = zmq.curve_keypair()
+        context = zmq.Context()
+        for server in (None, wrong):
+            with context.socket(zmq.SUB) as stranger:
+                if server is not None:
+                    stranger.curve_serverkey = server
+                    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+                monitor = stranger.get_monitor_socket()
+                stranger.setsockopt(zmq.SUBSCRIBE, b"")
+                stranger.connect(f"tcp://127.0.0.1:{port}")
+                assert how_it_ends(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+                client[:].execute("print('secret')", block=True)
+                assert stranger.poll(0) == 0
+                stranger.disable_monitor()
+                monitor.close(linger=0)
+        context.destroy(linger=0)
+    finally:
+        client.close()
+        zmq.Context.instance().destroy(linger=0)
+
+
+def how_it_ends(monitor: zmq.Socket[bytes]) -> int:
+    """The event that ends a connection's handshake."""
+    ends = (
+        zmq.EVENT_HANDSHAKE_SUCCEEDED,
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        zmq.EVENT_DISCONNECTED,
+    )
+    while monitor.poll(PATIENCE * 1000):
+        event = int(recv_monitor_message(monitor)["event"])
+        if event in ends:
+            return event
+    raise AssertionError("the handshake does not end")
 
 
 def test_other_processes_find_it_with_ipyparallel_s_tools(start_pool: StartPool) -> None:

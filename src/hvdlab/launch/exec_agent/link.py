@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO
 
 from hvdlab.collectives.protocol.frames import FrameDecoder
@@ -70,7 +70,7 @@ class AgentLink:
         errors: IO[bytes] | None = None,
     ) -> AgentLink:
         """Start an agent on another host. Secrets go over its standard input, never on a command line."""
-        command = [*shell, host, *map(shlex.quote, agent_command(python))]
+        command = remote_command(shell, host, map(shlex.quote, agent_command(python)))
         return cls(host, _spawn(command, (), errors), here=False, errors=errors)
 
     def send(self, message: wire.AgentMessage) -> None:
@@ -140,6 +140,13 @@ class AgentLink:
         self._process.stdout.close()
         if self._errors is not None:
             self._errors.close()
+
+
+def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
+    """The command line by which a remote shell runs these words, which it joins, on a host."""
+    # What follows `--` is no option. Other programs than ssh need not know that.
+    end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
+    return [*shell, *end, host, *words]
 
 
 def _spawn(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,12 +14,11 @@ from typing import IO
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.linux import peer_credentials
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.lifeline import Lifeline
 from hvdlab.launch.processes import exit_status, readable
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 class ServerHandle:
@@ -83,9 +81,7 @@ class ServerHandle:
         try:
             sock.settimeout(deadline.remaining())
             sock.connect(path)
-            pid, _, _ = _CREDENTIALS.unpack(
-                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid, _ = peer_credentials(sock)
             return cls(sock, pid, _log_of(pid))
         except OSError as error:
             sock.close()

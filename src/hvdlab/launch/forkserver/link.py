@@ -7,11 +7,9 @@ import errno
 import os
 import select
 import socket
-import struct
 
+from hvdlab.collectives.linux import peer_credentials
 from hvdlab.collectives.protocol.endpoint import Endpoint
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 class PoolLink:
@@ -91,9 +89,7 @@ class Listener:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return None
-        pid, user, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        pid, user = peer_credentials(sock)
         if user == os.getuid():
             return sock, pid
         sock.close()

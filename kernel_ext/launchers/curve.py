@@ -1,0 +1,63 @@
+"""Keys by which ipyparallel's controller knows its clients and engines, and they it: CurveZMQ.
+
+Without it, ZeroMQ's ports take subscriptions from anybody who reaches them, other users of this host among them. The public
+key lies in the controller's connection files, which are for their user alone. A successor has the same pair, so that engines
+and clients which are there stay connected.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from hvdlab.collectives import private
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 4096
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+
+
+def environment(path: Path) -> dict[str, str]:
+    """The variables that have a controller use the pair of keys in this file, which is made if there is none.
+
+    Raises:
+        OSError: The file is not ours, or can't be made.
+    """
+    if not zmq.has("curve"):
+        log.warning(
+            "this ZeroMQ has no encryption: other users of this host can read what ipyparallel publishes"
+        )
+        return {}
+    keys = _keys(path)
+    return {"IPP_ENABLE_CURVE": "1", "IPP_CURVE_PUBLICKEY": keys.public, "IPP_CURVE_SECRETKEY": keys.secret}
+
+
+def _keys(path: Path) -> _Keys:
+    public, secret = zmq.curve_keypair()
+    made = _Keys(public.decode(), secret.decode())
+    try:
+        private.create(path, msgspec.json.encode(made).decode())
+    except FileExistsError:
+        return _read(path)
+    return made
+
+
+def _read(path: Path) -> _Keys:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} must belong to user {os.geteuid()} alone (mode 0600)")
+        try:
+            return msgspec.json.decode(file.read(_LIMIT), type=_Keys)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{path} holds no keys: {error}") from error

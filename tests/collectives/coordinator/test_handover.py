@@ -1,0 +1,89 @@
+"""The listening socket, the tokens and the key of a coordinator go to processes of its user only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ordinary_user
+from hvdlab.collectives.coordinator import handover
+from hvdlab.collectives.coordinator.handover import Handover, take_over
+from hvdlab.collectives.coordinator.launch import Launch
+from patience import PATIENCE
+
+
+@pytest.fixture
+def offered() -> Iterator[Handover]:
+    """One whose directory others can enter: nothing but the check of the peer is left."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd-h-", dir="/tmp") as directory,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        os.chmod(directory, 0o755)
+        found = Handover(Launch("secret", "another", directory, os.getpid(), listener=listener.fileno()))
+        os.chmod(Path(directory) / "handover", 0o777)
+        with found.socket:
+            yield found
+
+
+def ask(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(PATIENCE)
+    sock.connect(path)
+    return sock
+
+
+def test_a_process_of_the_user_gets_it(offered: Handover) -> None:
+    with ask(offered.socket.getsockname()) as peer:
+        offered.serve()
+        said, descriptors, _, _ = socket.recv_fds(peer, 1 << 16, 1)
+        os.close(descriptors[0])
+    assert b"secret" in said
+
+
+def test_another_user_who_gets_to_the_socket_gets_nothing(offered: Handover) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be two users")
+
+    # The connection is made by the other user, and read by whoever holds it.
+    def connect_and_read() -> bytes:
+        with ask(offered.socket.getsockname()) as peer:
+            return peer.recv(1 << 16)
+
+    import threading
+
+    with offered.socket as listener:
+        listener.setblocking(True)
+        serving = threading.Thread(target=offered.serve)
+        serving.start()
+        try:
+            assert ordinary_user.run(connect_and_read) == b""
+        finally:
+            serving.join(PATIENCE)
+
+
+def test_a_peer_of_another_user_is_sent_away(offered: Handover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "peer_credentials", lambda sock: (1, os.getuid() + 1))
+    with ask(offered.socket.getsockname()) as peer:
+        offered.serve()
+        assert peer.recv(1 << 16) == b""
+
+
+def test_who_is_sent_away_says_so(offered: Handover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "peer_credentials", lambda sock: (1, os.getuid() + 1))
+    import threading
+
+    with offered.socket as listener:
+        listener.setblocking(True)
+        serving = threading.Thread(target=offered.serve)
+        serving.start()
+        try:
+            with pytest.raises(OSError, match="hands nothing over"):
+                take_over(Path(listener.getsockname()).parent, PATIENCE)
+        finally:
+            serving.join(PATIENCE)

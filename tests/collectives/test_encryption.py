@@ -1,0 +1,87 @@
+"""Nothing goes between hosts in the clear if the user forbids it: neither data, nor what ranks tell each other to meet."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hvdlab.collectives import encryption
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.engine import introduction
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.knobs import read
+from hvdlab.collectives.planes import registry
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.settings import Settings
+from patience import PATIENCE
+
+NETWORK = "10.8.0.0/24"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", ""), ("no", ""), ("1", "1"), ("10.8.0.7/24, fd00::/8", f"{NETWORK},fd00::/8")]
+)
+def test_the_variable_holds_yes_no_or_networks(text: str, value: str) -> None:
+    assert read({encryption.VARIABLE: text})[encryption.VARIABLE] == value
+
+
+def test_another_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="0, 1, or networks such as"):
+        read({encryption.VARIABLE: "wg0"})
+
+
+def test_an_address_is_encrypted_in_a_tunnel_s_network_only() -> None:
+    assert encryption.is_encrypted(NETWORK, "10.8.0.3")
+    assert encryption.is_encrypted(f"{NETWORK},fd00::/8", "fd00::3%wg0")
+    assert not encryption.is_encrypted(NETWORK, "10.9.0.3")
+    assert not encryption.is_encrypted(NETWORK, "fd00::3")
+    assert not encryption.is_encrypted("1", "10.8.0.3")
+
+
+def join(coordinator: CoordinatorProcess, rank: int, host: str, address: str) -> Endpoint:
+    hello = m.Hello(
+        m.PROTOCOL_VERSION, coordinator.token, "rank", rank, host, os.getpid(), address, planes=("gloo",)
+    )
+    return connect(coordinator.address, hello, deadline=Deadline(PATIENCE))[0]
+
+
+def test_a_rank_of_another_host_is_refused_and_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(encryption.VARIABLE, "1")
+    with CoordinatorProcess.start(size=3) as coordinator:
+        here = [join(coordinator, rank, "a", "10.1.0.1") for rank in (0, 1)]
+        with pytest.raises(StartError) as caught:
+            join(coordinator, 2, "b", "10.1.0.2")
+        for endpoint in here:
+            endpoint.close()
+    said = str(caught.value)
+    assert "data between rank 2 (b) and rank 0 (a) would travel unencrypted" in said
+    assert f"{encryption.VARIABLE}=10.8.0.0/24 HVDLAB_ADDRESS=10.8.0.0/24" in said
+
+
+def test_through_a_tunnel_it_may_join_from_an_address_of_the_tunnel_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(encryption.VARIABLE, NETWORK)
+    with CoordinatorProcess.start(size=3) as coordinator:
+        endpoints = [join(coordinator, 0, "a", "10.8.0.1"), join(coordinator, 1, "b", "10.8.0.2")]
+        with pytest.raises(StartError, match=r"rank 2 uses the address 10\.1\.0\.3"):
+            join(coordinator, 2, "c", "10.1.0.3")
+        for endpoint in endpoints:
+            endpoint.close()
+
+
+def test_mpi_is_not_offered_since_it_chooses_its_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "offered", lambda wish: ("shm", "mpi", "gloo"))
+    assert introduction(Settings(), 0).planes == ("shm", "mpi", "gloo")
+    assert introduction(Settings(require_encryption=NETWORK), 0).planes == ("shm", "gloo")
+
+
+def test_a_rendezvous_between_hosts_needs_a_secret_of_the_user_s() -> None:
+    encryption.require_sealed_rendezvous("", "", "torchrun")
+    encryption.require_sealed_rendezvous("1", "secret", "torchrun")
+    with pytest.raises(StartError, match="Give all ranks the same secret in HVDLAB_TOKEN"):
+        encryption.require_sealed_rendezvous("1", "", "torchrun")

@@ -12,7 +12,7 @@ WORKERS ?= 3
 # With RETRY=1, what failed is run once more by itself, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet clean
+.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,10 @@ mypy pyright: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
+
+unit-root: $(INSTALLED) ## those of the tests that ordinary users can't run
+	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
+	$(BIN)/python -m pytest -m "root and alone and not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
 
 views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build

@@ -90,7 +90,8 @@ class FakeDevicePlane(Plane):
         while (job := self._work.get()) is not None:
             work, pending = job
             error: Exception | None = None
-            GO_ON.wait()
+            while not (GO_ON.wait(0.01) or self._aborted):  # an abort ends what a real device does, too
+                pass
             try:
                 work()
             except Exception as raised:  # noqa: BLE001  (whatever it is, the executor is told)

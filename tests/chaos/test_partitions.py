@@ -7,7 +7,7 @@ import pytest
 import hosts
 from chaos.partitions import KINDS, Partitions
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_hosts_that_are_cut_off() -> None:

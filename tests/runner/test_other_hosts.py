@@ -14,6 +14,8 @@ import hosts
 from hosts import Network
 from remote_shell import RemoteShell
 
+pytestmark = pytest.mark.root
+
 SCRIPT = """
 import json, os, socket
 import numpy as np

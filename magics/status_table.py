@@ -7,6 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdlab.collectives.visible import visible
+
+WIDEST = 300
+"""Characters of a cell that are shown."""
+
 COLUMNS = ("rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane")
 _NUMBERS = {"rank", "pid", "memory", "CPU"}
 
@@ -55,7 +60,7 @@ class StatusTable:
 
 
 def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:
-    return (
+    found = (
         str(status.rank),
         hosts[str(status.host or "")],
         str(status.pid or ""),
@@ -66,6 +71,7 @@ def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tu
         f"{status.cpu:.1f} s" if status.cpu is not None else "",
         str(status.plane or ""),
     )
+    return tuple(visible(text, WIDEST) for text in found)
 
 
 def memory(size: int | None) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
+from hvdlab.collectives.coordinator.strangers import TurnedAway
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.failures import Failure
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Metric
+from hvdlab.collectives.recording import Recording, report
+from hvdlab.collectives.recording.loading import load
+from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.timeline.events import Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.kernel_ext.inspect.overview import TensorTable
 from hvdlab.kernel_ext.inspect.table import Cell, Table
@@ -17,6 +25,7 @@ from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.magics.screens.pages import page_html
 from hvdlab.magics.status_table import StatusTable
+from hvdlab.runner.command import main
 from hvdlab.widgets import metrics_picture, output, strip
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
@@ -38,6 +47,61 @@ def measured(name: str) -> Recording:
     recording.feed(0, encode(0, [Metric(name, float(k), k, k * 1_000_000_000) for k in range(9)]))
     return recording
 
+
+# Sets the title, clears the screen; the same by C1; deletes; a forged line; turns the direction of writing; half a character.
+CONTROLS = "g\x1b]0;PWN\x07\x1b[2J\x9b2J\x7f\r\nforged\u2028\u202egpj.exe\ud800"
+
+
+def traced(name: str, directory: Path) -> Path:
+    """A foreign trace with a tensor, a line of code and a metric of this name."""
+    recording = Recording()
+    when = 5_000_000_000
+    times = (when, when + 1000, when + 2000, when + 3000)
+    span = Span(name, OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4096, *times, site=name)
+    for rank in range(2):
+        recording.feed(rank, encode(rank, [Members(0, 0, 2, 0), span, Metric(name, 1.0, None, when)]))
+    recording.close()
+    return save(recording, directory / "foreign.json")
+
+
+def summary(name: str, directory: Path) -> str:
+    recording = load(traced(name, directory))
+    return report.head(recording) + report.ranks(recording) + report.collectives(recording)
+
+
+def refusal(name: str, directory: Path) -> str:
+    (directory / "no.json").write_text(f'{{"ph": "{name}"\n', encoding="utf-8", errors="replace")
+    with pytest.raises(InvalidRequestError) as caught:
+        load(directory / "no.json")
+    return str(caught.value)
+
+
+def turned_away(name: str, directory: Path) -> str:
+    lines: list[str] = []
+    TurnedAway(lines.append, lambda when, call: None).tell(
+        f"connection 3 is closed: invalid tag {name!s}" * 9000
+    )
+    (line,) = lines
+    assert len(line) <= 300
+    return line
+
+
+def logged(name: str, directory: Path) -> str:
+    log = log_to_file(str(directory / "log"))
+    log(f"a stranger said {name}")
+    (line,) = (directory / "log").read_text(encoding="utf-8").splitlines()
+    return line
+
+
+TERMINAL: dict[str, Callable[[str, Path], str]] = {
+    "a table": lambda name, _: "\n".join(table(name).lines()),
+    "the table of ranks": lambda name, _: repr(status(name)),
+    "metrics": lambda name, _: metrics_picture.as_text(measured(name)),
+    "a trace": lambda name, directory: summary(name, directory),
+    "a file that is no trace": refusal,
+    "a stranger who is turned away": turned_away,
+    "the coordinator's log": logged,
+}
 
 HTML: dict[str, Callable[[str], str | None]] = {
     "a table": lambda name: table(name).html(name, [name]),
@@ -73,3 +137,34 @@ def elements(html: str | None) -> list[str]:
 @pytest.mark.parametrize("what", HTML)
 def test_hostile_text_adds_no_element_to_a_page(what: str) -> None:
     assert elements(HTML[what](HOSTILE)) == elements(HTML[what]("harmless"))
+
+
+@pytest.mark.parametrize("what", TERMINAL)
+def test_no_text_from_elsewhere_gives_a_terminal_orders(what: str, tmp_path: Path) -> None:
+    name = CONTROLS if what != "a trace" else CONTROLS.replace("\ud800", "")  # which no trace can hold
+    text = TERMINAL[what](name, tmp_path)
+    assert obeyed(text) == []
+    assert what == "a file that is no trace" or "PWN" in text
+
+
+def obeyed(text: str) -> list[str]:
+    """What a terminal does not show but do."""
+    return [
+        one for one in text if one != "\n" and unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    ]
+
+
+def test_the_coordinator_s_stderr_is_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr(f"a stranger said {CONTROLS}{'x' * 60_000}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert obeyed(line) == []
+    assert len(line) < 4100
+
+
+def test_a_foreign_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = traced(CONTROLS.replace("\ud800", ""), tmp_path)
+    assert main(["trace", "top", "--once", str(path)]) == 0
+    assert main(["trace", "top", str(tmp_path / "\x1b[2J.json")]) == 2
+    out, err = capsys.readouterr()
+    assert "PWN" in out
+    assert obeyed(out + err) == []

@@ -6,11 +6,14 @@ import base64
 import html
 
 from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.visible import visible
 from hvdlab.widgets.picture import png
 from hvdlab.widgets.sparklines import LINES, RANKS, Spark, characters, draw, quantity, sparks, title
 
 WIDTH, HEIGHT = 480, 34
 TEXT_WIDTH = 40
+WIDEST = 80
+"""Characters of a name or a note in a terminal."""
 
 
 def headline(recording: Recording, found: list[Spark], seconds: float) -> str:
@@ -60,6 +63,10 @@ def as_text(recording: Recording) -> str:
     """The still picture in characters: a line for each name."""
     found, seconds = sparks(recording, TEXT_WIDTH)
     lines = [f"Metrics: {headline(recording, found, seconds)}"]
-    width = max((len(title(one.name)) for one in found), default=0)
-    lines += [f"{title(one.name):<{width}} |{characters(one)}| {_note(one)}" for one in found]
+    titles = [visible(title(one.name), WIDEST) for one in found]
+    width = max(map(len, titles), default=0)
+    lines += [
+        f"{name:<{width}} |{characters(one)}| {visible(_note(one), WIDEST)}"
+        for name, one in zip(titles, found, strict=True)
+    ]
     return "\n".join(lines)

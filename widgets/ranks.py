@@ -11,12 +11,15 @@ import traitlets
 
 from hvdlab.collectives.failures import Failures, as_messages
 from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.visible import visible
 from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.picture import seconds
 from hvdlab.widgets.rank_rows import heading, rank_rows
 from hvdlab.widgets.timeline import STATIC
 
 INTERVAL = 1.0
+WIDEST = 300
+"""Characters of a cell of the still table."""
 
 
 class RanksWidget(anywidget.AnyWidget):
@@ -91,7 +94,7 @@ class RanksWidget(anywidget.AnyWidget):
                     seconds(row["heldUp"]) if row["heldUp"] else "",
                 ]
             )
-        return lines
+        return [[visible(cell, WIDEST) for cell in line] for line in lines]
 
     def _ipython_display_(self) -> None:
         self._output.show(self._repr_mimebundle_())

@@ -38,14 +38,17 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Pong, RankEvents, Refused
+from hvdlab.collectives.visible import visible
 
+LONGEST_LINE = 4000
+"""Characters of a line of the log."""
 _ACCEPT_AGAIN = 0.2
 """Seconds to wait when there are no descriptors for newcomers."""
 
 
 def log_to_stderr(text: str) -> None:
-    """One line for the operator."""
-    print(f"hvdlab coordinator: {text}", file=sys.stderr, flush=True)
+    """One line for the operator, whatever is in it."""
+    print(f"hvdlab coordinator: {visible(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
 def drop(text: str) -> None:
@@ -57,7 +60,7 @@ def log_to_file(path: str) -> Callable[[str], None]:
 
     def log(text: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
-            print(f"{time.strftime('%F %T')} {text}", file=file)
+            print(f"{time.strftime('%F %T')} {visible(text, LONGEST_LINE)}", file=file)
 
     return log
 

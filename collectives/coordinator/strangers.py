@@ -5,8 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from hvdlab.collectives.visible import visible
+
 EACH = 5
 """Lines of a minute before the rest is only counted: whoever can reach the port could fill the log otherwise."""
+
+LONGEST = 300
+"""Characters of a line: what a stranger has sent is in some."""
 
 MINUTE = 60.0
 
@@ -33,6 +38,7 @@ class TurnedAway:
 
     def tell(self, text: str) -> None:
         """A connection was turned away, with this line about it."""
+        text = visible(text, LONGEST)
         if self._said == 0:
             self._call_at(self._clock() + MINUTE, self._minute_over)
         if self._said < EACH:

@@ -20,6 +20,7 @@ from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, TraceEvent
+from hvdlab.collectives.visible import visible
 
 ROWS_KEPT = 20_000_000
 AT_ONCE = 2048
@@ -57,7 +58,8 @@ def load(path: Path) -> Recording:
                 reader.take(event)
         recording = reader.finish()
     except _NO_TRACE as error:
-        raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {error}") from None
+        said = visible(str(error), 300)
+        raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {said}") from None
     if not reader.seen:
         raise InvalidRequestError(f"{path} is no trace of hvdlab: it has no rank's events")
     return recording

@@ -11,6 +11,10 @@ from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.recording.rows import NOT_STARTED, distance
 from hvdlab.collectives.recording.summary import summarize
+from hvdlab.collectives.visible import visible
+
+WIDEST = 120
+"""Characters of a column."""
 
 _LABELS = [kind.label for kind in OpKind]
 
@@ -35,7 +39,7 @@ def clocks(recording: Recording) -> list[str]:
     for rank, error_ns in sorted(recording.clock_errors().items()):
         groups.setdefault((hosts.get(rank, ""), error_ns), []).append(str(rank))
     return [
-        f"clock of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}{f' ({host})' if host else ''}: "
+        f"clock of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}{f' ({visible(host, WIDEST)})' if host else ''}: "
         f"known to within {time(error_ns)}"
         for (host, error_ns), ranks in groups.items()
     ]
@@ -102,7 +106,8 @@ def collectives(recording: Recording, most: int = 20) -> str:
 
 
 def table(lines: Sequence[tuple[str, ...]], align: str) -> str:
-    """Columns; ``align`` has an ``l`` or ``r`` for each."""
+    """Columns; ``align`` has an ``l`` or ``r`` for each. What is in them may come from elsewhere."""
+    lines = [tuple(visible(cell, WIDEST) for cell in line) for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
     text = []
     for line in lines:

@@ -160,6 +160,7 @@ class _Server(http.server.ThreadingHTTPServer):
     """Serves a bounded number of connections at a time."""
 
     daemon_threads = True
+    request_queue_size = CONNECTIONS
 
     def __init__(
         self, address: tuple[str, int], handler: Callable[..., http.server.BaseHTTPRequestHandler]
@@ -215,6 +216,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     """The UI's files, and the trace where this build of the UI looks for it."""
 
     timeout = SILENCE
+    path = ""  # of a request that could not be read
 
     def __init__(
         self,
@@ -233,8 +235,12 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if self.headers.get("Host") not in self._viewer.hosts:
             self.send_error(HTTPStatus.FORBIDDEN)
             return
-        url = urlsplit(self.path)
-        token = parse_qs(url.query).get("token", [""])[0]
+        try:
+            url = urlsplit(self.path)
+            token = parse_qs(url.query, max_num_fields=10).get("token", [""])[0]
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
         if url.path == "/" and token and (cookie := self._viewer.redeem(token)) is not None:
             self._admit(cookie)
             return

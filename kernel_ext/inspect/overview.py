@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.inspect.messages import Tensor, Tensors, Variable, Variables
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size
@@ -104,7 +105,8 @@ class Overview:
     def __repr__(self) -> str:
         if not self.ranks:
             return "no rank answered"
-        return "\n".join([self.headline(), *(f"  {line}" for line in self.table().lines()), *self.notes()])
+        notes = [visible_lines(note) for note in self.notes()]
+        return "\n".join([self.headline(), *(f"  {line}" for line in self.table().lines()), *notes])
 
     def _repr_html_(self) -> str:
         return self.table().html(self.headline(), self.notes()) if self.ranks else "no rank answered"

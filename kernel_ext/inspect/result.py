@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.inspect.messages import Difference, Examined, Leaf
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size
@@ -204,7 +205,7 @@ class Diff:
         lines = [self.headline()]
         if self.rows:
             lines += [f"  {line}" for line in self.table().lines()]
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes())])
+        return visible_lines("\n".join([*lines, *(f"  {note}" for note in self.notes())]))
 
     def _repr_html_(self) -> str:
         return self.table().html(self.headline(), self.notes())

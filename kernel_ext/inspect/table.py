@@ -6,6 +6,8 @@ import html
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hvdlab.collectives.visible import visible
+
 WIDEST = 60
 """Characters of a cell that are shown."""
 
@@ -76,5 +78,4 @@ class Table:
 
 
 def _shortened(text: str) -> str:
-    line = text.replace("\n", "⏎")
-    return line if len(line) <= WIDEST else f"{line[: WIDEST - 1]}…"
+    return visible(text[: WIDEST + 1].replace("\n", "⏎"), WIDEST)

@@ -6,12 +6,21 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import time
+import urllib.request
+from http import HTTPStatus
+from pathlib import Path
 
 import psutil
 
 from chaos import census
 from chaos.pieces import Pieces
+from chaos.strangers import visit
+from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from hvdlab.kernel_ext.debugger.relay import Relay
+from patience import PATIENCE
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
@@ -45,8 +54,22 @@ class Parts(Pieces):
             self.outcome.wrong.append("nobody said that it is gone")
 
     def bothering(self) -> None:
-        """Strangers connect to all that listens, send what is no message, and stay."""
+        """Strangers connect to all that listens, send what is no message, or one of another protocol, and stay."""
         self.victim = self.outcome.victim = -1
+        with contextlib.ExitStack() as ours:
+            directory = Path(ours.enter_context(tempfile.TemporaryDirectory(prefix="hvd-chaos-")))
+            relay = Relay(self.campaign.pool.client, 0)
+            ours.callback(relay.close)
+            viewer = _viewer(ours, directory)
+            self._bother(directory / "executed", [relay.port, *([viewer.port] if viewer else [])])
+            if relay.busy or not relay.listening:
+                self.outcome.wrong.append(
+                    "the port for debuggers has let a stranger in, or keeps debuggers out"
+                )
+            if viewer is not None and not _opens(viewer):
+                self.outcome.wrong.append("Perfetto's UI keeps its user out")
+
+    def _bother(self, mark: Path, ports: list[int]) -> None:
         run = self.begin(steps=60)
         self.await_instant()
         at = time.monotonic()
@@ -60,13 +83,18 @@ class Parts(Pieces):
                 while unix.recv(4096):
                     pass
             self.outcome.report = time.monotonic() - at
-            for port in self._ports():
+            theirs = self._ports()
+            for port in (*ports, *self.rng.sample(theirs, min(2, len(theirs)))):
+                visit(strangers, port, mark)
+            for port in theirs:
                 tcp = strangers.enter_context(socket.socket())
                 tcp.settimeout(0.2)  # a port that lets no stranger in does not answer
                 with contextlib.suppress(OSError):
                     tcp.connect(("127.0.0.1", port))
                     tcp.sendall(self.rng.randbytes(self.rng.choice((1, 64, 5000))))
             self._goes_on(run)
+        if mark.exists():
+            self.outcome.wrong.append("what a stranger sent was executed")
 
     def _ports(self) -> list[int]:
         """Where processes of the pool listen on the loopback interface."""
@@ -76,3 +104,19 @@ class Parts(Pieces):
                 listening = psutil.Process(pid).net_connections("tcp4")
                 found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
         return sorted(found)
+
+
+def _viewer(ours: contextlib.ExitStack, directory: Path) -> PerfettoViewer | None:
+    """Perfetto's UI with a trace, where it is installed."""
+    trace = directory / "trace.json"
+    trace.write_text("[]")
+    try:
+        return ours.enter_context(PerfettoViewer(trace))
+    except UnsupportedError:
+        return None
+
+
+def _opens(viewer: PerfettoViewer) -> bool:
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with browser.open(viewer.new_address(), timeout=PATIENCE) as page:
+        return bool(page.status == HTTPStatus.OK)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, UnsupportedError
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.arguments import USAGE, parse
 from hvdlab.runner.config import read_config
@@ -33,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(given)
     except (InvalidRequestError, UnsupportedError) as error:
-        print(f"hvdlab: {error}", file=sys.stderr)
+        print(f"hvdlab: {visible_lines(str(error))}", file=sys.stderr)
         return WRONG_CALL
     except HvdlabError as error:
-        print(f"hvdlab: {error}", file=sys.stderr)
+        print(f"hvdlab: {visible_lines(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -188,6 +188,35 @@ def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job
         job.works()
 
 
+def highest(pid: int) -> int:
+    """The most memory that a process had, in bytes."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) << 10
+
+
+def test_a_flood_over_tls_is_not_held(coordinator: CoordinatorProcess, job: Job) -> None:
+    """A stranger has as much ready as the system takes before the coordinator looks."""
+    floods = [secure(coordinator) for _ in range(4)]
+    job.works()
+    before = highest(coordinator.pid)
+    os.kill(coordinator.pid, signal.SIGSTOP)
+    try:
+        for sock in floods:
+            sock.settimeout(0.05)
+            with contextlib.suppress(OSError):
+                sock.sendall(struct.pack("<I", HELLO_LIMIT) + bytes(32 << 20))
+    finally:
+        os.kill(coordinator.pid, signal.SIGCONT)
+    for sock in floods:
+        sock.settimeout(SECONDS)
+        with contextlib.suppress(OSError):
+            assert sock.recv(1) == b""  # what is too long to be a Hello ends the connection
+        sock.close()
+    job.works()
+    grown = highest(coordinator.pid) - before
+    assert grown < 3 << 20, grown
+
+
 def test_who_says_one_byte_at_a_time_holds_nobody_up(coordinator: CoordinatorProcess, job: Job) -> None:
     hello = encode(m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", 5))
     slow = [stranger(coordinator, DOORS[number % 2]) for number in range(50)]

@@ -133,6 +133,29 @@ def test_strangers_hold_a_bounded_number_of_threads_and_keep_no_browser_out(view
             one.close()
 
 
+def test_what_is_no_request_writes_nothing_to_the_terminal(
+    viewer: PerfettoViewer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = f"Host: 127.0.0.1:{viewer.port}\r\n"
+    for sent in (
+        "\x00\x01\x02 \x1b[2J\r\n\r\n",
+        "GET / HTTP/9.9\r\n\r\n",
+        "GET / HTTP/x\r\n\r\n",
+        f"GET //[ HTTP/1.1\r\n{host}\r\n",
+        f"GET /?{'&'.join(['token=x'] * 1000)} HTTP/1.1\r\n{host}\r\n",
+        f"GET / HTTP/1.1\r\n{host}Cookie: \xff;;=\r\n\r\n",
+        "GET / HTTP/1.1\r\n" + "X: y\r\n" * 1000,
+    ):
+        with (
+            socket.create_connection(("127.0.0.1", viewer.port), PATIENCE) as stranger,
+            contextlib.suppress(ConnectionResetError),
+        ):
+            stranger.sendall(sent.encode("latin-1"))
+            assert stranger.recv(12).startswith((b"HTTP/1.0 4", b"HTTP/1.0 5", b"<!DOCTYPE")), sent
+    viewer.close()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_stranger_who_says_nothing_is_not_waited_for(
     viewer: PerfettoViewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,6 @@ def train(network: Network, given: dict[str, str]) -> tuple[list[tuple[int, str]
         "MASTER_PORT": PORT,
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
-        "HVDLAB_START_TIMEOUT": "20",
         **given,
     }
     with helper(network.hosts[0], "sniffer.py", "eth0", PATTERN) as sniffer:

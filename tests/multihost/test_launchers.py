@@ -77,31 +77,6 @@ def test_torchrun(network: Network) -> None:
     assert (codes, said) == ([0, 0], lines("hierarchical")), err
 
 
-@pytest.mark.skipif(not (BIN / "torchrun").exists(), reason="no torchrun beside this Python")
-def test_if_encryption_is_required_data_goes_through_the_tunnel_s_network_only(network: Network) -> None:
-    """Ranks show what the user has given to all; what they read in the store holds no secret."""
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "host0"]
-    given = {"HVDLAB_TOKEN": "0123456789abcdef0123456789abcdef"}
-    for port, required, codes in (
-        ("29610", f"{network.hosts[0].address}/24", [0, 0]),
-        ("29620", "10.8.0.0/24", [1, 1]),
-    ):
-        env = {**given, "HVDLAB_REQUIRE_ENCRYPTION": required, "HVDLAB_START_TIMEOUT": "8"}
-        processes = [
-            start(
-                host,
-                [str(BIN / "torchrun"), *options, "--master-port", port, "--node-rank", str(number), SCRIPT, "train"],
-                env,
-            )
-            for number, host in enumerate(network.hosts)
-        ]  # fmt: skip
-        found, said, err = finish(processes)
-        assert found == codes, err
-        assert len(said) == (2 if codes == [0, 0] else 0), said
-        if codes != [0, 0]:
-            assert "would travel unencrypted" in err, err
-
-
 def slurm(network: Network, env: dict[str, str], *arguments: str) -> list[subprocess.Popen[bytes]]:
     step = {
         "SLURM_JOB_ID": "7",

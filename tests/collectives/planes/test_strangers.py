@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdlab.collectives import api
+from hvdlab.collectives import api, context
+from hvdlab.collectives.planes import sockets
 from ranks import Ranks
 
 GARBAGE = (
@@ -80,3 +81,22 @@ def test_garbage_while_the_group_connects_and_no_door_afterwards(two: Ranks) -> 
         assert knock(door, b"hello") is None
     assert two.run(total) == [2.0] * 2
     assert [psutil.Process(process.pid).num_fds() for process in two.processes] == held
+
+
+def without_filters() -> None:
+    sockets._SO_ATTACH_FILTER = -1
+
+
+def again() -> float:
+    context.shutdown()
+    context.init()
+    return total()
+
+
+def test_no_door_where_filters_are_refused_as_to_ordinary_users(two: Ranks) -> None:
+    """Traffic goes on through the doors' older connections, and new groups connect."""
+    two.run(without_filters)
+    for train in (total, total, again, total):
+        assert two.run(train, timeout=60) == [2.0] * 2
+        assert doors(two)
+        assert [door for door in doors(two) if knock(door, b"hello") is not None] == []

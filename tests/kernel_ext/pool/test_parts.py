@@ -24,6 +24,7 @@ from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decod
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch import local
+from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.exits import OutOfMemoryCounter, describe
 from hvdlab.launch.forkserver.messages import (
     Exited,
@@ -272,6 +273,18 @@ def test_no_name_of_a_host_is_an_option_of_ssh(name: str) -> None:
         parse_hosts(name)
     with pytest.raises(InvalidRequestError, match="host"):
         Host(name, 1)
+
+
+def test_ssh_is_told_where_its_options_end() -> None:
+    assert remote_command(("/usr/bin/ssh", "-p", "2222"), "a", ["x"]) == [
+        "/usr/bin/ssh",
+        "-p",
+        "2222",
+        "--",
+        "a",
+        "x",
+    ]
+    assert remote_command(("mine",), "a", ["x"]) == ["mine", "a", "x"]
 
 
 class FakeClient:

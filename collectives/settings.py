@@ -45,6 +45,10 @@ class Settings:
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
         cache_capacity: Tensors that are known by number, at most.
+        kv_servers: Parameter servers on each host.
+        kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
+        kv_update: Where the optimizer of a ``dist_sync`` store runs, ``workers`` or ``servers``.
+        kv_bigarray_bound: Elements from which on a key is spread over all servers.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
     """
 
@@ -73,6 +77,10 @@ class Settings:
     log_level: int = 30
     log_hide_time: bool = False
     cache_capacity: int = 4096
+    kv_servers: int = 1
+    kv_staleness: int | None = None
+    kv_update: str = "workers"
+    kv_bigarray_bound: int = 1_000_000
     thread_affinity: tuple[int, ...] = ()
 
     @classmethod

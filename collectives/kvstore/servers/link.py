@@ -88,7 +88,7 @@ class _Outbox:
         if free:
             return Region(free.pop(), size)
         offset, self._end = self._end, self._end + size
-        self.file.grow(max(self._end, min(2 * self.file.size, self.file.size + (64 << 20))))
+        self.file.grow(self._end)
         return Region(offset, size)
 
     def free(self, region: Region) -> None:

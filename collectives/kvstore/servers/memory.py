@@ -81,9 +81,12 @@ class SharedFile:
         return os.fstat(self.descriptor).st_size
 
     def grow(self, size: int) -> None:
-        """Make it at least this large; what is new reads as zeros."""
+        """Make it at least this large; what is new reads as zeros.
+
+        It at least doubles: each map costs a descriptor as long as an array of it lives, and what is not used costs no memory.
+        """
         if size > self.size:
-            os.ftruncate(self.descriptor, aligned(size, PAGE))
+            os.ftruncate(self.descriptor, aligned(max(size, 2 * self.size), PAGE))
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A part of it as an array that stays valid when the file grows. Raises ``ProtocolError`` if it is not inside."""

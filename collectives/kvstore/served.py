@@ -85,6 +85,8 @@ class ServerStore(KVStore):
         self._links, self._workers = servers_of(engine).find()
         self._parts: dict[Key, list[_Part]] = {}
         self._multi_precision = False
+        #: How many workers this one knows to have left the store.
+        self._epoch = 0
         self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
         ranks = tuple(rank for rank, _ in self._workers)
@@ -212,7 +214,7 @@ class ServerStore(KVStore):
         for key in dict.fromkeys(key for key, _ in found):
             for part in self._parts.get(key, ()):
                 part.link.request(
-                    functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, seen=part.seen)
+                    functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, epoch=self._epoch)
                 )
 
     def _send(self, key: Key, part: _Part, total: Value) -> None:
@@ -231,7 +233,9 @@ class ServerStore(KVStore):
             np.copyto(part.link.array(region, data.dtype, data.shape), data)
         name, offset, seen = data.dtype.str[1:], region.offset, part.seen
         ticket = part.link.request(
-            lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows), region, nbytes
+            lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows, self._epoch),
+            region,
+            nbytes,
         )
         part.pushed.append(ticket)
         part.seen += 1
@@ -304,7 +308,9 @@ class ServerStore(KVStore):
         failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
         if failed:
             part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
-            self._done(key, failed[0], "push")
+            for one in failed:
+                if not one.ranks or one.epoch > self._epoch:  # else another key's error has said it
+                    self._done(key, one, "push")
         done = self._done(key, answer, "pull")
         assert isinstance(done, m.Done)
         part.seen = done.version + len(part.pushed)
@@ -456,6 +462,7 @@ class ServerStore(KVStore):
         if not isinstance(answer, m.Failed):
             return answer
         if answer.ranks:
+            self._epoch = max(self._epoch, answer.epoch)
             cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
             raise AbortedError(Pending(what, f"kv.{key}", (self.rank,), answer.ranks), cause)
         raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)

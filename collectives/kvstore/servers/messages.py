@@ -78,7 +78,8 @@ class Push(Message, frozen=True):
 
     ``seen`` is the version of the value that it was computed from: the one last pulled and this worker's pushes since. With
     ``rows`` >= 0 there are as many row numbers (int64) in the outbox before as many rows. Without a ``dtype`` it is none: this worker
-    had nothing that fits the key, and the round fails for the others, too.
+    had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many workers this one knows to have left
+    the store: a round of a synchronous store is made of pushes that know the same.
     """
 
     sequence: int
@@ -88,6 +89,7 @@ class Push(Message, frozen=True):
     offset: int
     seen: int = 0
     rows: int = -1
+    epoch: int = 0
 
 
 class Pull(Message, frozen=True):
@@ -158,11 +160,12 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A request was refused, or what it waited for can't come any more because ``ranks`` have died."""
+    """A request was refused, or what it waited for can't come any more because ``ranks`` have died, which ended all epochs before."""
 
     sequence: int
     text: str
     ranks: tuple[int, ...] = ()
+    epoch: int = 0
 
 
 class Waits(Message, frozen=True):

@@ -370,7 +370,10 @@ class Server:
             if connection is None:
                 continue
             if isinstance(effect, Disconnect):
-                self._turn_away(connection, effect.reason)
+                if effect.reason:
+                    self._turn_away(connection, effect.reason)
+                else:
+                    self._drop(connection)
                 continue
             file = effect.file
             descriptor = -1 if file is None else file.descriptor

@@ -115,10 +115,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a connection: what came over it breaks the protocol."""
+    """End a connection: its worker has left, or what came over it breaks the protocol, which is the reason."""
 
     peer: int
-    reason: str
+    reason: str = ""
 
 
 Effect = Send | Disconnect
@@ -241,8 +241,8 @@ class ServerState:
     def _leave(self, rank: int, reason: str) -> None:
         """A worker takes part in no store any more."""
         worker = self._workers.pop(rank, None)
-        if worker is not None:
-            self._ranks.pop(worker.peer, None)
+        if worker is not None and self._ranks.pop(worker.peer, None) is not None:
+            self._effects.append(Disconnect(worker.peer))
         for number in list(self._stores):
             self._leave_store(number, rank, reason)
         for number, openings in list(self._opening.items()):
@@ -266,15 +266,17 @@ class ServerState:
             return
         for key in list(store.queues):
             if store.record.synchronous:
-                self._fail_round(store, key, rank, reason)
+                # Who has pushed waits for a worker that will not: what was pushed is dropped, and the value stays.
+                for other, queue in store.queues[key].items():
+                    for waiting in [one for one in queue if isinstance(one.request, m.Push)]:
+                        self._end_epoch(store, other, waiting.request.sequence)
+                        queue.remove(waiting)
             self._advance(store, key, 0.0)
 
-    def _fail_round(self, store: _Store, key: Key, rank: int, reason: str) -> None:
-        """Who has pushed waits for a worker that will not: what was pushed is dropped, and the value stays."""
-        for other, queue in store.queues[key].items():
-            for waiting in queue:
-                self._fail(other, waiting.request.sequence, f"rank {rank} {reason}", (rank,))
-            queue.clear()
+    def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
+        """A push is of an epoch that ended when the worker left that left last."""
+        gone, reason = store.record.gone[-1]
+        self._send(rank, m.Failed(sequence, f"rank {gone} {reason}", (gone,), len(store.record.gone)))
 
     def _tick(self, now: float) -> None:
         for worker in list(self._workers.values()):
@@ -455,6 +457,10 @@ class ServerState:
             slot, index = block.current, store.record.workers.index(rank)
             if request.sequence <= int(slot.applied[index]):  # its answer was lost with the connection
                 self._send(rank, m.Done(request.sequence, int(slot.head[0])))
+                return
+            if store.record.synchronous and request.epoch < len(store.record.gone):
+                # Its worker goes on once it knows: all workers begin again with the same round.
+                self._end_epoch(store, rank, request.sequence)
                 return
             if store.optimizer is None and not store.record.synchronous:
                 self._fail(

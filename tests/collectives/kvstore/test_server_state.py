@@ -168,7 +168,8 @@ class World:
         for effect in effects:
             worker = next((w for w in self.workers if w.peer == effect.peer), None)
             if isinstance(effect, Disconnect):
-                self.disconnected.append(effect.reason)
+                if effect.reason:
+                    self.disconnected.append(effect.reason)
                 if worker is not None:
                     worker.cut()
             elif isinstance(effect, Send) and worker is not None:
@@ -208,10 +209,10 @@ class World:
         self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer)))
         self.drain()
 
-    def push(self, rank: int, array: Any, seen: int = 0) -> int:
+    def push(self, rank: int, array: Any, seen: int = 0, epoch: int = 0) -> int:
         worker = self.workers[rank]
         offset = worker.place(array)
-        return worker.request(lambda n: m.Push(n, STORE, KEY, array.dtype.str[1:], offset, seen))
+        return worker.request(lambda n: m.Push(n, STORE, KEY, array.dtype.str[1:], offset, seen, -1, epoch))
 
     def pull(self, rank: int, like: Any) -> tuple[int, Any]:
         worker = self.workers[rank]
@@ -400,12 +401,16 @@ def test_a_dead_worker_ends_the_rounds_that_wait_for_it(steps: Steps) -> None:
     assert world.workers[0].unanswered
     world.handle(Died(2, 102, "killed by SIGKILL"))
     world.drain()
-    failed = m.Failed(push, "rank 2 died: killed by SIGKILL", (2,))
+    failed = m.Failed(push, "rank 2 died: killed by SIGKILL", (2,), epoch=1)
     assert world.workers[0].answers[push] == failed
-    assert world.workers[0].answers[pull].ranks == world.workers[1].answers[other].ranks == (2,)
+    assert isinstance(world.workers[0].answers[pull], m.Done)
+    assert world.workers[1].answers[other].ranks == (2,)
+    late = world.push(1, like + 1)  # sent before that worker knew
+    world.drain()
+    assert world.workers[1].answers[late].epoch == 1
     assert world.value(0, like).tolist() == [0, 0]
     for rank in (0, 1):
-        world.push(rank, like + 1)
+        world.push(rank, like + 1, epoch=1)
     world.restart()  # the successor knows who has left
     world.drain()
     assert world.value(1, like).tolist() == [2, 2]

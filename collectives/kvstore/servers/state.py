@@ -41,6 +41,9 @@ PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 
 
+_Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask
+
+
 class Outbox(Protocol):
     """Memory that a worker and the server both see: gradients to the server, values back."""
 
@@ -173,6 +176,8 @@ class ServerState:
         self._ranks: dict[int, int] = {}  # by peer
         #: Stores that wait for their memory, and who opens them.
         self._opening: dict[int, list[tuple[int, m.Open]]] = {}
+        #: Requests for stores whose memory was not brought yet: their worker, and since when.
+        self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
         #: Ranks that have died: how. A store that is brought later goes on without them.
         self._dead: dict[int, str] = {}
@@ -198,6 +203,7 @@ class ServerState:
     def next_tick(self) -> float:
         """When :class:`Tick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
+        due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
         due += [waiting.since + STALL_SECONDS for _, _, _, waiting in self._all_waiting() if not waiting.told]
         return min(due, default=math.inf)
 
@@ -226,6 +232,12 @@ class ServerState:
         for store in self._stores.values():
             for queues in store.queues.values():
                 queues.pop(event.rank, None)  # it repeats them
+        self._forget_early(event.rank)
+
+    def _forget_early(self, rank: int) -> None:
+        self._early = {
+            number: [one for one in early if one[0] != rank] for number, early in self._early.items()
+        }
 
     def _disconnect(self, peer: int, now: float) -> None:
         rank = self._ranks.pop(peer, None)
@@ -243,6 +255,7 @@ class ServerState:
         worker = self._workers.pop(rank, None)
         if worker is not None and self._ranks.pop(worker.peer, None) is not None:
             self._effects.append(Disconnect(worker.peer))
+        self._forget_early(rank)
         for number in list(self._stores):
             self._leave_store(number, rank, reason)
         for number, openings in list(self._opening.items()):
@@ -282,6 +295,13 @@ class ServerState:
         for worker in list(self._workers.values()):
             if now >= worker.away_since + AWAY_SECONDS:
                 self._leave(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
+        for number, early in list(self._early.items()):
+            for rank, request, since in early:
+                if now >= since + AWAY_SECONDS:
+                    self._fail(
+                        rank, request.sequence, "no worker of this server's host has the store any more"
+                    )
+            self._early[number] = [one for one in early if now < one[2] + AWAY_SECONDS]
         for store, key, rank, waiting in list(self._all_waiting()):
             if not waiting.told and now >= waiting.since + STALL_SECONDS:
                 waiting.told = True
@@ -310,12 +330,10 @@ class ServerState:
         rank = self._ranks.get(event.peer)
         if rank is None:
             raise ProtocolError(f"a {type(message).__name__} of a connection without a worker")
-        if isinstance(message, m.Push | m.Pull):
-            self._enqueue(rank, message, now)
+        if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask):
+            self._request(rank, message, now)
         elif isinstance(message, m.Data):
             self._workers[rank].outbox.write(message.offset, message.data)
-        elif isinstance(message, m.Init):
-            self._init(rank, message)
         elif isinstance(message, m.Bring):
             self._bring(message, event.file)
         elif isinstance(message, m.Open):
@@ -323,12 +341,26 @@ class ServerState:
         elif isinstance(message, m.Close):
             if message.store in self._stores:
                 self._leave_store(message.store, rank, "has closed its store")
-        elif isinstance(message, m.SetOptimizer):
-            self._set_optimizer(rank, message)
-        elif isinstance(message, m.Ask):
-            self._count(rank, message)
         else:
             self._leave(rank, "has left")
+
+    def _request(self, rank: int, request: _Request, now: float) -> None:
+        store = self._stores.get(request.store)
+        if store is None and self._workers[rank].outbox.remote:
+            # A worker of this host has its memory, and may find a successor of the server later than this one.
+            self._early.setdefault(request.store, []).append((rank, request, now))
+        elif store is None or rank not in store.record.workers:
+            self._fail(rank, request.sequence, "this server has no such store")
+        elif isinstance(request, m.Push | m.Pull):
+            self._enqueue(store, rank, request, now)
+        elif isinstance(request, m.Init):
+            self._init(store, rank, request)
+        elif isinstance(request, m.SetOptimizer):
+            self._set_optimizer(store, rank, request)
+        else:
+            blocks = store.memory.blocks.values()
+            nbytes = sum(block.current.value.nbytes for block in blocks)
+            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes))
 
     def _bring(self, message: m.Bring, file: SharedFile | None) -> None:
         if file is None:
@@ -343,6 +375,8 @@ class ServerState:
             self._brought[message.store] = memory
         for rank, request in self._opening.pop(message.store, []):
             self._open(rank, request)
+        for rank, early, now in self._early.pop(message.store, []):
+            self._request(rank, early, now)
 
     def _use(self, number: int, memory: StoreMemory) -> None:
         record = memory.store
@@ -376,17 +410,7 @@ class ServerState:
             self._send(rank, m.Share(request.store), store.memory.file)
         self._send(rank, m.Done(request.sequence))
 
-    def _find(self, rank: int, number: int, sequence: int) -> _Store | None:
-        store = self._stores.get(number)
-        if store is None or rank not in store.record.workers:
-            self._fail(rank, sequence, "this server has no such store")
-            return None
-        return store
-
-    def _init(self, rank: int, request: m.Init) -> None:
-        store = self._find(rank, request.store, request.sequence)
-        if store is None:
-            return
+    def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
             given = self._workers[rank].outbox.array(
                 request.offset, element_type(request.dtype), request.shape
@@ -417,10 +441,7 @@ class ServerState:
         store.memory.keep(block)
         return block
 
-    def _set_optimizer(self, rank: int, request: m.SetOptimizer) -> None:
-        store = self._find(rank, request.store, request.sequence)
-        if store is None:
-            return
+    def _set_optimizer(self, store: _Store, rank: int, request: m.SetOptimizer) -> None:
         try:
             optimizer = restored(request.optimizer.name, request.optimizer.attributes())
         except KVStoreError as error:
@@ -434,21 +455,12 @@ class ServerState:
         store.structures.clear()
         self._send(rank, m.Done(request.sequence))
 
-    def _count(self, rank: int, request: m.Ask) -> None:
-        store = self._stores.get(request.store)
-        blocks = [] if store is None else list(store.memory.blocks.values())
-        nbytes = sum(block.current.value.nbytes for block in blocks)
-        self._send(rank, m.Stock(request.sequence, len(blocks), nbytes))
-
     def _version(self, store: _Store, key: Key) -> int:
         return int(store.memory.blocks[key].current.head[0])
 
     # -- pushes and pulls ---------------------------------------------------------------------------------------------
 
-    def _enqueue(self, rank: int, request: m.Push | m.Pull, now: float) -> None:
-        store = self._find(rank, request.store, request.sequence)
-        if store is None:
-            return
+    def _enqueue(self, store: _Store, rank: int, request: m.Push | m.Pull, now: float) -> None:
         block = store.memory.blocks.get(request.key)
         if block is None:
             self._fail(rank, request.sequence, f"this server has no key {request.key!r}")

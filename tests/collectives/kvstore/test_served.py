@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 
 from hvdlab import kvstore
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.kvstore.servers.messages import Attach, encode
 from hvdlab.kvstore import KVStoreError, RowSparse
 from ranks import Ranks
 
@@ -298,6 +302,63 @@ def goes_on_alone() -> None:
         assert pulled(_kv, "w") >= number
 
 
+def on_another_host(kill: bool) -> None:
+    """Each rank says that it is a host of its own: the others reach its server over TLS only."""
+    os.environ["HVDLAB_HOST"] = f"host{context.engine().rank}"
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
+    n, large = kv.num_workers, 1_200_000
+    kv.init([0, 1, 2], [full(1, large), full(2), full(3)])
+    servers = kv.servers()
+    assert [server.host for server in servers] == [f"host{rank}" for rank in range(n)]
+    for round_ in range(4):
+        for turn in range(n):
+            if turn == kv.rank:
+                kv.push([0, 1, 2], [full(1, large), full(1), full(1)])
+                outs = [full(0, large), full(0), full(0)]
+                kv.pull([0, 1, 2], out=outs)
+            kv.barrier()
+        if kill and round_ == 1 and kv.rank == 0:
+            os.kill(servers[0].pid, signal.SIGKILL)
+            os.kill(servers[1].pid, signal.SIGKILL)
+    kv.pull([0, 1, 2], out=outs)
+    weight, velocity = np.float32(0), np.float32(0)
+    for _ in range(4 * n):
+        velocity = np.float32(0.5) * velocity - np.float32(1)
+        weight += velocity
+    for start, out in enumerate(outs, 1):
+        assert (out == start + weight).all()
+    sparse = kvstore.create("dist_async")
+    sparse.set_optimizer("sgd")
+    sparse.init("s", RowSparse(np.ones((9, 4), "f4"), np.arange(9), (9, 4)))
+    out = RowSparse(np.zeros((0, 4), "f4"), [], (9, 4))
+    sparse.row_sparse_pull("s", out=out, row_ids=np.array([8, 2]))
+    assert (out.indices.tolist(), out.data.tolist()) == ([2, 8], [[1] * 4] * 2)
+    kv.barrier()
+
+
+def hostile() -> None:
+    """What is no worker is turned away, and workers go on."""
+    (directory,) = {link.place.directory for link in _kv._links}
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+    for data in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 70,
+        b"\x05\0\0\0hello",
+        encode(Attach(1, "x", 0, 1, False)),
+    ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(f"{directory}/socket")
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(60)
+            while sock.recv(1000):
+                pass
+    _kv.push("w", full(1))
+    pulled(_kv, "w")
+
+
 _kv: Any = None
 
 
@@ -348,3 +409,13 @@ def test_others_go_on_in_an_asynchronous_store(own_ranks: Ranks) -> None:
     own_ranks.run(begins_asynchronously)
     own_ranks.kill(2)
     own_ranks.run(goes_on_alone, ranks=[0, 1])
+
+
+def test_workers_of_other_hosts_reach_servers_over_tls() -> None:
+    with Ranks(2) as own_ranks:
+        own_ranks.run(on_another_host, True, timeout=25)
+
+
+def test_strangers_are_turned_away(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    own_ranks.run(hostile)

@@ -75,10 +75,8 @@ class Steps:
 
 
 class Outbox:
-    remote = False
-
-    def __init__(self, file: SharedFile) -> None:
-        self.array = file.array
+    def __init__(self, file: SharedFile, *, remote: bool) -> None:
+        self.array, self.remote = file.array, remote
 
     def write(self, offset: int, data: bytes) -> None:
         raise ProtocolError("shared")
@@ -89,6 +87,7 @@ class Worker:
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.alive = world, rank, True
+        self.remote = rank in world.remote
         self.outbox = SharedFile.create("test")
         self.outbox.grow(1 << 20)
         self.used = 0
@@ -117,7 +116,9 @@ class Worker:
         self.peer = self.world.peers
         self.up.clear()
         self.down.clear()
-        self.world.handle(Arrived(self.peer, self.rank, 100 + self.rank, Outbox(self.outbox)))
+        self.world.handle(
+            Arrived(self.peer, self.rank, 100 + self.rank, Outbox(self.outbox, remote=self.remote))
+        )
         for store, file in self.files.items():
             self.up.append((m.Bring(store), SharedFile(os.dup(file.descriptor))))
         self.up.extend((message, None) for _, message in sorted(self.unanswered.items()))
@@ -145,7 +146,10 @@ class Worker:
 class World:
     """A server and its workers."""
 
-    def __init__(self, size: int, steps: Steps, *, synchronous: bool, staleness: int = -1) -> None:
+    def __init__(
+        self, size: int, steps: Steps, *, synchronous: bool, staleness: int = -1, remote: tuple[int, ...] = ()
+    ) -> None:
+        self.remote = remote
         self.steps, self.now, self.peers = steps, 0.0, 0
         self.kills = 0
         self.disconnected: list[str] = []
@@ -283,7 +287,9 @@ def test_no_push_is_lost_or_applied_twice(
     steps: Steps, data: st.DataObject, size: int, synchronous: bool
 ) -> None:
     each = 4
-    world = World(size, steps, synchronous=synchronous, staleness=data.draw(st.sampled_from((-1, 0, 1))))
+    remote = tuple(range(1, size)) if data.draw(st.booleans()) else ()
+    staleness = data.draw(st.sampled_from((-1, 0, 1)))
+    world = World(size, steps, synchronous=synchronous, staleness=staleness, remote=remote)
     world.set_optimizer(create_test())
     zeros = np.zeros(size * each)
     world.init(zeros)
@@ -431,6 +437,34 @@ def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> No
     assert world.workers[0].answers[number].ranks == (1,)
 
 
+def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False, remote=(1,))
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.restart()
+    far = world.workers[1]
+    far.connect()
+    first, second = world.push(1, like + 1), world.push(1, like + 1)
+    for _ in range(5):
+        far.deliver_up()
+        far.deliver_down()
+    assert far.unanswered
+    world.drain()
+    assert isinstance(far.answers[first], m.Done)
+    assert isinstance(far.answers[second], m.Done)
+    assert world.value(0, like).tolist() == [2, 2]
+    world.restart()
+    far.connect()
+    lost = world.push(1, like + 1)
+    for _ in range(5):
+        far.deliver_up()
+    world.now = world.server.next_tick()
+    world.handle(Tick())
+    far.deliver_down()
+    assert "no worker of this server's host" in far.answers[lost].text
+
+
 def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
     world = World(2, steps, synchronous=False)
     world.init(np.zeros(2))
@@ -443,8 +477,8 @@ def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
     late = world.workers[0].request(lambda n: m.Ask(n, STORE))
     push = world.push(0, np.zeros(2))
     world.drain()
-    assert late in world.workers[0].unanswered  # answered by Stock, which this worker does not take
-    assert "no such store" in world.workers[0].answers[push].text
+    for number in (late, push):
+        assert "no such store" in world.workers[0].answers[number].text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -471,6 +472,17 @@ class ServerStore(KVStore):
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
         collectives.barrier(f"kv.{self._id}")
 
+    def _send_command_to_servers(self, head: int, body: str) -> None:
+        """Refuses an optimizer as text (head 0), which is code in MXNet; all else goes without saying here, and nothing is done.
+
+        Raises:
+            KVStoreError: ``head`` is 0.
+        """
+        if head == 0:
+            raise KVStoreError(
+                "servers take an optimizer by set_optimizer, as its name and numbers, not as text"
+            )
+
     def servers(self) -> list[ServerInfo]:
         """The processes that keep the values, with how much of this store each has."""
         with self._lock:
@@ -500,3 +512,32 @@ class ServerStore(KVStore):
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"
+
+
+class KVStoreServer:
+    """What MXNet's scripts turn a process into a server with. Here servers are processes of their own that start with the first
+    store that needs them, so that a script needs no such part: this waits beside them.
+
+    Args:
+        kvstore: A store that has servers.
+
+    Attributes:
+        kvstore: The store.
+        handle: Always ``None``; there is no handle of MXNet's.
+    """
+
+    def __init__(self, kvstore: KVStore) -> None:
+        self.kvstore = kvstore
+        self.handle = None
+
+    def run(self) -> None:
+        """Block until the job is over.
+
+        Raises:
+            KVStoreError: The store has no servers.
+        """
+        if not isinstance(self.kvstore, ServerStore):
+            raise KVStoreError(f"a {self.kvstore.type} store has no servers")
+        over = threading.Event()
+        context.engine("KVStoreServer").on_leave(lambda reason: over.set())
+        over.wait()

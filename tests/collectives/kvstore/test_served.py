@@ -359,6 +359,18 @@ def hostile() -> None:
     pulled(_kv, "w")
 
 
+def serve() -> str:
+    server = kvstore.KVStoreServer(_kv)
+    assert (server.kvstore, server.handle) == (_kv, None)
+    _kv._send_command_to_servers(3, "")
+    with pytest.raises(KVStoreError, match="set_optimizer"):
+        _kv._send_command_to_servers(0, "")
+    with pytest.raises(KVStoreError, match="local store has no servers"):
+        kvstore.KVStoreServer(kvstore.create("local")).run()
+    server.run()
+    return "over"
+
+
 _kv: Any = None
 
 
@@ -419,3 +431,11 @@ def test_workers_of_other_hosts_reach_servers_over_tls() -> None:
 def test_strangers_are_turned_away(own_ranks: Ranks) -> None:
     own_ranks.run(begins_asynchronously)
     own_ranks.run(hostile)
+
+
+def test_a_process_that_is_to_be_a_server_waits_for_the_end(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    serving = own_ranks.start(serve, ranks=[2])
+    own_ranks.run(goes_on_alone, ranks=[0, 1])
+    own_ranks.coordinator.close()
+    assert serving.results() == ["over"]

@@ -29,6 +29,7 @@ class Door:
     address: str
     token: str
     certificate: str | None
+    role: str = "client"
 
     @property
     def here(self) -> bool:
@@ -36,8 +37,8 @@ class Door:
         return self.address.startswith("unix:")
 
     def enter(self, generation: int, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
-        """Connect as a client that was connected to this generation of coordinators, or to none (-1)."""
-        hello = m.Hello(m.PROTOCOL_VERSION, self.token, "client", pid=os.getpid(), generation=generation)
+        """Connect as one that was connected to this generation of coordinators, or to none (-1)."""
+        hello = m.Hello(m.PROTOCOL_VERSION, self.token, self.role, pid=os.getpid(), generation=generation)
         return connect(self.address, hello, certificate=self.certificate, deadline=deadline)
 
 

@@ -53,6 +53,10 @@ class Settings:
         cache_capacity: Tensors that are known by number, at most.
         require_encryption: What may not travel in the clear between hosts: empty for all may, ``1``, or the networks that
             count as encrypted.
+        kv_servers: Parameter servers on each host.
+        kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
+        kv_update: Where the optimizer of a ``dist_sync`` store runs, ``workers`` or ``servers``.
+        kv_bigarray_bound: Elements from which on a key is spread over all servers.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
     """
 
@@ -82,6 +86,10 @@ class Settings:
     log_hide_time: bool = False
     cache_capacity: int = 4096
     require_encryption: str = ""
+    kv_servers: int = 1
+    kv_staleness: int | None = None
+    kv_update: str = "workers"
+    kv_bigarray_bound: int = 1_000_000
     thread_affinity: tuple[int, ...] = ()
 
     @classmethod

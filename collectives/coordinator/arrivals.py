@@ -30,6 +30,11 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         if hello.events:
             state.history.subscribe(peer, outbox)
         return
+    if hello.role == "observer":
+        membership.observers[peer] = None
+        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
+        outbox.send((peer,), state.world())
+        return
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
     reason = reason or _too_late(state, rank, hello)
@@ -64,6 +69,7 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
     rank = state.by_peer.get(peer)
     if rank is None:
         state.membership.clients.pop(peer, None)
+        state.membership.observers.pop(peer, None)
         state.history.unsubscribe(peer)
         return
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]

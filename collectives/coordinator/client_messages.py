@@ -19,6 +19,7 @@ Reaction = Callable[["CoordinatorState", int, Any, float], None]
 
 def _on_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
     state.membership.clients.pop(peer, None)
+    state.membership.observers.pop(peer, None)
     state.history.unsubscribe(peer)
     state.outbox.effects.append(CloseConnection(peer))
 

@@ -26,7 +26,8 @@ class Connection:
         phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends what is
             left).
         name: For log lines.
-        client: Whether the peer is a client (else a rank).
+        client: Whether the peer is a client.
+        observer: Whether it only learns which ranks there are. What is neither is a rank.
         tracked: Whether it is a rank of a pool.
         deadline: When it has to be past its present phase, unless ``OPEN``.
         heard: When the last bytes came.
@@ -36,8 +37,8 @@ class Connection:
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "name", "peer", "phase", "pid", "sock", "tls", "tracked",
-        "watcher", "writing",
+        "broken", "client", "deadline", "endpoint", "heard", "name", "observer", "peer", "phase", "pid", "sock", "tls",
+        "tracked", "watcher", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
@@ -46,7 +47,7 @@ class Connection:
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.phase = SHAKING if self.tls else STRANGER
         self.name = f"connection {peer}"
-        self.client = self.tracked = False
+        self.client = self.observer = self.tracked = False
         self.deadline = deadline
         self.heard = 0.0
         self.writing = False
@@ -59,7 +60,7 @@ class Connection:
         return self.endpoint.fileno()
 
     def decode(self, payload: memoryview) -> FromRank | FromClient:
-        return decode_from_client(payload) if self.client else decode_from_rank(payload)
+        return decode_from_client(payload) if self.client or self.observer else decode_from_rank(payload)
 
     def shake(self) -> bool:
         """Go on with the TLS handshake; whether it is done. Raises ``OSError`` if it failed."""

@@ -54,8 +54,8 @@ class Connections:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is connected, or about to be."""
-        return not self.open and not self._unsettled
+        """Whether nobody is connected, or about to be. Observers end with the coordinator: it does not stay for them."""
+        return not self._unsettled and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
@@ -71,9 +71,9 @@ class Connections:
         """A connection has shown the token."""
         del self._unsettled[connection]
         connection.phase = OPEN
-        connection.client = hello.role == "client"
+        connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
-        connection.name = f"client {connection.peer}" if connection.client else f"rank {hello.rank}"
+        connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection

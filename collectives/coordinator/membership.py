@@ -64,6 +64,7 @@ class Membership:
     Attributes:
         ranks: Living ranks.
         clients: Connections of clients.
+        observers: Connections of those that only learn which ranks there are.
         expected: Ranks that make up the world, or ``None`` as long as nobody has said.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
         returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
@@ -77,6 +78,7 @@ class Membership:
     def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
         self.ranks: dict[int, RankPeer] = {}
         self.clients: dict[int, None] = {}
+        self.observers: dict[int, None] = {}
         self.expected: tuple[int, ...] | None = None if expected is None else tuple(sorted(set(expected)))
         self.awaited: set[int] = set(self.expected or ())
         self.returning: set[int] = set()
@@ -204,7 +206,7 @@ class Membership:
         """Who is to be told of the world now; to be asked once after each round of events."""
         told: tuple[int, ...] = ()
         if self.changed:
-            told = tuple(self.clients)
+            told = (*self.clients, *self.observers)
             self._ranks_owed = True
         if self._ranks_owed and (self.urgent or now >= self.ranks_told_at + WORLD_INTERVAL):
             told += tuple([peer.peer for peer in self.ranks.values()])

@@ -251,7 +251,9 @@ class Server:
     def _refusal(self, hello: Hello) -> str:
         if not (role := self._role_of(hello.token)):
             return "the token is wrong"
-        if hello.role != role:  # or else a rank, and all that sees its environment, could post cells
+        if hello.role != role and not (
+            role == "rank" and hello.role == "observer"
+        ):  # or else a rank, and all that sees its environment, could post cells
             return f"its token is that of a {role}, and it wants to be a {hello.role[:20]!r}"
         if hello.version != PROTOCOL_VERSION:
             return f"version {hello.version} of the protocol is not spoken here, but {PROTOCOL_VERSION}"

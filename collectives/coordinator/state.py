@@ -179,11 +179,14 @@ class CoordinatorState:
             react(self, rank, message, now)
 
     def _from_client(self, event: Received, now: float) -> None:
-        if event.peer not in self.membership.clients:
+        observes = event.peer in self.membership.observers
+        if event.peer not in self.membership.clients and not observes:
             return  # it was closed earlier in this round
         react = TO_CLIENTS.get(type(event.message))
-        if react is None:
-            self.outbox.log(f"client {event.peer} sent a {type(event.message).__name__} out of place")
+        if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
+            self.outbox.log(
+                f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
+            )
             self.outbox.effects.append(CloseConnection(event.peer))
             arrivals.lose(self, event.peer, "", now)
         else:

@@ -83,6 +83,11 @@ KNOBS: tuple[Knob, ...] = (
     # -- starting -------------------------------------------------------------------------------------------------
     Knob("HVDLAB_START_TIMEOUT", SECONDS, _R, "60", "how long `hvd.init()` waits for all ranks", "start_timeout"),
     Knob("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),
+    # -- key-value stores -----------------------------------------------------------------------------------------
+    Knob("HVDLAB_KV_SERVERS", POSITIVE, _R, "1", "processes on each host that keep the values of [key-value stores](../how-to/kvstore.md#servers) which need servers", "kv_servers"),
+    Knob("HVDLAB_KV_STALENESS", COUNT, _R, "-", "how many pushes of a key a worker may be ahead of the slowest one in a `dist_async` store; a push that would go further waits; unset there is no bound", "kv_staleness"),
+    Knob("HVDLAB_KV_UPDATE", choice("workers", "servers"), _R, "workers", "where the optimizer of a `dist_sync` store runs", "kv_update"),
+    Knob("MXNET_KVSTORE_BIGARRAY_BOUND", COUNT, _R, "1000000", "elements from which on a key is spread over all servers", "kv_bigarray_bound"),
     # -- elastic training -----------------------------------------------------------------------------------------
     Knob("HOROVOD_ELASTIC_TIMEOUT", SECONDS, _R, "600", "[elastic training](../how-to/elastic.md): how long ranks wait for each other, and for enough of them, after one was lost; and how long a rank that comes back waits to be let in", "elastic_timeout"),
     Knob("HVDLAB_MIN_NP", POSITIVE, _R, "1", "ranks that elastic training needs to go on; `hvdlab run --min-np` sets it", "min_np"),

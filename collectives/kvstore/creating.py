@@ -6,16 +6,33 @@ from typing import Any
 
 from hvdlab.collectives import basics
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import allreduce_stores  # noqa: F401  (registers its stores)
+from hvdlab.collectives.kvstore import (
+    allreduce_stores,  # noqa: F401  (registers its stores)
+    collectives,
+)
 from hvdlab.collectives.kvstore.base import KVStoreBase
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
+from hvdlab.collectives.kvstore.served import ServerStore
 from hvdlab.collectives.kvstore.store import KVStore
 
 _LOCAL = ("local", "local_update_cpu", "local_allreduce_cpu")
 _DEVICE = ("device", "local_allreduce_device")
 _SYNC = ("dist_sync", "dist")
 _DEVICE_SYNC = ("dist_device_sync", "dist_sync_device")
-TYPES = (*_LOCAL, *_DEVICE, "nccl", *_SYNC, *_DEVICE_SYNC, "horovod", "byteps", "teststore")
+_ASYNC = ("dist_async",)
+_DEVICE_ASYNC = ("dist_device_async", "dist_async_device")
+TYPES = (
+    *_LOCAL,
+    *_DEVICE,
+    "nccl",
+    *_SYNC,
+    *_DEVICE_SYNC,
+    *_ASYNC,
+    *_DEVICE_ASYNC,
+    "horovod",
+    "byteps",
+    "teststore",
+)
 """Names that :func:`create` knows from the start; classes that are registered come to these."""
 
 
@@ -28,6 +45,8 @@ def create(name: str = "local") -> Any:
     ``nccl``                                                  as ``device``, where there is a plane for CUDA tensors
     ``dist_sync``, ``dist``                                   summed over the workers, too; every worker has the values
     ``dist_device_sync``, ``dist_sync_device``                the same, arrays of one worker summed as ``device`` does
+    ``dist_async``                                            values on servers, each push applied by the optimizer at once
+    ``dist_device_async``, ``dist_async_device``              the same, arrays of one worker summed as ``device`` does
     ``horovod``, ``byteps``                                   sums over the workers, nothing stored
     ``teststore``                                             the pattern for stores of one's own
     ========================================================= =====================================================
@@ -49,16 +68,19 @@ def create(name: str = "local") -> Any:
     wanted = name.lower()
     if wanted in KVStoreBase.kv_registry:
         return KVStoreBase.kv_registry[wanted]()
-    return create_native(wanted, KVStore, DistSyncStore)
+    return create_native(wanted, KVStore, DistSyncStore, ServerStore)
 
 
-def create_native(wanted: str, one_process: type[KVStore], synchronous: type[DistSyncStore]) -> KVStore:
+def create_native(
+    wanted: str, one_process: type[KVStore], synchronous: type[DistSyncStore], served: type[ServerStore]
+) -> KVStore:
     """A store of a type that is no registered class.
 
     Args:
         wanted: The type, in lower case.
         one_process: The class of stores of one process.
-        synchronous: The class of stores whose rounds end when all workers have pushed.
+        synchronous: The class of stores whose rounds end when all workers have pushed, and whose values every worker has.
+        served: The class of stores whose values are on servers.
 
     Raises:
         ValueError, KVStoreError: As :func:`create` does.
@@ -75,6 +97,11 @@ def create_native(wanted: str, one_process: type[KVStore], synchronous: type[Dis
             )
         return one_process(wanted, on_devices=True)
     if wanted in _SYNC or wanted in _DEVICE_SYNC:
-        return synchronous(wanted, on_devices=wanted in _DEVICE_SYNC)
+        on_devices = wanted in _DEVICE_SYNC
+        if collectives.joined().settings.kv_update == "servers":
+            return served(wanted, on_devices=on_devices, synchronous=True)
+        return synchronous(wanted, on_devices=on_devices)
+    if wanted in _ASYNC or wanted in _DEVICE_ASYNC:
+        return served(wanted, on_devices=wanted in _DEVICE_ASYNC, synchronous=False)
     known = sorted({*TYPES, *KVStoreBase.kv_registry})
     raise ValueError(f"there is no key-value store {wanted!r}; known are {', '.join(known)}")

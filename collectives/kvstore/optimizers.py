@@ -222,6 +222,54 @@ def create(name: str, **kwargs: Any) -> Optimizer:
     return klass(**kwargs)
 
 
+def restored(name: str, attributes: Mapping[str, Any]) -> Optimizer:
+    """An optimizer with these attributes, as it was in another process; without what is the program's own there.
+
+    Raises:
+        KVStoreError: No optimizer of this name is registered here.
+    """
+    if name not in _registered:
+        raise KVStoreError(f"the states are of an optimizer {name!r}, which is not registered here")
+    optimizer = _registered[name].__new__(_registered[name])
+    optimizer.lr_scheduler, optimizer.param_dict = None, {}
+    vars(optimizer).update(attributes)
+    return optimizer
+
+
+def portable(optimizer: Optimizer) -> state_format.OptimizerSpec:
+    """An optimizer as name and numbers, for :func:`restored` in another process.
+
+    Raises:
+        KVStoreError: It is of a class of the program's own, or has an attribute that is neither a number nor text nor a dict of
+            such, as a scheduler of the learning rate.
+    """
+    name = type(optimizer).__name__.lower()
+    if _registered.get(name) is not type(optimizer) or type(optimizer).__module__ != __name__:
+        raise KVStoreError(
+            f"servers have the optimizers {', '.join(_OWN)}, not {type(optimizer).__name__}: it would have to travel as code. "
+            "A dist_sync store runs it on the workers."
+        )
+    attributes = {
+        attribute: value.item() if isinstance(value, np.generic) else value
+        for attribute, value in vars(optimizer).items()
+    }
+    if attributes.pop("lr_scheduler") is not None:
+        raise KVStoreError(
+            "servers take the learning rate as a number, not as lr_scheduler, which is code: give a dist_async store a new optimizer "
+            "when the rate changes, or use a dist_sync store"
+        )
+    for key, parameter in attributes.pop("param_dict").items():
+        attributes["lr_mult"] = {**attributes["lr_mult"], key: float(parameter.lr_mult)}
+        attributes["wd_mult"] = {**attributes["wd_mult"], key: float(parameter.wd_mult)}
+    spec = state_format.specify(name, attributes)
+    missing = sorted(attributes.keys() - spec.settings.keys())
+    if missing:
+        raise KVStoreError(
+            f"{', '.join(missing)} of the optimizer can't be sent to servers: numbers and text can"
+        )
+    return spec
+
+
 @register
 class SGD(Optimizer):
     """Stochastic gradient descent, with momentum.
@@ -380,6 +428,9 @@ class Test(Optimizer):
         state[...] = weight
 
 
+_OWN = tuple(_registered)
+
+
 class Updater:
     """Runs an optimizer on one key at a time and keeps its states.
 
@@ -425,11 +476,7 @@ class Updater:
         """
         found, settings = state_format.decode(states)
         if settings is not None:
-            name, values = settings
-            if name not in _registered:
-                raise KVStoreError(f"the states are of an optimizer {name!r}, which is not registered here")
-            optimizer = _registered[name].__new__(_registered[name])
-            vars(optimizer).update(values)
+            optimizer = restored(*settings)
             for attribute in _OF_THE_PROGRAM:
                 setattr(optimizer, attribute, getattr(self.optimizer, attribute))
             self.optimizer = optimizer

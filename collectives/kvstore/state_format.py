@@ -33,14 +33,22 @@ class _Several(msgspec.Struct, tag="several", array_like=True):
 _State = _Array | _Several | None
 
 
-class _Optimizer(msgspec.Struct, array_like=True):
+class OptimizerSpec(msgspec.Struct, array_like=True, frozen=True):
+    """An optimizer by the name of its class and its attributes; dicts among these are lists of pairs."""
+
     name: str
     settings: dict[str, _Setting]
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes, dicts as dicts."""
+        return {
+            name: dict(value) if isinstance(value, list) else value for name, value in self.settings.items()
+        }
 
 
 class _File(msgspec.Struct, array_like=True):
     states: list[tuple[int | str, _State]]
-    optimizer: _Optimizer | None
+    optimizer: OptimizerSpec | None
 
 
 def encode(states: Mapping[Key, Any], optimizer: tuple[str, Mapping[str, Any]] | None) -> bytes:
@@ -51,11 +59,7 @@ def encode(states: Mapping[Key, Any], optimizer: tuple[str, Mapping[str, Any]] |
     """
     found = None
     if optimizer is not None:
-        name, attributes = optimizer
-        settings = {
-            attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)
-        }
-        found = _Optimizer(name, settings)
+        found = specify(*optimizer)
     file = _File([(key, _packed(key, state)) for key, state in states.items()], found)
     return _MAGIC + msgspec.msgpack.encode(file)
 
@@ -71,11 +75,13 @@ def decode(data: bytes) -> tuple[dict[Key, Any], tuple[str, dict[str, Any]] | No
         raise KVStoreError(f"the states of the optimizer are damaged: {error}") from error
     if file.optimizer is None:
         return states, None
-    settings = {
-        name: dict(value) if isinstance(value, list) else value
-        for name, value in file.optimizer.settings.items()
-    }
-    return states, (file.optimizer.name, settings)
+    return states, (file.optimizer.name, file.optimizer.attributes())
+
+
+def specify(name: str, attributes: Mapping[str, Any]) -> OptimizerSpec:
+    """An optimizer's name and those of its attributes that are numbers, text, or dicts of such."""
+    settings = {attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)}
+    return OptimizerSpec(name, settings)
 
 
 def _is_plain(value: Any) -> bool:

@@ -328,7 +328,7 @@ class KVStore(KVStoreBase):
         with self._lock:
             found = pairs(key, out)
             self._check_known(found)
-            wanted = _row_ids(row_ids, len(found))
+            wanted = row_ids_of(row_ids, len(found))
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)
                 try:
@@ -540,7 +540,7 @@ def _as_rows(dense: Array) -> RowSparse:
     return RowSparse(dense[rows], rows, dense.shape)
 
 
-def _row_ids(row_ids: Any, count: int) -> list[Array]:
+def row_ids_of(row_ids: Any, count: int) -> list[Array]:
     """One flat array of row numbers for each output."""
     given = row_ids if isinstance(row_ids, list | tuple) else [row_ids]
     found = [view_of(rows).reshape(-1) for rows in given]

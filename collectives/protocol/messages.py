@@ -101,7 +101,10 @@ class Submission(Record, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a peer; ``role`` is ``rank`` or ``client``.
+    """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``.
+
+    An observer learns which ranks there are and which have died, and may ask for nothing. A rank's token lets it in, and
+    the coordinator does not stay for it.
 
     ``generation`` is that of the coordinator that the peer has lost, or -1: one that comes back says in its next
     message (:class:`Resume`, :class:`Recall`) what a successor has to know.

@@ -32,7 +32,13 @@ def installed() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(2) as started:
+        started.run(start_servers, timeout=100)
         yield started
+
+
+def start_servers() -> None:
+    """They live as long as the ranks, so they have to come before the first test."""
+    kvstore.create("dist_async")
 
 
 def net(contexts: list[Any]) -> Any:
@@ -157,3 +163,54 @@ def distributed() -> list[bytes]:
 def test_gluon_trains_on_dist_sync(ranks: Ranks) -> None:
     first, second = ranks.run(distributed, timeout=100)
     assert first == second
+
+
+def trained_on_servers(name: str) -> list[list[list[float]]]:
+    """Gluon on a store with servers, one worker after the other; and alone on MXNet's arithmetic, on the same gradients."""
+    hvd.init()
+    hvd.install_kvstore()
+    rng = np.random.default_rng(3)
+    store = mx.kv.create("dist_async")
+    assert isinstance(store, mx.kvstore.KVStore)
+    optimizer = mx.optimizer.create(name, learning_rate=0.1, wd=0.01)
+    optimizer.set_lr_mult({1: 0.5})
+    with pytest.raises(kvstore.KVStoreError, match="not MXNet's RMSProp"):
+        store.set_optimizer(mx.optimizer.create("rmsprop"))
+    store.set_optimizer(optimizer)
+    updater = mx.optimizer.get_updater(mx.optimizer.create(name, learning_rate=0.1, wd=0.01))
+    updater.optimizer.set_lr_mult({1: 0.5})
+    weights = [mx.nd.array(rng.standard_normal((5, 3))) for _ in range(2)]
+    outs = [mx.nd.zeros((5, 3)) for _ in range(2)]
+    store.init([0, 1], weights)
+    for _ in range(3):
+        for turn in range(store.num_workers):
+            gradients = [mx.nd.array(rng.standard_normal((5, 3))) for _ in range(2)]
+            if turn == store.rank:
+                store.push([0, 1], gradients)
+                store.pull([0, 1], out=outs)
+            store._barrier()
+            for key in (0, 1):
+                updater(key, gradients[key], weights[key])
+    store.pull([0, 1], out=outs)
+    store._barrier()
+    return [[array.asnumpy().tolist() for array in arrays] for arrays in (outs, weights)]
+
+
+def test_mxnets_optimizers_on_servers_give_mxnets_bits(ranks: Ranks) -> None:
+    for name in ("sgd", "adam", "test"):
+        for ours, theirs in ranks.run(trained_on_servers, name, timeout=100):
+            assert ours == theirs
+
+
+def gluon_on_servers() -> float:
+    hvd.init()
+    hvd.install_kvstore()
+    weights, trainer = train("dist_async", [mx.cpu(0)], slice(hvd.rank(), None, hvd.size()))
+    assert trainer._update_on_kvstore
+    assert all(np.isfinite(weight).all() for weight in weights)
+    trainer._kvstore._barrier()
+    return float(sum(np.abs(weight).sum() for weight in weights))
+
+
+def test_gluon_trains_on_dist_async(ranks: Ranks) -> None:
+    assert all(ranks.run(gluon_on_servers, timeout=100))

@@ -12,6 +12,7 @@ from hvdlab.collectives.kvstore.allreduce_stores import BytePS, Horovod
 from hvdlab.collectives.kvstore.arrays import ArrayType, RowSparse, register_array_type
 from hvdlab.collectives.kvstore.base import KVStoreBase, TestStore
 from hvdlab.collectives.kvstore.creating import TYPES, create
+from hvdlab.collectives.kvstore.served import KVStoreServer
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo
 from hvdlab.kvstore import optimizer
 
@@ -25,6 +26,7 @@ __all__ = [
     "KVStore",
     "KVStoreBase",
     "KVStoreError",
+    "KVStoreServer",
     "RowSparse",
     "ServerInfo",
     "TestStore",

@@ -10,6 +10,7 @@ import mxnet as mx  # pyright: ignore[reportMissingImports]
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore.creating import create_native
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
+from hvdlab.collectives.kvstore.served import ServerStore
 
 _mxnets_create = mx.kvstore.create
 
@@ -100,6 +101,41 @@ class _SynchronousStore(DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc
         super().set_optimizer(optimizer)
 
 
+class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
+    """A store on parameter servers that MXNet takes for one of its own."""
+
+    def __del__(self) -> None:
+        """There is no handle of MXNet's to free."""
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update the stored values on the servers by what is pushed; see :func:`hvdlab.kvstore.create`.
+
+        Args:
+            optimizer: MXNet's SGD, Adam or Test, of which hvdlab has the same formulas, or what hvdlab's stores take. Alike on all
+                workers. Learning rate and multipliers are those of now; parameters' own are among them.
+
+        Raises:
+            KVStoreError: It is another of MXNet's, or has a scheduler of the learning rate: servers have no MXNet.
+        """
+        if isinstance(optimizer, mx.optimizer.Optimizer):
+            optimizer = _ours(optimizer)
+        super().set_optimizer(optimizer)
+
+
+def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
+    """hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
+    name = type(theirs).__name__.lower()
+    if type(theirs) not in (mx.optimizer.SGD, mx.optimizer.Adam, mx.optimizer.Test):
+        raise kvstore.KVStoreError(
+            f"servers have the optimizers SGD, Adam and Test, not MXNet's {type(theirs).__name__}; a dist_sync store runs it on the "
+            "workers"
+        )
+    ours = kvstore.optimizer.create(name)
+    for attribute in vars(ours).keys() & vars(theirs).keys():
+        setattr(ours, attribute, copy.copy(getattr(theirs, attribute)))
+    return ours
+
+
 def install_kvstore() -> None:
     """Let ``mx.kv.create``, and a name given to ``gluon.Trainer``, make hvdlab's stores of all types.
 
@@ -122,4 +158,4 @@ def _create(name: str = "local") -> Any:
     wanted = name.lower()
     if wanted in mx.kvstore.KVStoreBase.kv_registry:
         return mx.kvstore.KVStoreBase.kv_registry[wanted]()
-    return create_native(wanted, _OneProcessStore, _SynchronousStore)
+    return create_native(wanted, _OneProcessStore, _SynchronousStore, _ServedStore)

@@ -205,6 +205,52 @@ def test_what_has_the_environment_of_a_rank_can_post_no_cells(start: Start) -> N
     still_works(running)
 
 
+def observe(running: Running) -> Peer:
+    hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "observer", pid=os.getpid())
+    endpoint, _ = connect(running.address, hello, deadline=Deadline(PATIENCE))
+    return Peer(endpoint)
+
+
+def test_an_observer_learns_who_dies_and_may_ask_for_nothing(start: Start) -> None:
+    running = start()
+    observer, curious = observe(running), observe(running)
+    with pytest.raises(StartError, match="that of a client"):
+        hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "observer", pid=os.getpid())
+        connect(running.address, hello, deadline=Deadline(PATIENCE))
+    rank = join(running, 0)
+    while not (world := observer.wait_for(m.World)).members:
+        pass
+    assert [member.rank for member in world.members] == [0]
+    rank.endpoint.send(m.Post("to whom it concerns", b"", ()))  # mail for clients
+    rank.endpoint.close()
+    while not (world := observer.wait_for(m.World)).deaths:
+        pass
+    assert [death.rank for death in world.deaths] == [0]
+    assert not observer.seen
+    curious.endpoint.send(m.InterruptRanks((0,)))
+    running.log.wait_for("sent a InterruptRanks out of place")
+    with pytest.raises((ConnectionLost, AssertionError)):
+        curious.wait_for(m.Mail)
+    observer.endpoint.send(m.Bye())
+    curious.endpoint.close()
+    observer.endpoint.close()
+
+
+def test_nobody_stays_for_an_observer(start: Start) -> None:
+    running = start()
+    observer = observe(running)
+    observer.wait_for(m.World)
+    assert running.server.connections.idle
+    rank = join(running, 0)
+    rank.wait_for(m.World)
+    assert not running.server.connections.idle
+    rank.endpoint.close()
+    while not observer.wait_for(m.World).deaths:
+        pass
+    assert running.server.connections.idle
+    observer.endpoint.close()
+
+
 def test_without_a_token_for_clients_there_are_none(start: Start) -> None:
     running = start(client_token="")
     with pytest.raises(StartError, match="the token is wrong"):

@@ -1,0 +1,543 @@
+"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if its updates are to be made there."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
+from hvdlab.collectives.kvstore import collectives
+from hvdlab.collectives.kvstore.arrays import (
+    NUMPY,
+    Array,
+    ArrayType,
+    RowSparse,
+    array_type_of,
+    checked_rows,
+    replace_rows,
+    view_of,
+    write,
+)
+from hvdlab.collectives.kvstore.keys import Key, pairs
+from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.kvstore.servers.finding import servers_of
+from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
+from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+
+_INT64: np.dtype[Any] = np.dtype(np.int64)
+
+
+@dataclass(slots=True)
+class _Part:
+    """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
+
+    Attributes:
+        link: The server.
+        start, stop: Which elements, or rows.
+        shape: Of this part.
+        seen: Version of the value that was pulled last, and this worker's pushes since.
+        pushed: Pushes whose answer was not looked at.
+    """
+
+    link: ServerLink
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    seen: int
+    pushed: deque[Ticket]
+
+
+class _Pulled(NamedTuple):
+    """A pull on its way."""
+
+    part: _Part
+    ticket: Ticket
+
+
+class ServerStore(KVStore):
+    """Values on parameter servers, one process on each host by default. Made by ``create``.
+
+    Making one is collective: every worker makes its stores in the same order.
+
+    Args:
+        name: What ``type`` is to be.
+        on_devices: Add the arrays of one worker from left to right; else by groups of four.
+        synchronous: Whether a round of a key ends when every worker has pushed it; else every push is applied when it comes.
+    """
+
+    def __init__(self, name: str, *, on_devices: bool, synchronous: bool) -> None:
+        super().__init__(name, on_devices=on_devices)
+        engine = collectives.joined()
+        self._synchronous = synchronous
+        self._id = collectives.agreed_number(secrets.randbits(62))
+        self._links, self._workers = servers_of(engine).find()
+        self._parts: dict[Key, list[_Part]] = {}
+        self._multi_precision = False
+        #: How many workers this one knows to have left the store.
+        self._epoch = 0
+        self._bound = engine.settings.kv_bigarray_bound
+        self._record = engine.metric if engine.settings.record else None
+        ranks = tuple(rank for rank, _ in self._workers)
+        bound = engine.settings.kv_staleness
+        staleness = -1 if synchronous or bound is None else bound
+        opened = []
+        for link in self._links:
+            first = min((rank for rank, host in self._workers if host == link.place.host), default=-1)
+            message = functools.partial(
+                m.Open, store=self._id, workers=ranks, synchronous=synchronous, staleness=staleness
+            )
+            opened.append((link, link.use(self._id, makes_memory=engine.rank == first, message=message)))
+        for link, ticket in opened:
+            self._done(None, link.wait(ticket), "create")
+        for link in self._links:
+            weakref.finalize(self, link.close_store, self._id).atexit = False
+        self.barrier()
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def init(self, key: Any, value: Any) -> None:
+        """Give keys rank 0's values. Every worker calls it, and it returns when all have.
+
+        Args:
+            key: An int or a str, or a list of one kind of these, not initialised yet.
+            value: An array, or for a list of keys a list of arrays; of the same shapes and types on all workers.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key or value is none.
+            KVStoreError: A key was initialised before, is of the other kind than the store's keys, or has another shape or
+                type on another worker (raised on all); or a server is lost.
+            AbortedError: A worker died, failed, left or was interrupted.
+        """
+        with self._lock:
+            found = pairs(key, value)
+            self._check_kind(found)
+            own: dict[Key, Array] = {}
+            for one, given in found:
+                if one in self._values or one in own:
+                    raise KVStoreError(f"duplicate init of key {one}", one)
+                own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
+            collectives.completed(
+                [(one, collectives.submit_broadcast(array, self._name_of(one))) for one, array in own.items()]
+            )
+            new: dict[Key, tuple[Value, ArrayType]] = {}
+            tickets = []
+            for one, given in found:
+                array, sparse = own[one], isinstance(given, RowSparse)
+                self._parts[one] = self._parts_of(one, array, by_rows=sparse)
+                if self.rank == self._workers[0][0]:
+                    tickets += [
+                        (one, part.link, self._first(one, part, array, sparse)) for part in self._parts[one]
+                    ]
+                # Only the shape and the type are kept here: the values are on the servers.
+                nothing = np.broadcast_to(np.zeros((), array.dtype), array.shape)
+                if sparse:
+                    rows = np.zeros((0, *array.shape[1:]), array.dtype)
+                    new[one] = (RowSparse(rows, [], array.shape), NUMPY)
+                else:
+                    new[one] = (nothing, array_type_of(given) or NUMPY)
+            for one, link, ticket in tickets:
+                self._done(one, link.wait(ticket), "init")
+            self._add(new)
+            self.barrier()
+
+    def _parts_of(self, key: Key, array: Array, *, by_rows: bool) -> list[_Part]:
+        """Where MXNet has a key: on one server, or in equal parts on all if it is large."""
+        n = len(self._links)
+        if array.size < self._bound or n == 1 or not array.shape:
+            number = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
+            stop = len(array) if by_rows else array.size
+            return [_Part(self._links[number], 0, stop, array.shape, 0, deque())]
+        whole = len(array) if by_rows else array.size
+        ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
+        rest = array.shape[1:] if by_rows else ()
+        return [
+            _Part(link, start, stop, (stop - start, *rest), 0, deque())
+            for link, start, stop in zip(self._links, ends, ends[1:], strict=False)
+        ]
+
+    def _first(self, key: Key, part: _Part, array: Array, by_rows: bool) -> Ticket:
+        given = array[part.start : part.stop] if by_rows else array.reshape(-1)[part.start : part.stop]
+        region = part.link.allocate(given.nbytes)
+        np.copyto(part.link.array(region, given.dtype, given.shape), given)
+        name, offset = array.dtype.str[1:], region.offset
+        return part.link.request(
+            lambda sequence: m.Init(sequence, self._id, key, part.shape, name, offset), region, given.nbytes
+        )
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Sum arrays over this worker's devices and send the sums to the servers.
+
+        Returns at once; the values may be overwritten afterwards.
+
+        Args:
+            key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
+            value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
+            priority: Larger ones go first where work is pending; results never depend on it.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key or value is none.
+            KVStoreError: A key was not initialised, a value has another shape than the stored one, there is no optimizer (in a
+                ``dist_async`` store), or a server is lost. What a server refuses is raised by the next pull of the key.
+        """
+        with self._lock:
+            self._push(pairs(key, value))
+
+    def _push(self, found: list[tuple[Key, Any]]) -> None:
+        if not self._synchronous and self._updater is None:
+            raise KVStoreError(
+                f"a {self.type} store applies pushes by an optimizer: call set_optimizer first"
+            )
+        try:
+            sums = self._sums(found)
+        except KVStoreError:
+            if self._synchronous:
+                self._refuse_elsewhere(found)
+            raise
+        for key, total in sums.items():
+            for part in self._parts[key]:
+                self._send(key, part, total)
+
+    def _refuse_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
+        """Push what servers refuse, so that the others' round of these keys fails and does not wait for this worker."""
+        for key in dict.fromkeys(key for key, _ in found):
+            for part in self._parts.get(key, ()):
+                part.link.request(
+                    functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, epoch=self._epoch)
+                )
+
+    def _send(self, key: Key, part: _Part, total: Value) -> None:
+        self._look_at_pushes(key, part)
+        if isinstance(total, RowSparse):
+            inside = (total.indices >= part.start) & (total.indices < part.stop)
+            numbers, data = total.indices[inside] - part.start, total.data[inside]
+            rows, nbytes = len(numbers), numbers.nbytes + data.nbytes
+            region = part.link.allocate(nbytes)
+            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
+            np.copyto(part.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
+        else:
+            data = total if len(self._parts[key]) == 1 else total.reshape(-1)[part.start : part.stop]
+            rows, nbytes = -1, data.nbytes
+            region = part.link.allocate(nbytes)
+            np.copyto(part.link.array(region, data.dtype, data.shape), data)
+        name, offset, seen = data.dtype.str[1:], region.offset, part.seen
+        ticket = part.link.request(
+            lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows, self._epoch),
+            region,
+            nbytes,
+        )
+        part.pushed.append(ticket)
+        part.seen += 1
+
+    def _look_at_pushes(self, key: Key, part: _Part) -> None:
+        """Record the staleness of pushes that were answered; one that failed stays, for the next pull to raise."""
+        pushed = part.pushed
+        while pushed and isinstance(answer := pushed[0].answer, m.Done):
+            pushed.popleft()
+            if not self._synchronous and self._record is not None:
+                self._record("kv.staleness", answer.staleness)
+
+    def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
+        """The sum over this worker's devices, compressed then: a worker has one residual for each key."""
+        if isinstance(arrays[0], RowSparse):
+            return add_up_rows(arrays)
+        if len(arrays) == 1 and self._compression is None:
+            only: Array = arrays[0]
+            return only  # it is copied to the outbox next
+        total = self._buffer(key, arrays[0])
+        add_up(arrays, total, on_devices=self._on_devices)
+        self._spare[key] = total
+        return total if self._compression is None else self._quantized(key, 0, total)
+
+    def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
+        super()._check_arrays(key, arrays)
+        sparse, stored = isinstance(arrays[0], RowSparse), isinstance(self._values[key], RowSparse)
+        if sparse != stored:
+            kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
+            raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
+
+    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+        return self._multi_precision or weight == gradient
+
+    def _write(self, found: list[tuple[Key, Any]], ignore_sparse: bool) -> None:
+        if not ignore_sparse:
+            raise KVStoreError(f"a {self.type} store pulls dense values only: use row_sparse_pull")
+        self._check_outputs(found, self._values)
+        wanted: dict[Key, list[Any]] = {}
+        for key, target in found:
+            if isinstance(target, RowSparse) or isinstance(self._values[key], RowSparse):
+                self._say_sparse(key)
+            else:
+                wanted.setdefault(key, []).append(target)
+        pulls = {key: [self._ask(key, part) for part in self._parts[key]] for key in wanted}
+        try:
+            for key, waiting in pulls.items():
+                for part, ticket in waiting:
+                    self._pulled_part(key, part, ticket)
+            for key, targets in wanted.items():
+                self._copy(key, pulls[key], targets)
+        finally:
+            for waiting in pulls.values():
+                for part, ticket in waiting:
+                    self._free(part, ticket)
+
+    def _ask(self, key: Key, part: _Part) -> _Pulled:
+        dtype = self._values[key].dtype
+        region = part.link.allocate(dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
+        name, offset = dtype.str[1:], region.offset
+        ticket = part.link.request(
+            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True
+        )
+        return _Pulled(part, ticket)
+
+    def _pulled_part(self, key: Key, part: _Part, ticket: Ticket) -> None:
+        """Wait for a pull; pushes of this worker were answered before."""
+        answer = part.link.wait(ticket)
+        self._look_at_pushes(key, part)
+        failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
+        if failed:
+            part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
+            for one in failed:
+                if not one.ranks or one.epoch > self._epoch:  # else another key's error has said it
+                    self._done(key, one, "push")
+        done = self._done(key, answer, "pull")
+        assert isinstance(done, m.Done)
+        part.seen = done.version + len(part.pushed)
+
+    def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
+        stored = self._values[key]
+        if len(pulls) == 1:
+            part, ticket = pulls[0]
+            assert ticket.region is not None
+            value = part.link.array(ticket.region, stored.dtype, stored.shape)
+        else:
+            value = np.empty(stored.shape, stored.dtype)
+            for part, ticket in pulls:
+                assert ticket.region is not None
+                value.reshape(-1)[part.start : part.stop] = part.link.array(
+                    ticket.region, stored.dtype, part.shape
+                )
+        for target in targets:
+            write(target, value)
+
+    @staticmethod
+    def _free(part: _Part, ticket: Ticket) -> None:
+        # One that was not answered, since this wait was interrupted, is written to later: the answer frees it then.
+        if ticket.answer is None:
+            ticket.keeps = False
+        elif ticket.region is not None:
+            part.link.free(ticket.region)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Copy some rows of row-sparse values, after this worker's pushes of them; see :meth:`KVStore.row_sparse_pull`."""
+        if out is None or row_ids is None:
+            raise AssertionError("row_sparse_pull needs out and row_ids")
+        with self._lock:
+            found = pairs(key, out)
+            self._check_known(found)
+            wanted = row_ids_of(row_ids, len(found))
+            numbers = []
+            for (one, target), rows in zip(found, wanted, strict=True):
+                self._check_sparse(one, target)
+                try:
+                    numbers.append(np.unique(checked_rows(rows, self._values[one].shape[0])))
+                except ValueError as error:
+                    raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
+            for (one, target), rows in zip(found, numbers, strict=True):
+                replace_rows(target, rows, self._pull_rows(one, rows))
+
+    def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
+        stored = self._values[key]
+        data = np.empty((len(rows), *stored.shape[1:]), stored.dtype)
+        row_bytes = stored.dtype.itemsize * int(np.prod(stored.shape[1:], dtype=np.int64))
+        for part in self._parts[key]:
+            inside = np.flatnonzero((rows >= part.start) & (rows < part.stop))
+            numbers = rows[inside] - part.start
+            region = part.link.allocate(numbers.nbytes + row_bytes * len(numbers))
+            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
+            message = functools.partial(
+                m.Pull,
+                store=self._id,
+                key=key,
+                dtype=stored.dtype.str[1:],
+                offset=region.offset,
+                rows=len(numbers),
+            )
+            ticket = part.link.request(message, region, numbers.nbytes, keeps=True)
+            try:
+                self._pulled_part(key, part, ticket)
+                data[inside] = part.link.array(
+                    region, stored.dtype, (len(numbers), *stored.shape[1:]), numbers.nbytes
+                )
+            finally:
+                self._free(part, ticket)
+        return data
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """Push, then pull; for dense arrays.
+
+        Args:
+            key, value, out, priority: As in :meth:`KVStore.pushpull`.
+
+        Raises:
+            AssertionError, TypeError, ValueError: A key, value or output is none.
+            KVStoreError: As :meth:`push` and :meth:`pull` do; or an array is row-sparse.
+            AbortedError: A worker that this one waited for has died.
+        """
+        for one, array in [*pairs(key, value), *([] if out is None else pairs(key, out))]:
+            if isinstance(array, RowSparse):
+                raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
+        with self._lock:
+            found, targets = pairs(key, value), pairs(key, value if out is None else out)
+            try:
+                self._check_known(targets)
+                self._check_outputs(targets, self._values)
+            except KVStoreError:
+                if self._synchronous:
+                    self._refuse_elsewhere(found)
+                raise
+            self._push(found)
+            self._write(targets, ignore_sparse=True)
+
+    # -- what happens to what is pushed -------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Update the stored values by what is pushed, on the servers. Every worker calls it with the same arguments.
+
+        The optimizer travels as its name and its numbers, never as code: later changes of it have no effect here.
+
+        Args:
+            optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, or its name.
+
+        Raises:
+            TypeError: It is neither.
+            ValueError: There is no optimizer of this name.
+            KVStoreError: It is of a class that servers don't have, or has a scheduler of the learning rate.
+        """
+        found = create(optimizer) if isinstance(optimizer, str) else optimizer
+        if not isinstance(found, Optimizer):
+            if callable(found):
+                raise KVStoreError(
+                    f"a {self.type} store runs optimizers on its servers, to which functions don't travel: give one of "
+                    "hvdlab.kvstore.optimizer, or use a dist_sync store, whose workers run functions"
+                )
+            raise TypeError(f"a {type(found).__name__} is no optimizer and no name of one")
+        spec = portable(found)
+        with self._lock:
+            if self.rank == self._workers[0][0]:
+                tickets = [
+                    (
+                        link,
+                        link.request(functools.partial(m.SetOptimizer, store=self._id, optimizer=spec)),
+                    )
+                    for link in self._links
+                ]
+                for link, ticket in tickets:
+                    self._done(None, link.wait(ticket), "set_optimizer")
+            self._multi_precision = found.multi_precision
+            self._updater = Updater(found)  # says what may be pushed; it is not called here
+            self.barrier()
+
+    def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
+        """Checks its argument only: an updater of one process has no part in values that are on servers."""
+        self._updater_of(updater)
+
+    def _own_updater(self, verb: str) -> Updater:
+        raise AssertionError(f"Cannot {verb} states for distributed training")
+
+    # -- workers and servers ------------------------------------------------------------------------------------------
+
+    def _done(self, key: Key | None, answer: Answer, what: str) -> Answer:
+        if not isinstance(answer, m.Failed):
+            return answer
+        if answer.ranks:
+            self._epoch = max(self._epoch, answer.epoch)
+            cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
+            raise AbortedError(Pending(what, f"kv.{key}", (self.rank,), answer.ranks), cause)
+        raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
+
+    def barrier(self) -> None:
+        """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
+        collectives.barrier(f"kv.{self._id}")
+
+    def _send_command_to_servers(self, head: int, body: str) -> None:
+        """Refuses an optimizer as text (head 0), which is code in MXNet; all else goes without saying here, and nothing is done.
+
+        Raises:
+            KVStoreError: ``head`` is 0.
+        """
+        if head == 0:
+            raise KVStoreError(
+                "servers take an optimizer by set_optimizer, as its name and numbers, not as text"
+            )
+
+    def servers(self) -> list[ServerInfo]:
+        """The processes that keep the values, with how much of this store each has."""
+        with self._lock:
+            asked = [(link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._links]
+            infos = []
+            for index, (link, ticket) in enumerate(asked):
+                answer = self._done(None, link.wait(ticket), "servers")
+                assert isinstance(answer, m.Stock)
+                host = link.place.host.partition("#")[0]
+                infos.append(ServerInfo(index, host, link.pid, answer.keys, answer.bytes))
+            return infos
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return context.engine("kvstore").rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host, from 0."""
+        return context.engine("kvstore").local_rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return context.engine("kvstore").size
+
+    def _name_of(self, key: Key) -> str:
+        return f"kv.{self._id}.{key}"
+
+
+class KVStoreServer:
+    """What MXNet's scripts turn a process into a server with. Here servers are processes of their own that start with the first
+    store that needs them, so that a script needs no such part: this waits beside them.
+
+    Args:
+        kvstore: A store that has servers.
+
+    Attributes:
+        kvstore: The store.
+        handle: Always ``None``; there is no handle of MXNet's.
+    """
+
+    def __init__(self, kvstore: KVStore) -> None:
+        self.kvstore = kvstore
+        self.handle = None
+
+    def run(self) -> None:
+        """Block until the job is over.
+
+        Raises:
+            KVStoreError: The store has no servers.
+        """
+        if not isinstance(self.kvstore, ServerStore):
+            raise KVStoreError(f"a {self.kvstore.type} store has no servers")
+        over = threading.Event()
+        context.engine("KVStoreServer").on_leave(lambda reason: over.set())
+        over.wait()

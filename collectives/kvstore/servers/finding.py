@@ -1,0 +1,121 @@
+"""The servers of a world as its workers know them: found together, started where there are none."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.kvstore import collectives
+from hvdlab.collectives.kvstore.servers.launch import Place
+from hvdlab.collectives.kvstore.servers.link import ServerLink
+from hvdlab.collectives.kvstore.servers.starting import Starter
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """What a worker knows: the places of servers of its host, and why it could not start one."""
+
+    rank: int
+    host: str
+    places: tuple[Place, ...]
+    error: str = ""
+
+
+class Servers:
+    """This worker's links to the servers of its world.
+
+    Args:
+        engine: This rank's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._starter = Starter()
+        self._links: dict[tuple[str, int], ServerLink] = {}
+        self._lock = threading.Lock()
+
+    def find(self) -> tuple[list[ServerLink], list[tuple[int, str]]]:
+        """Links to all servers, in the same order on all workers. Every worker calls it.
+
+        On each host the worker with the lowest rank starts those that are missing; a worker that came later learns from the
+        others where they are.
+
+        Returns:
+            The links; and the workers by rank, with what those of one host have in common.
+
+        Raises:
+            StartError: A server could not be started (on all workers).
+        """
+        with self._lock:
+            own = tuple(link.place for (host, _), link in self._links.items() if host == host_key())
+            known = self._exchange(_Known(self._engine.rank, host_key(), own))
+            if any(not self._of_host(known, worker.host) for worker in known):
+                known = self._exchange(self._started(known))
+            for worker in known:
+                if worker.error:
+                    raise StartError(f"rank {worker.rank}: {worker.error}")
+            places = [
+                place
+                for host in sorted({worker.host for worker in known})
+                for place in self._of_host(known, host)
+            ]
+            links = [self._link(place) for place in places]
+            return links, [(worker.rank, worker.host) for worker in known]
+
+    @staticmethod
+    def _of_host(known: list[_Known], host: str) -> list[Place]:
+        found = {place.index: place for worker in known for place in worker.places if place.host == host}
+        return [found[index] for index in sorted(found)]
+
+    def _started(self, known: list[_Known]) -> _Known:
+        """What this worker knows after it has started what its host lacks, if that is its task."""
+        host, rank = host_key(), self._engine.rank
+        places = tuple(self._of_host(known, host))
+        first = min(worker.rank for worker in known if worker.host == host)
+        if places or rank != first:
+            return _Known(rank, host, places)
+        settings = self._engine.settings
+        remote = any(worker.host != host for worker in known)
+        try:
+            started = tuple(
+                self._starter.make_place(index, settings, remote=remote, timeout=settings.start_timeout)
+                for index in range(settings.kv_servers)
+            )
+        except (HvdlabError, OSError) as error:
+            return _Known(rank, host, (), str(error))
+        return _Known(rank, host, started)
+
+    def _exchange(self, own: _Known) -> list[_Known]:
+        data = np.frombuffer(msgspec.json.encode(own), np.uint8).copy()
+        handle = collectives.submit_gather(data, "kv.servers")
+        collectives.completed([("servers", handle)])
+        result = handle.wait()
+        assert isinstance(result.output, np.ndarray)
+        ends = np.cumsum([length for (length,) in result.tables])[:-1]
+        return [msgspec.json.decode(part.tobytes(), type=_Known) for part in np.split(result.output, ends)]
+
+    def _link(self, place: Place) -> ServerLink:
+        key = place.host, place.index
+        link = self._links.get(key)
+        if link is None:
+            link = ServerLink(self._engine, place, self._starter, local=place.host == host_key())
+            self._links[key] = link
+        return link
+
+
+_servers: weakref.WeakKeyDictionary[Engine, Servers] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def servers_of(engine: Engine) -> Servers:
+    """The servers of an engine's world."""
+    with _lock:
+        found = _servers.get(engine)
+        if found is None:
+            found = _servers[engine] = Servers(engine)
+        return found

@@ -1,0 +1,476 @@
+"""A worker's connection to one server: requests are numbered, answered, and repeated if the server had to be started again.
+
+The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link's own only waits
+for the connection's end, so that a server that dies is started again, and what it did not answer is repeated, also while the user
+computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError, format_ranks
+from hvdlab.collectives.kvstore.arrays import Array
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.kvstore.servers.launch import Place
+from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
+from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
+from hvdlab.collectives.kvstore.servers.state import PIECE
+from hvdlab.collectives.logs import LOG
+from hvdlab.collectives.protocol.address import TlsAddress, parse_address
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.messages import Message
+from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+
+RECOVER_WITHIN = 30.0
+"""Seconds that a server which is gone may take to come back."""
+_LOOK_MILLISECONDS = 1000
+_TRY_AGAIN_SECONDS = 0.1
+_SWEEP_FROM = 8
+_IN_FLIGHT = 256 << 20
+"""Bytes of unanswered requests from which on answers are waited for before more is sent."""
+
+Answer = m.Done | m.Failed | m.Stock
+
+
+class Region:
+    """A part of the outbox: ``offset`` and the power of two that is its size."""
+
+    __slots__ = ("offset", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset, self.size = offset, size
+
+
+class Ticket:
+    """A request and its answer.
+
+    Attributes:
+        message: What was asked.
+        answer: ``None`` until it has come.
+        region: The memory that goes with it.
+        sent: Bytes at the region's beginning that are for the server.
+        keeps: Whether the region is read after the answer, and freed by who does.
+    """
+
+    __slots__ = ("answer", "keeps", "message", "region", "sent")
+
+    def __init__(self, message: Message, region: Region | None, sent: int, *, keeps: bool) -> None:
+        self.message, self.region, self.sent, self.keeps = message, region, sent, keeps
+        self.answer: Answer | None = None
+
+
+class _Outbox:
+    """Memory for what goes to the server and comes back, shared with a server of this host."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.file = SharedFile.create("hvdlab-outbox")
+        self.shared = shared
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+
+    def allocate(self, nbytes: int) -> Region:
+        size = max(PAGE, 1 << (nbytes - 1).bit_length()) if nbytes else PAGE
+        free = self._free.get(size)
+        if free:
+            return Region(free.pop(), size)
+        offset, self._end = self._end, self._end + size
+        self.file.grow(self._end)
+        return Region(offset, size)
+
+    def free(self, region: Region) -> None:
+        self._free.setdefault(region.size, []).append(region.offset)
+
+
+class ServerLink:
+    """The connection of this rank to one server, for all stores. Any thread.
+
+    Args:
+        engine: This rank's.
+        place: Where the server is.
+        local: Whether that is this host.
+        starter: Starts it again.
+
+    Attributes:
+        place: Where the server is.
+        pid: Its process; 0 before it was connected to.
+    """
+
+    def __init__(self, engine: Engine, place: Place, starter: Starter, *, local: bool) -> None:
+        self.place, self.pid = place, 0
+        self._engine, self._starter, self._local = engine, starter, local
+        self._rank = engine.rank
+        self._changed = threading.Condition()
+        self._endpoint: Endpoint | None = None
+        self._poll = select.poll()
+        #: Whether a thread waits for the socket; others wait for that thread.
+        self._reading = False
+        self._sequence = 0
+        self._unanswered: dict[int, Ticket] = {}
+        self._in_flight = 0
+        self._outbox = _Outbox(shared=local)
+        #: The memory of stores, which outlives a server of this host because its workers have it.
+        self._files: dict[int, SharedFile] = {}
+        #: Stores that are used no more; filled by the garbage collector, which may run anywhere.
+        self._closing: deque[int] = deque()
+        self._lost: HvdlabError | None = None
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        with self._changed:
+            self._recover()
+        threading.Thread(target=self._watch, name="hvdlab-kv", daemon=True).start()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Region:
+        """Memory for a request; it belongs to the ticket afterwards."""
+        with self._changed:
+            return self._outbox.allocate(nbytes)
+
+    def free(self, region: Region) -> None:
+        """Give memory back that a ticket kept."""
+        with self._changed:
+            self._outbox.free(region)
+
+    def array(self, region: Region, dtype: np.dtype[Any], shape: tuple[int, ...], skip: int = 0) -> Array:
+        """The memory of a request as an array, ``skip`` bytes behind its beginning."""
+        return self._outbox.file.array(region.offset + skip, dtype, shape)
+
+    def request(
+        self,
+        make: Callable[[int], Message],
+        region: Region | None = None,
+        sent: int = 0,
+        *,
+        keeps: bool = False,
+    ) -> Ticket:
+        """Send a request; does not wait for the answer.
+
+        Args:
+            make: Makes the message of its sequence number.
+            region: The memory that goes with it.
+            sent: Bytes of it that the server reads.
+            keeps: Whether the caller frees the region; else the answer does.
+
+        Raises:
+            KVStoreError: The server is lost.
+        """
+        with self._changed:
+            self._require_usable()
+            if len(self._unanswered) >= _SWEEP_FROM:
+                self._sweep()
+            self._sequence += 1
+            ticket = Ticket(make(self._sequence), region, sent, keeps=keeps)
+            self._unanswered[self._sequence] = ticket
+            self._in_flight += region.size if region is not None else 0
+            self._carry_out(lambda: self._transmit(ticket))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Answer:
+        """Wait for an answer, and return it.
+
+        Raises:
+            KVStoreError: The server is lost.
+        """
+        with self._changed:
+            while ticket.answer is None:
+                self._require_usable()
+                if self._reading:
+                    self._changed.wait(1.0)
+                else:
+                    self._read_once()
+            return ticket.answer
+
+    def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
+        """Open a store; the worker that ``makes_memory`` brings it to the server."""
+        if makes_memory and self._local:
+            with self._changed:
+                self._require_usable()
+                file = self._files[store] = SharedFile.create(f"hvdlab-kv-{store:x}")
+                self._carry_out(lambda: self._send(m.Bring(store), file))
+        return self.request(message)
+
+    def close_store(self, store: int) -> None:
+        """Use a store no more. Does not wait, and takes no lock."""
+        self._closing.append(store)
+        self._wake()
+
+    def close(self) -> None:
+        """End the connection. Requests that wait fail."""
+        with self._changed:
+            if self._lost is None:
+                self._lost = KVStoreError("the connection to the parameter server was closed")
+                if self._endpoint is not None:
+                    with contextlib.suppress(ConnectionLost):
+                        self._endpoint.send_frame(m.encode(m.Leave()))
+                    self._endpoint.close()
+            self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writer, b"\0")
+        except OSError:  # full wakes as well; closed, there is nobody to wake
+            return
+
+    # -- the connection; all with the lock ----------------------------------------------------------------------------
+
+    def _require_usable(self) -> None:
+        if self._lost is None and self._engine.closed:
+            self._lost = KVStoreError("the world that the parameter server belongs to has ended")
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+
+    def _carry_out(self, step: Callable[[], None]) -> None:
+        """Do something with the connection. If it is lost, it is made again, which repeats all that was not answered.
+
+        An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is given up.
+        """
+        try:
+            if self._endpoint is None:
+                raise ConnectionLost("there is none")
+            step()
+        except ConnectionLost:
+            self._recover()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()  # the watching thread notices
+            self._endpoint = None
+
+    def _send(self, message: Message, file: SharedFile | None = None) -> None:
+        assert self._endpoint is not None
+        sent = self._endpoint.send_frame(m.encode(message), -1 if file is None else file.descriptor)
+        while not sent:
+            self._wait_for(select.POLLOUT | select.POLLIN)
+            self._take()  # or else both might wait for each other
+            sent = self._endpoint.flush()
+
+    def _transmit(self, ticket: Ticket) -> None:
+        region = ticket.region
+        if region is not None and not self._outbox.shared:
+            data = self._outbox.file.array(region.offset, np.dtype(np.uint8), (ticket.sent,))
+            for first in range(0, ticket.sent, PIECE):
+                self._send(m.Data(region.offset + first, data[first : first + PIECE].tobytes()))
+        self._send(ticket.message)
+
+    def _wait_for(self, events: int) -> bool:
+        endpoint = self._endpoint
+        if endpoint is None:
+            raise ConnectionLost("there is none")
+        poll = select.poll()
+        poll.register(endpoint, events)
+        return bool(poll.poll(_LOOK_MILLISECONDS))
+
+    def _read_once(self) -> None:
+        """Wait for the socket without the lock, then take what has come."""
+        self._reading = True
+        endpoint, poll = self._endpoint, self._poll
+        try:
+            if endpoint is None:
+                raise ConnectionLost("there is none")
+            self._changed.release()
+            try:
+                poll.poll(_LOOK_MILLISECONDS)
+            finally:
+                self._changed.acquire()
+            if self._endpoint is endpoint:
+                self._take()
+        except ConnectionLost:
+            self._recover()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._reading = False
+            self._changed.notify_all()
+
+    def _sweep(self) -> None:
+        """Take answers that have come; while very much is unanswered, wait for some."""
+        self._carry_out(self._take)
+        while self._in_flight > _IN_FLIGHT and not self._reading:
+            self._require_usable()
+            self._read_once()
+
+    def _take(self) -> None:
+        endpoint = self._endpoint
+        if endpoint is None:
+            raise ConnectionLost("there is none")
+        try:
+            for payload in endpoint.receive():
+                self._handle(endpoint, m.decode_to_worker(payload))
+        except ProtocolError as error:
+            raise ConnectionLost(str(error)) from error
+
+    def _handle(self, endpoint: Endpoint, message: m.ToWorker) -> None:
+        if isinstance(message, m.Done | m.Failed | m.Stock):
+            ticket = self._unanswered.pop(message.sequence, None)
+            if ticket is None:
+                return  # repeated, and answered twice
+            ticket.answer = message
+            if ticket.region is not None:
+                self._in_flight -= ticket.region.size
+                if not ticket.keeps:
+                    self._outbox.free(ticket.region)
+            self._changed.notify_all()
+        elif isinstance(message, m.Data):
+            data = np.frombuffer(message.data, np.uint8)
+            self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
+        elif isinstance(message, m.Share):
+            file = SharedFile(endpoint.take_descriptor())
+            self._files.setdefault(message.store, file)
+        elif isinstance(message, m.Waits):
+            LOG.warning(
+                "key %r has waited for %.0f s for a push of %s",
+                message.key,
+                message.seconds,
+                format_ranks(message.ranks),
+            )
+
+    # -- making it again ----------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Connect, start the server first if it is gone, and repeat what was not answered."""
+        deadline = Deadline(RECOVER_WITHIN)
+        self._give_up()
+        while True:
+            self._require_usable()
+            try:
+                self._endpoint = self._connect(deadline)
+                self._poll = select.poll()
+                self._poll.register(self._endpoint, select.POLLIN)
+                for store, file in self._files.items():
+                    self._send(m.Bring(store), file)
+                for number in sorted(self._unanswered):
+                    ticket = self._unanswered.get(number)
+                    if ticket is not None:  # answered while others were sent
+                        self._transmit(ticket)
+                self._wake()  # the watching thread has to watch another one
+                return
+            except (ConnectionLost, OSError, StartError, ProtocolError) as error:
+                self._give_up()
+                if deadline.expired or not self._may_come_back(error):
+                    self._lost = KVStoreError(f"the parameter server is lost: {error}")
+                    self._changed.notify_all()
+                    self._require_usable()
+            except BaseException:
+                self._give_up()
+                raise
+            time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
+
+    def _may_come_back(self, error: Exception) -> bool:
+        return not self._local or os.path.isdir(self.place.directory)
+
+    def _connect(self, deadline: Deadline) -> Endpoint:
+        sock = self._open(deadline)
+        endpoint = Endpoint(sock, descriptors=True)
+        try:
+            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self._local)
+            descriptor = self._outbox.file.descriptor if self._local else -1
+            endpoint.send_frame(m.encode(attach), descriptor)
+            self._await_attached(endpoint, deadline)
+        except BaseException:
+            endpoint.close()
+            raise
+        return endpoint
+
+    def _await_attached(self, endpoint: Endpoint, deadline: Deadline) -> None:
+        poll = select.poll()
+        poll.register(endpoint, select.POLLIN)
+        while True:
+            for payload in endpoint.receive():  # nothing comes behind it before we send more
+                answer = m.decode_to_worker(payload)
+                if isinstance(answer, m.Refused):
+                    raise StartError(f"The parameter server refused: {answer.reason}")
+                if isinstance(answer, m.Attached):
+                    self.pid = answer.pid
+                    return
+            deadline.check("the answer of the parameter server")
+            left = deadline.remaining()
+            poll.poll(None if left is None else left * 1000)
+
+    def _open(self, deadline: Deadline) -> socket.socket:
+        if self._local:
+            return self._open_local(deadline)
+        where = parse_address(self.place.tls_address)
+        assert isinstance(where, TlsAddress)
+        plain = socket.create_connection((where.host, where.port), deadline.remaining())
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secure: ssl.SSLSocket = client_context(self.place.certificate).wrap_socket(plain)
+        except BaseException:
+            plain.close()
+            raise
+        try:
+            require_same_certificate(secure, self.place.certificate)
+        except BaseException:
+            secure.close()
+            raise
+        return secure
+
+    def _open_local(self, deadline: Deadline) -> socket.socket:
+        left = deadline.remaining()
+        self._starter.ensure(self.place, RECOVER_WITHIN if left is None else left)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(left)
+            sock.connect(os.path.join(self.place.directory, SOCKET))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    # -- the watching thread ------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                if self._lost is not None:
+                    break
+                endpoint = self._endpoint
+                try:
+                    self._send_closing()
+                    if endpoint is None:
+                        self._recover()
+                        continue
+                except HvdlabError:
+                    continue  # those who wait learn of it
+                poll = select.poll()
+                poll.register(self._wake_reader, select.POLLIN)
+                poll.register(endpoint, select.POLLRDHUP)
+            found = poll.poll()
+            if any(descriptor == self._wake_reader for descriptor, _ in found):
+                os.read(self._wake_reader, 4096)
+                continue
+            with self._changed:
+                if self._endpoint is endpoint:
+                    self._give_up()
+        # First the number, or else a byte might go to a file that has the same one later.
+        writer, self._wake_writer = self._wake_writer, -1
+        os.close(writer)
+        os.close(self._wake_reader)
+
+    def _send_closing(self) -> None:
+        while self._closing:
+            store = self._closing.popleft()
+            file = self._files.pop(store, None)
+            if file is not None:
+                file.close()
+            if self._endpoint is not None:
+                self._carry_out(lambda number=store: self._send(m.Close(number)))  # type: ignore[misc]

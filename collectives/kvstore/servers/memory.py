@@ -1,0 +1,345 @@
+"""Memory that outlives a server: files in memory which the workers of its host hold as well.
+
+The memory of a store is one file. It begins with a word that says how far it is valid; up to there it is a list of records, some with
+a block behind them. A record of a key has a block with two slots, each with a version, the last sequence number applied for each
+worker, the value and the optimizer's states, and a word that says which slot counts. An update is written to the other slot, then
+that word is changed: a server that is killed between two instructions leaves the value before the update or the one after it, with
+the sequence numbers that belong to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.kvstore.arrays import Array
+from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.state_format import OptimizerSpec
+from hvdlab.collectives.protocol.codec import MALFORMED
+from hvdlab.collectives.protocol.messages import Message
+
+ALIGNMENT = 64
+PAGE = 4096
+_MAGIC = 0x6876646B76310001
+_TYPES = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
+
+Words = npt.NDArray[np.uint64]
+
+
+def aligned(size: int, to: int = ALIGNMENT) -> int:
+    """The next multiple."""
+    return -(-size // to) * to
+
+
+def element_type(name: str) -> np.dtype[Any]:
+    """The element type of this name, such as ``f4``. Raises ``ProtocolError`` if there is none."""
+    if name not in _TYPES:
+        raise ProtocolError(f"there is no element type {name!r}")
+    return np.dtype(name)
+
+
+class SharedFile:
+    """A file in memory that several processes map; it can grow, not shrink.
+
+    Args:
+        descriptor: Of the file; taken over.
+
+    Raises:
+        ProtocolError: The file might shrink, which would kill those that read it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = None
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError(f"what should be a file in memory is something else: {error}") from error
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError("a file in memory that may shrink can't be shared")
+        self._mapped = 0
+
+    @classmethod
+    def create(cls, name: str) -> SharedFile:
+        """A new, empty one; ``name`` is for readers of ``/proc``."""
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return cls(descriptor)
+
+    @property
+    def size(self) -> int:
+        """Its size now, as any process has made it."""
+        return os.fstat(self.descriptor).st_size
+
+    def grow(self, size: int) -> None:
+        """Make it at least this large; what is new reads as zeros.
+
+        It at least doubles: each map costs a descriptor as long as an array of it lives, and what is not used costs no memory.
+        """
+        if size > self.size:
+            os.ftruncate(self.descriptor, aligned(max(size, 2 * self.size), PAGE))
+
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """A part of it as an array that stays valid when the file grows. Raises ``ProtocolError`` if it is not inside."""
+        count = 1
+        for length in shape:
+            count *= length
+        if min(shape, default=0) < 0 or offset < 0 or offset % dtype.itemsize:
+            raise ProtocolError(f"there is no array {dtype}{list(shape)} at {offset}")
+        if count == 0:
+            return np.empty(shape, dtype)
+        end = offset + count * dtype.itemsize
+        if end > self._mapped:
+            size = self.size
+            if end > size:
+                raise ProtocolError(f"an array ends at {end}, but its file at {size}")
+            # Arrays of the old map keep that; both are the same memory.
+            self._map, self._mapped = mmap.mmap(self.descriptor, size), size
+        assert self._map is not None
+        return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+
+    def close(self) -> None:
+        """Let go of it; arrays stay valid as long as they are referenced. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor, self._map, self._mapped = -1, None, 0
+
+    def __del__(self) -> None:
+        self.close()
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+class StoreRecord(Message, frozen=True):
+    """How a store is used. The last one counts; ``generation`` counts the optimizers that it has had.
+
+    ``gone`` are the workers that use it no more, and why.
+    """
+
+    workers: tuple[int, ...]
+    synchronous: bool
+    staleness: int
+    generation: int = 0
+    optimizer: OptimizerSpec | None = None
+    gone: tuple[tuple[int, str], ...] = ()
+
+
+class KeyRecord(Message, frozen=True):
+    """A key and where its block is. The last one of a key counts.
+
+    ``states`` are the element types and shapes of the arrays that the optimizer keeps for it.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: str
+    states: tuple[tuple[str, tuple[int, ...]], ...]
+    block: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[StoreRecord | KeyRecord] = msgspec.msgpack.Decoder(StoreRecord | KeyRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One of the two places of a key's value.
+
+    Attributes:
+        head: Version; generation of the optimizer that the states belong to; updates by it.
+        applied: The last sequence number that was applied, for each worker of the store.
+        pushes: How many pushes of each worker were applied.
+        value: The value.
+        states: The arrays of the optimizer.
+    """
+
+    head: Words
+    applied: Words
+    pushes: Words
+    value: Array
+    states: tuple[Array, ...]
+
+    def copy_to(self, other: Slot) -> None:
+        """Copy everything but the version."""
+        other.head[1:] = self.head[1:]
+        other.applied[:] = self.applied
+        other.pushes[:] = self.pushes
+        np.copyto(other.value, self.value)
+        for mine, its in zip(self.states, other.states, strict=True):
+            np.copyto(its, mine)
+
+
+class Block:
+    """The two slots of a key. Made by :class:`StoreMemory`.
+
+    Attributes:
+        record: What they hold.
+        current_word: Which of them counts.
+    """
+
+    def __init__(self, file: SharedFile, record: KeyRecord, workers: int) -> None:
+        self.record = record
+        self.current_word: Words = file.array(record.block, np.dtype(np.uint64), (1,))
+        at = record.block + ALIGNMENT
+        self._slots = []
+        for _ in (0, 1):
+            slot, at = _slot_at(file, at, record, workers)
+            self._slots.append(slot)
+
+    @property
+    def current(self) -> Slot:
+        """What counts."""
+        return self._slots[int(self.current_word[0]) & 1]
+
+    @property
+    def other(self) -> Slot:
+        """What does not count, and may be written to."""
+        return self._slots[1 - (int(self.current_word[0]) & 1)]
+
+    def commit(self) -> None:
+        """Let the other slot count from now on, with the next version."""
+        # The word is written last: a server that dies before leaves what was there, one that dies after it what is new.
+        self.other.head[0] = self.current.head[0] + np.uint64(1)
+        self.current_word[0] ^= np.uint64(1)
+
+
+def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tuple[Slot, int]:
+    words = np.dtype(np.uint64)
+    head = file.array(at, words, (3,))
+    at += 3 * 8
+    applied = file.array(at, words, (workers,))
+    at += workers * 8
+    pushes = file.array(at, words, (workers,))
+    at = aligned(at + workers * 8)
+    arrays = []
+    for name, shape in ((record.dtype, record.shape), *record.states):
+        array = file.array(at, element_type(name), shape)
+        arrays.append(array)
+        at = aligned(at + array.nbytes)
+    return Slot(head, applied, pushes, arrays[0], tuple(arrays[1:])), at
+
+
+def _block_size(record: KeyRecord, workers: int) -> int:
+    slot = aligned((3 + 2 * workers) * 8)
+    for name, shape in ((record.dtype, record.shape), *record.states):
+        slot += aligned(element_type(name).itemsize * int(np.prod(shape, dtype=np.int64)))
+    return ALIGNMENT + 2 * (slot + ALIGNMENT)
+
+
+class StoreMemory:
+    """What a server keeps of one store, in a file that its workers hold as well.
+
+    Args:
+        file: Empty, or written by a server before; taken over.
+
+    Attributes:
+        file: The file.
+        store: How the store is used; ``None`` before :meth:`describe`.
+        blocks: The keys that it has.
+
+    Raises:
+        ProtocolError: The file holds something else.
+    """
+
+    def __init__(self, file: SharedFile) -> None:
+        self.file = file
+        self.store: StoreRecord | None = None
+        self.blocks: dict[Key, Block] = {}
+        if file.size == 0:
+            file.grow(PAGE)
+            head = self._head()
+            head[1] = ALIGNMENT
+            head[0] = _MAGIC  # last: a file without it was never used
+            return
+        head = self._head()
+        if head[0] == 0:  # its server was killed while it made it
+            head[1] = ALIGNMENT
+            head[0] = _MAGIC
+        if head[0] != _MAGIC:
+            raise ProtocolError("a file in memory is not that of a store")
+        for record in self._records():
+            self._use(record)
+
+    def _head(self) -> Words:
+        return self.file.array(0, np.dtype(np.uint64), (2,))
+
+    def _records(self) -> Iterator[StoreRecord | KeyRecord]:
+        at, end = ALIGNMENT, int(self._head()[1])
+        while at < end:
+            length, size = (int(word) for word in self.file.array(at, np.dtype(np.uint64), (2,)))
+            data = self.file.array(at + 16, np.dtype(np.uint8), (length,))
+            try:
+                yield _decoder.decode(data.tobytes())
+            except MALFORMED as error:
+                raise ProtocolError(f"a record of a store is damaged: {error}") from error
+            if size <= 0:
+                raise ProtocolError("a record of a store is damaged")
+            at += size
+
+    def _use(self, record: StoreRecord | KeyRecord) -> None:
+        if isinstance(record, StoreRecord):
+            self.store = record
+            return
+        assert self.store is not None
+        self.blocks[record.key] = Block(self.file, record, len(self.store.workers))
+
+    def describe(self, record: StoreRecord) -> None:
+        """Say how the store is used from now on."""
+        self._end_at(self._write(record))
+        self._use(record)
+
+    def add(self, record: KeyRecord) -> Block:
+        """A block for a key, whose current slot is to be filled before :meth:`keep`; ``record.block`` is chosen here."""
+        assert self.store is not None
+        workers = len(self.store.workers)
+        start = int(self._head()[1])
+        room = aligned(
+            16 + len(_encoder.encode(record)) + 16
+        )  # the place of the block is a longer number than none
+        placed = msgspec.structs.replace(record, block=start + room)
+        end = start + room + aligned(_block_size(placed, workers))
+        self.file.grow(end)
+        block = Block(self.file, placed, workers)
+        block.current_word[0] = 0
+        for slot in (
+            block.current,
+            block.other,
+        ):  # what a server before wrote here, and did not keep, is gone
+            for words in (slot.head, slot.applied, slot.pushes):
+                words[:] = 0
+        return block
+
+    def keep(self, block: Block) -> None:
+        """Let a block that :meth:`add` made count from now on, in place of an older one of its key."""
+        start = int(self._head()[1])
+        size = block.record.block - start + aligned(_block_size(block.record, len(block.current.applied)))
+        self._end_at(self._write(block.record, size))
+        self.blocks[block.record.key] = block
+
+    def _write(self, record: StoreRecord | KeyRecord, size: int = 0) -> int:
+        """Write a record behind the end, and return where the end will be."""
+        data = _encoder.encode(record)
+        start = int(self._head()[1])
+        size = size or aligned(16 + len(data))
+        self.file.grow(start + size)
+        self.file.array(start, np.dtype(np.uint64), (2,))[:] = (len(data), size)
+        self.file.array(start + 16, np.dtype(np.uint8), (len(data),))[:] = np.frombuffer(data, np.uint8)
+        return start + size
+
+    def _end_at(self, end: int) -> None:
+        self._head()[1] = end
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.blocks.clear()
+        self.file.close()

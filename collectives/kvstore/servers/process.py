@@ -1,0 +1,411 @@
+"""A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ServerState`.
+
+It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: whichever worker of its host
+notices that it is gone starts it again, on the same socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import select
+import shutil
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
+from hvdlab.collectives.coordinator.strangers import TurnedAway
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.kvstore.arrays import Array
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.kvstore.servers.launch import Launch
+from hvdlab.collectives.kvstore.servers.memory import SharedFile
+from hvdlab.collectives.kvstore.servers.state import (
+    Arrived,
+    Died,
+    Disconnect,
+    Disconnected,
+    Event,
+    Received,
+    ServerState,
+    Tick,
+)
+from hvdlab.collectives.link import Door
+from hvdlab.collectives.linux import name_process
+from hvdlab.collectives.protocol import messages as jobs
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError
+from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
+from hvdlab.collectives.protocol.tls import server_context
+
+INTRODUCE_WITHIN = 10.0
+"""Seconds that a connection has for the TLS handshake and its first message."""
+_TRY_AGAIN_SECONDS = 0.1
+
+
+class CopiedOutbox:
+    """The outbox of a worker on another host, as far as it was sent."""
+
+    remote = True
+
+    def __init__(self) -> None:
+        self._bytes = np.zeros(0, np.uint8)
+
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or offset < 0 or offset % dtype.itemsize:
+            raise ProtocolError(f"there is no array {dtype}{list(shape)} at {offset}")
+        end = offset + count * dtype.itemsize
+        self._reach(end)
+        return self._bytes[offset:end].view(dtype).reshape(shape)
+
+    def write(self, offset: int, data: bytes) -> None:
+        if offset < 0:
+            raise ProtocolError(f"{len(data)} bytes at {offset}")
+        self._reach(offset + len(data))
+        self._bytes[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def _reach(self, end: int) -> None:
+        if end > FRAME_LIMIT << 8:
+            raise ProtocolError(f"an outbox of {end} bytes")
+        if end > len(self._bytes):
+            larger = np.zeros(max(end, 2 * len(self._bytes)), np.uint8)
+            larger[: len(self._bytes)] = self._bytes
+            self._bytes = larger
+
+
+class SharedOutbox:
+    """The outbox of a worker on this host."""
+
+    remote = False
+
+    def __init__(self, file: SharedFile) -> None:
+        self._file = file
+        self.array = file.array
+
+    def write(self, offset: int, data: bytes) -> None:
+        raise ProtocolError("a worker that shares its outbox sends no bytes of it")
+
+
+class _Connection:
+    """An accepted socket."""
+
+    def __init__(self, sock: socket.socket, number: int) -> None:
+        self.sock, self.number = sock, number
+        self.shaking = isinstance(sock, ssl.SSLSocket)
+        self.deadline = time.monotonic() + INTRODUCE_WITHIN
+        self.open = False
+        self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
+        self.outbox: SharedOutbox | CopiedOutbox | None = None
+
+    def fileno(self) -> int:
+        return self.endpoint.fileno()
+
+
+class Job:
+    """The server's connection to the coordinator: who has died, and when the job is over."""
+
+    def __init__(self, launch: Launch, news: deque[Event | None], wake: int) -> None:
+        self._door = Door(
+            launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
+        )
+        self._reattach, self._news, self._wake = launch.reattach, news, wake
+        self._known: dict[int, int] = {}  # process ids of members, by rank
+        self._generation = -1
+        self._endpoint: Endpoint | None = None
+
+    def start(self) -> None:
+        """Connect, then follow the job on a thread. Raises ``StartError`` if there is no coordinator."""
+        self._connect(Deadline(10))
+        threading.Thread(target=self._follow, name="hvdlab-job", daemon=True).start()
+
+    def _connect(self, deadline: Deadline) -> None:
+        self._endpoint, welcome = self._door.enter(self._generation, deadline)
+        self._generation = welcome.generation
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                try:
+                    self._read()
+                except (ConnectionLost, ProtocolError):
+                    self._return()
+        except (StartError, OSError, TimeoutError):
+            self._tell(None)  # the job is over
+
+    def _read(self) -> None:
+        endpoint = self._endpoint
+        assert endpoint is not None
+        poll = select.poll()
+        poll.register(endpoint, select.POLLIN)
+        while True:
+            for payload in endpoint.receive():
+                message = decode_to_peer(payload)
+                if isinstance(message, jobs.Ping):
+                    endpoint.send(jobs.Pong(message.number, time.monotonic_ns()))
+                elif isinstance(message, jobs.World) and not message.restoring:
+                    self._compare(message)
+            poll.poll()
+
+    def _return(self) -> None:
+        """Connect again, to the same coordinator or to its successor; there is no event for when that has come."""
+        assert self._endpoint is not None
+        self._endpoint.close()
+        deadline = Deadline(3 * self._reattach)
+        while True:
+            try:
+                return self._connect(deadline)
+            except (NobodyThereError, RefusedError):
+                raise
+            except StartError:
+                if deadline.expired:
+                    raise
+            time.sleep(_TRY_AGAIN_SECONDS)
+
+    def _compare(self, world: jobs.World) -> None:
+        members = {member.rank: member.pid for member in world.members}
+        ends = {(death.rank, death.pid): death.reason for death in world.deaths}
+        for rank, pid in self._known.items():
+            if members.get(rank) != pid:
+                self._tell(Died(rank, pid, ends.pop((rank, pid), "")))
+        for (rank, pid), reason in ends.items():
+            if (rank, pid) not in self._known.items() and members.get(rank) != pid:
+                self._tell(Died(rank, pid, reason))
+        self._known = members
+
+    def _tell(self, news: Event | None) -> None:
+        self._news.append(news)
+        os.write(self._wake, b"\0")
+
+
+class Server:
+    """Listens, and carries out what the state decides.
+
+    Args:
+        launch: The settings.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._state = ServerState()
+        self._poller: Poller[_Connection | socket.socket | int] = Poller()
+        self._connections: dict[int, _Connection] = {}
+        self._numbers = 0
+        self._context: ssl.SSLContext | None = None
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._news: deque[Event | None] = deque()
+        self._later: list[tuple[float, Any]] = []
+        self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
+        self._ending = self._over = False
+
+    def serve(self) -> bool:
+        """Run until the job is over, or SIGTERM comes; whether the job is over."""
+        self._listen()
+        Job(self._launch, self._news, self._wake_writer).start()
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._terminate)
+        os.write(1, b"ready\n")
+        while not self._ending:  # SIGTERM's handler changes it
+            self._step()
+        for connection in list(self._connections.values()):
+            connection.endpoint.close()
+        self._state.close()
+        return self._over
+
+    def _terminate(self, number: int, frame: object) -> None:
+        self._ending = True  # and workers start another one
+
+    def _listen(self) -> None:
+        launch = self._launch
+        local = socket.socket(fileno=launch.listener)
+        local.setblocking(False)
+        self._poller.register(local, READ, local)
+        if launch.tls_listener >= 0:
+            self._context = server_context(Path(launch.directory), launch.certificate, launch.key)
+            remote = socket.socket(fileno=launch.tls_listener)
+            remote.setblocking(False)
+            self._poller.register(remote, READ, remote)
+        self._poller.register(self._wake_reader, READ, self._wake_reader)
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        due = min(
+            [
+                self._state.next_tick(),
+                *(when for when, _ in self._later),
+                *(c.deadline for c in self._connections.values() if not c.open),
+            ]
+        )
+        for target, events in self._poller.wait(None if due == math.inf else max(0.0, due - now)):
+            if isinstance(target, socket.socket):
+                self._accept(target)
+            elif isinstance(target, int):
+                os.read(target, 4096)
+            else:
+                self._serve(target, events)
+        while self._news:
+            event = self._news.popleft()
+            if event is None:
+                self._ending = self._over = True
+            else:
+                self._handle(event)
+        if due <= time.monotonic():
+            self._pass_time()
+
+    def _pass_time(self) -> None:
+        now = time.monotonic()
+        self._handle(Tick())
+        for connection in list(self._connections.values()):
+            if not connection.open and connection.deadline <= now:
+                self._turn_away(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
+        calls = [call for when, call in self._later if when <= now]
+        self._later = [(when, call) for when, call in self._later if when > now]
+        for call in calls:
+            call()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # it has gone already
+            return
+        sock.setblocking(False)
+        if listener.family != socket.AF_UNIX and self._context is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self._numbers += 1
+        connection = _Connection(sock, self._numbers)
+        self._connections[connection.number] = connection
+        self._poller.register(connection, READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if connection.endpoint.closed:
+            return
+        try:
+            if connection.shaking and not self._shaken(connection):
+                return
+            if events & WRITE and connection.endpoint.flush():
+                self._poller.modify(connection, READ)
+            for payload in connection.endpoint.receive():
+                if connection.open:
+                    self._take(connection, m.decode_from_worker(payload))
+                else:
+                    self._introduce(connection, m.decode_attach(payload))
+                if connection.number not in self._connections:
+                    return  # what came broke the protocol
+        except ConnectionLost:
+            self._drop(connection)
+        except (ProtocolError, OSError) as error:
+            self._turn_away(connection, str(error))
+
+    def _shaken(self, connection: _Connection) -> bool:
+        assert isinstance(connection.sock, ssl.SSLSocket)
+        try:
+            connection.sock.do_handshake()
+        except ssl.SSLWantReadError:
+            self._poller.modify(connection, READ)
+            return False
+        except ssl.SSLWantWriteError:
+            self._poller.modify(connection, READ | WRITE)
+            return False
+        self._poller.modify(connection, READ)
+        connection.shaking = False
+        return True
+
+    def _introduce(self, connection: _Connection, message: m.Attach) -> None:
+        if message.version != m.VERSION or not hmac.compare_digest(
+            message.token.encode(), self._launch.token.encode()
+        ):
+            connection.endpoint.send_frame(m.encode(m.Refused("wrong version or token")))
+            raise ProtocolError("it showed a wrong token, or has another version")
+        if message.shared:
+            connection.outbox = SharedOutbox(SharedFile(_descriptor(connection.endpoint)))
+        else:
+            connection.outbox = CopiedOutbox()
+        connection.open = True
+        connection.endpoint.limit = FRAME_LIMIT
+        connection.endpoint.send_frame(m.encode(m.Attached(os.getpid(), self._launch.generation)))
+        self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
+
+    def _take(self, connection: _Connection, message: m.FromWorker) -> None:
+        file = None
+        if isinstance(message, m.Bring):
+            file = SharedFile(_descriptor(connection.endpoint))
+        self._handle(Received(connection.number, message, file))
+
+    def _turn_away(self, connection: _Connection, reason: str) -> None:
+        self._turned_away.tell(f"a connection was turned away: {reason}")
+        self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection.endpoint.closed:
+            return
+        self._poller.unregister(connection)
+        connection.endpoint.close()
+        del self._connections[connection.number]
+        if connection.open:
+            self._handle(Disconnected(connection.number))
+
+    # -- effects ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._state.handle(event, time.monotonic()):
+            connection = self._connections.get(effect.peer)
+            if connection is None:
+                continue
+            if isinstance(effect, Disconnect):
+                if effect.reason:
+                    self._turn_away(connection, effect.reason)
+                else:
+                    self._drop(connection)
+                continue
+            file = effect.file
+            descriptor = -1 if file is None else file.descriptor
+            try:
+                if not connection.endpoint.send_frame(m.encode(effect.message), descriptor):
+                    self._poller.modify(connection, READ | WRITE)
+            except ConnectionLost:
+                continue  # reading meets its end, too
+
+
+def _descriptor(endpoint: Endpoint) -> int:
+    descriptor = endpoint.take_descriptor()
+    if descriptor == LOST:
+        raise ProtocolError("this process has as many open files as it may have")
+    return descriptor
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"hvdlab parameter server: {text}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Run a server with the settings on standard input; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    name_process("hvdlab-server", "hvdlab parameter server")
+    try:
+        over = Server(launch).serve()
+    except StartError as error:
+        _log(str(error))
+        return 1
+    if over:
+        shutil.rmtree(launch.directory, ignore_errors=True)
+    return 0

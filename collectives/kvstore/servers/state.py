@@ -1,0 +1,646 @@
+"""What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
+
+Requests of one worker for one key are carried out in order, those of different workers or keys in any. Whatever is answered with
+``Done`` outlives the server; a worker repeats what was not answered, and the sequence numbers next to each value say what was applied
+already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.errors import KVStoreError, ProtocolError, format_ranks
+from hvdlab.collectives.kvstore.arrays import Array, RowSparse
+from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.optimizers import Optimizer, restored
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.kvstore.servers.memory import (
+    Block,
+    KeyRecord,
+    SharedFile,
+    Slot,
+    StoreMemory,
+    StoreRecord,
+    element_type,
+)
+from hvdlab.collectives.kvstore.summing import add_up_rows
+from hvdlab.collectives.protocol.messages import Message
+
+AWAY_SECONDS = 10.0
+"""How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
+STALL_SECONDS = 10.0
+"""After how long a worker learns for whom its request waits."""
+PIECE = 1 << 20
+"""Bytes of an outbox that go over a connection at once."""
+
+
+_Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask
+
+
+class Outbox(Protocol):
+    """Memory that a worker and the server both see: gradients to the server, values back."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether the worker sees what is written only once it was sent as :class:`Data`."""
+        ...
+
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """A part of it as an array. Raises ``ProtocolError`` if it is not inside."""
+        ...
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Take over what the worker wrote. Raises ``ProtocolError`` if it is shared."""
+        ...
+
+
+# -- events and effects -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A worker has introduced itself over a new connection."""
+
+    peer: int
+    rank: int
+    pid: int
+    outbox: Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a worker, with the file that came along."""
+
+    peer: int
+    message: m.FromWorker
+    file: SharedFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection has ended."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A rank's process has ended, as the coordinator says."""
+
+    rank: int
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Arrived | Received | Disconnected | Died | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message, and a file with it."""
+
+    peer: int
+    message: Message
+    file: SharedFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """End a connection: its worker has left, or what came over it breaks the protocol, which is the reason."""
+
+    peer: int
+    reason: str = ""
+
+
+Effect = Send | Disconnect
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    pid: int
+    #: Its connection; -1 while it has none.
+    peer: int
+    outbox: Outbox
+    #: When its connection ended.
+    away_since: float = math.inf
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that is not answered yet."""
+
+    request: m.Push | m.Pull
+    since: float
+    told: bool = False
+
+
+@dataclass(slots=True)
+class _Store:
+    memory: StoreMemory
+    record: StoreRecord
+    optimizer: Optimizer | None
+    #: Requests of each worker by key, oldest first.
+    queues: dict[Key, dict[int, deque[_Waiting]]] = field(default_factory=dict)
+    #: What the optimizer's ``create_state`` gave for each key, for its structure.
+    structures: dict[Key, Any] = field(default_factory=dict)
+
+    def participants(self) -> list[int]:
+        gone = {rank for rank, _ in self.record.gone}
+        return [rank for rank in self.record.workers if rank not in gone]
+
+
+class ServerState:
+    """One server. All methods belong to one thread."""
+
+    def __init__(self) -> None:
+        self._stores: dict[int, _Store] = {}
+        #: Memory that was brought of stores that no worker has opened here yet.
+        self._brought: dict[int, StoreMemory] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._ranks: dict[int, int] = {}  # by peer
+        #: Stores that wait for their memory, and who opens them.
+        self._opening: dict[int, list[tuple[int, m.Open]]] = {}
+        #: Requests for stores whose memory was not brought yet: their worker, and since when.
+        self._early: dict[int, list[tuple[int, _Request, float]]] = {}
+        self._effects: list[Effect] = []
+        #: Ranks that have died: how. A store that is brought later goes on without them.
+        self._dead: dict[int, str] = {}
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """React to an event; the effects are to be carried out in order."""
+        if isinstance(event, Received):
+            try:
+                self._receive(event, now)
+            except ProtocolError as error:
+                self._effects.append(Disconnect(event.peer, str(error)))
+        elif isinstance(event, Arrived):
+            self._arrive(event)
+        elif isinstance(event, Disconnected):
+            self._disconnect(event.peer, now)
+        elif isinstance(event, Died):
+            self._die(event)
+        else:
+            self._tick(now)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_tick(self) -> float:
+        """When :class:`Tick` is due; ``inf`` if it is not."""
+        due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
+        due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
+        due += [waiting.since + STALL_SECONDS for _, _, _, waiting in self._all_waiting() if not waiting.told]
+        return min(due, default=math.inf)
+
+    def stock(self) -> tuple[int, int]:
+        """How many keys of all stores are here, and the bytes of their values."""
+        blocks = [block for store in self._stores.values() for block in store.memory.blocks.values()]
+        return len(blocks), sum(block.current.value.nbytes for block in blocks)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for memory in (*(store.memory for store in self._stores.values()), *self._brought.values()):
+            memory.close()
+        self._stores.clear()
+        self._brought.clear()
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: Arrived) -> None:
+        before = self._workers.get(event.rank)
+        if before is not None:
+            self._ranks.pop(before.peer, None)
+            if before.pid != event.pid:
+                self._leave(event.rank, "was started anew")
+        self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.outbox)
+        self._ranks[event.peer] = event.rank
+        for store in self._stores.values():
+            for queues in store.queues.values():
+                queues.pop(event.rank, None)  # it repeats them
+        self._forget_early(event.rank)
+
+    def _forget_early(self, rank: int) -> None:
+        self._early = {
+            number: [one for one in early if one[0] != rank] for number, early in self._early.items()
+        }
+
+    def _disconnect(self, peer: int, now: float) -> None:
+        rank = self._ranks.pop(peer, None)
+        if rank is not None:
+            self._workers[rank].peer, self._workers[rank].away_since = -1, now
+
+    def _die(self, event: Died) -> None:
+        worker = self._workers.get(event.rank)
+        if worker is None or worker.pid == event.pid:
+            reason = self._dead[event.rank] = f"died: {event.reason}" if event.reason else "has left"
+            self._leave(event.rank, reason)
+
+    def _leave(self, rank: int, reason: str) -> None:
+        """A worker takes part in no store any more."""
+        worker = self._workers.pop(rank, None)
+        if worker is not None and self._ranks.pop(worker.peer, None) is not None:
+            self._effects.append(Disconnect(worker.peer))
+        self._forget_early(rank)
+        for number in list(self._stores):
+            self._leave_store(number, rank, reason)
+        for number, openings in list(self._opening.items()):
+            for opener, request in openings:
+                if rank in request.workers and opener != rank:
+                    self._fail(opener, request.sequence, f"rank {rank} {reason}", (rank,))
+            if any(rank in request.workers for _, request in openings):
+                del self._opening[number]
+
+    def _leave_store(self, number: int, rank: int, reason: str) -> None:
+        store = self._stores[number]
+        if rank not in store.participants():
+            return
+        store.record = msgspec.structs.replace(store.record, gone=(*store.record.gone, (rank, reason)))
+        store.memory.describe(store.record)
+        for queues in store.queues.values():
+            queues.pop(rank, None)
+        if not store.participants():
+            store.memory.close()
+            del self._stores[number]
+            return
+        for key in list(store.queues):
+            if store.record.synchronous:
+                # Who has pushed waits for a worker that will not: what was pushed is dropped, and the value stays.
+                for other, queue in store.queues[key].items():
+                    for waiting in [one for one in queue if isinstance(one.request, m.Push)]:
+                        self._end_epoch(store, other, waiting.request.sequence)
+                        queue.remove(waiting)
+            self._advance(store, key, 0.0)
+
+    def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
+        """A push is of an epoch that ended when the worker left that left last."""
+        gone, reason = store.record.gone[-1]
+        self._send(rank, m.Failed(sequence, f"rank {gone} {reason}", (gone,), len(store.record.gone)))
+
+    def _tick(self, now: float) -> None:
+        for worker in list(self._workers.values()):
+            if now >= worker.away_since + AWAY_SECONDS:
+                self._leave(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
+        for number, early in list(self._early.items()):
+            for rank, request, since in early:
+                if now >= since + AWAY_SECONDS:
+                    self._fail(
+                        rank, request.sequence, "no worker of this server's host has the store any more"
+                    )
+            self._early[number] = [one for one in early if now < one[2] + AWAY_SECONDS]
+        for store, key, rank, waiting in list(self._all_waiting()):
+            if not waiting.told and now >= waiting.since + STALL_SECONDS:
+                waiting.told = True
+                missing = self._missing(store, key, rank)
+                self._send(rank, m.Waits(waiting.request.sequence, key, now - waiting.since, missing))
+
+    def _all_waiting(self) -> Iterator[tuple[_Store, Key, int, _Waiting]]:
+        for store in self._stores.values():
+            for key, queues in store.queues.items():
+                for rank, queue in queues.items():
+                    for waiting in queue:
+                        yield store, key, rank, waiting
+
+    def _send(self, rank: int, message: Message, file: SharedFile | None = None) -> None:
+        worker = self._workers.get(rank)
+        if worker is not None and worker.peer >= 0:
+            self._effects.append(Send(worker.peer, message, file))
+
+    def _fail(self, rank: int, sequence: int, text: str, ranks: tuple[int, ...] = ()) -> None:
+        self._send(rank, m.Failed(sequence, text, ranks))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, event: Received, now: float) -> None:
+        message = event.message
+        rank = self._ranks.get(event.peer)
+        if rank is None:
+            raise ProtocolError(f"a {type(message).__name__} of a connection without a worker")
+        if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask):
+            self._request(rank, message, now)
+        elif isinstance(message, m.Data):
+            self._workers[rank].outbox.write(message.offset, message.data)
+        elif isinstance(message, m.Bring):
+            self._bring(message, event.file)
+        elif isinstance(message, m.Open):
+            self._open(rank, message)
+        elif isinstance(message, m.Close):
+            if message.store in self._stores:
+                self._leave_store(message.store, rank, "has closed its store")
+        else:
+            self._leave(rank, "has left")
+
+    def _request(self, rank: int, request: _Request, now: float) -> None:
+        store = self._stores.get(request.store)
+        if store is None and self._workers[rank].outbox.remote:
+            # A worker of this host has its memory, and may find a successor of the server later than this one.
+            self._early.setdefault(request.store, []).append((rank, request, now))
+        elif store is None or rank not in store.record.workers:
+            self._fail(rank, request.sequence, "this server has no such store")
+        elif isinstance(request, m.Push | m.Pull):
+            self._enqueue(store, rank, request, now)
+        elif isinstance(request, m.Init):
+            self._init(store, rank, request)
+        elif isinstance(request, m.SetOptimizer):
+            self._set_optimizer(store, rank, request)
+        else:
+            blocks = store.memory.blocks.values()
+            nbytes = sum(block.current.value.nbytes for block in blocks)
+            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes))
+
+    def _bring(self, message: m.Bring, file: SharedFile | None) -> None:
+        if file is None:
+            raise ProtocolError("a store was brought without its memory")
+        if message.store in self._stores or message.store in self._brought:
+            file.close()
+            return
+        memory = StoreMemory(file)
+        if memory.store is not None:  # of a server before this one
+            self._use(message.store, memory)
+        else:
+            self._brought[message.store] = memory
+        for rank, request in self._opening.pop(message.store, []):
+            self._open(rank, request)
+        for rank, early, now in self._early.pop(message.store, []):
+            self._request(rank, early, now)
+
+    def _use(self, number: int, memory: StoreMemory) -> None:
+        record = memory.store
+        assert record is not None
+        optimizer = None
+        if record.optimizer is not None:
+            optimizer = restored(record.optimizer.name, record.optimizer.attributes())
+            updates = [
+                int(block.current.head[2])
+                for block in memory.blocks.values()
+                if block.current.head[1] == record.generation
+            ]
+            optimizer.num_update = max([optimizer.num_update, *updates])
+        self._stores[number] = _Store(memory, record, optimizer)
+        for rank, reason in self._dead.items():
+            if rank not in self._workers and number in self._stores:
+                self._leave_store(number, rank, reason)
+
+    def _open(self, rank: int, request: m.Open) -> None:
+        if request.store not in self._stores:
+            memory = self._brought.pop(request.store, None)
+            if memory is None:
+                self._opening.setdefault(request.store, []).append((rank, request))
+                return
+            memory.describe(StoreRecord(request.workers, request.synchronous, request.staleness))
+            self._use(request.store, memory)
+        store = self._stores[request.store]
+        if rank not in store.record.workers:
+            raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
+        if not self._workers[rank].outbox.remote:
+            self._send(rank, m.Share(request.store), store.memory.file)
+        self._send(rank, m.Done(request.sequence))
+
+    def _init(self, store: _Store, rank: int, request: m.Init) -> None:
+        if request.key not in store.memory.blocks:
+            given = self._workers[rank].outbox.array(
+                request.offset, element_type(request.dtype), request.shape
+            )
+            self._make_block(store, request.key, given)
+        self._send(rank, m.Done(request.sequence, self._version(store, request.key)))
+
+    def _make_block(self, store: _Store, key: Key, value: Array, before: Slot | None = None) -> Block:
+        """A block for a key with this value, and with new states of the present optimizer."""
+        optimizer = store.optimizer
+        if optimizer is not None and optimizer.multi_precision:
+            value = value.astype(np.float32)
+        arrays: list[Array] = []
+        if optimizer is not None:
+            store.structures[key] = optimizer.create_state(key, value)
+            arrays = list(_arrays_of(store.structures[key]))
+        states = tuple((array.dtype.str[1:], array.shape) for array in arrays)
+        record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0)
+        block = store.memory.add(record)
+        slot = block.current
+        if before is not None:
+            slot.head[0], slot.applied[:], slot.pushes[:] = before.head[0], before.applied, before.pushes
+        slot.head[1] = store.record.generation
+        slot.head[2] = 0 if optimizer is None else optimizer.begin_num_update
+        np.copyto(slot.value, value)
+        for place, array in zip(slot.states, arrays, strict=True):
+            np.copyto(place, array)
+        store.memory.keep(block)
+        return block
+
+    def _set_optimizer(self, store: _Store, rank: int, request: m.SetOptimizer) -> None:
+        try:
+            optimizer = restored(request.optimizer.name, request.optimizer.attributes())
+        except KVStoreError as error:
+            self._fail(rank, request.sequence, str(error))
+            return
+        record = msgspec.structs.replace(
+            store.record, optimizer=request.optimizer, generation=store.record.generation + 1
+        )
+        store.memory.describe(record)
+        store.record, store.optimizer = record, optimizer
+        store.structures.clear()
+        self._send(rank, m.Done(request.sequence))
+
+    def _version(self, store: _Store, key: Key) -> int:
+        return int(store.memory.blocks[key].current.head[0])
+
+    # -- pushes and pulls ---------------------------------------------------------------------------------------------
+
+    def _enqueue(self, store: _Store, rank: int, request: m.Push | m.Pull, now: float) -> None:
+        block = store.memory.blocks.get(request.key)
+        if block is None:
+            self._fail(rank, request.sequence, f"this server has no key {request.key!r}")
+            return
+        if isinstance(request, m.Push):
+            slot, index = block.current, store.record.workers.index(rank)
+            if request.sequence <= int(slot.applied[index]):  # its answer was lost with the connection
+                self._send(rank, m.Done(request.sequence, int(slot.head[0])))
+                return
+            if store.record.synchronous and request.epoch < len(store.record.gone):
+                # Its worker goes on once it knows: all workers begin again with the same round.
+                self._end_epoch(store, rank, request.sequence)
+                return
+            if store.optimizer is None and not store.record.synchronous:
+                self._fail(
+                    rank, request.sequence, "a dist_async store needs an optimizer: call set_optimizer"
+                )
+                return
+        queues = store.queues.setdefault(request.key, {})
+        queues.setdefault(rank, deque()).append(_Waiting(request, now))
+        self._advance(store, request.key, now)
+
+    def _advance(self, store: _Store, key: Key, now: float) -> None:
+        """Carry out what can be carried out now."""
+        queues = store.queues[key]
+        went_on = True
+        while went_on:
+            went_on = False
+            for rank, queue in queues.items():
+                while queue:
+                    request = queue[0].request
+                    if isinstance(request, m.Pull):
+                        queue.popleft()
+                        self._pull(store, rank, request)
+                    elif not store.record.synchronous and self._within_bound(store, key, rank):
+                        queue.popleft()
+                        self._push(store, key, {rank: request})
+                    else:
+                        break
+                    went_on = True
+            if store.record.synchronous and not self._missing(store, key, -1):
+                heads = {rank: queues[rank].popleft().request for rank in store.participants()}
+                self._push(store, key, {r: p for r, p in heads.items() if isinstance(p, m.Push)})
+                went_on = True
+        if not any(queues.values()):
+            del store.queues[key]
+
+    def _within_bound(self, store: _Store, key: Key, rank: int) -> bool:
+        bound = store.record.staleness
+        if bound < 0:
+            return True
+        pushes = store.memory.blocks[key].current.pushes
+        return int(pushes[store.record.workers.index(rank)]) - self._fewest(store, key, rank) <= bound
+
+    def _fewest(self, store: _Store, key: Key, rank: int) -> float:
+        pushes = store.memory.blocks[key].current.pushes
+        others = [other for other in store.participants() if other != rank]
+        return min((int(pushes[store.record.workers.index(other)]) for other in others), default=math.inf)
+
+    def _missing(self, store: _Store, key: Key, rank: int) -> tuple[int, ...]:
+        """The workers that a push of this worker waits for."""
+        if store.record.synchronous:
+            queues = store.queues.get(key, {})
+            return tuple(other for other in store.participants() if not queues.get(other))
+        pushes, fewest = store.memory.blocks[key].current.pushes, self._fewest(store, key, rank)
+        return tuple(
+            other
+            for other in store.participants()
+            if other != rank and int(pushes[store.record.workers.index(other)]) <= fewest
+        )
+
+    def _pull(self, store: _Store, rank: int, request: m.Pull) -> None:
+        slot, outbox = store.memory.blocks[request.key].current, self._workers[rank].outbox
+        dtype = element_type(request.dtype)
+        start = request.offset
+        value: Array = slot.value
+        if request.rows >= 0:
+            numbers = outbox.array(start, np.dtype(np.int64), (request.rows,))
+            if request.rows and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(value):
+                raise ProtocolError(f"rows of key {request.key!r} are out of range")
+            start += numbers.nbytes
+            value = value[numbers]
+        out = outbox.array(start, dtype, value.shape)
+        with np.errstate(invalid="ignore", over="ignore"):  # as C casts
+            np.copyto(out, value, casting="unsafe")
+        if outbox.remote:
+            data = out.tobytes()
+            for first in range(0, len(data), PIECE):
+                self._send(rank, m.Data(start + first, data[first : first + PIECE]))
+        self._send(rank, m.Done(request.sequence, int(slot.head[0])))
+
+    def _push(self, store: _Store, key: Key, pushes: dict[int, m.Push]) -> None:
+        """Apply one push, or the pushes of a round in the order of the ranks, and answer."""
+        refusing = tuple(rank for rank, push in pushes.items() if not push.dtype)
+        if refusing:
+            for rank, push in pushes.items():
+                text = f"{format_ranks(refusing)} gave what does not fit the key, so this round was dropped"
+                self._fail(rank, push.sequence, text)
+            return
+        before = self._version(store, key)
+        try:
+            gradient = self._gradient(store, key, pushes)
+            self._apply(store, key, gradient, pushes)
+        except ProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001  (an optimizer's own: the value is as before)
+            for rank, push in pushes.items():
+                self._fail(rank, push.sequence, f"the optimizer raised {type(error).__name__}: {error}")
+            return
+        for rank, push in pushes.items():
+            self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen)))
+
+    def _gradient(self, store: _Store, key: Key, pushes: dict[int, m.Push]) -> Array | RowSparse:
+        block = store.memory.blocks[key]
+        found = [self._pushed(block, rank, pushes[rank]) for rank in sorted(pushes)]
+        first = found[0]
+        masters = store.optimizer is not None and store.optimizer.multi_precision
+        if isinstance(first, RowSparse):
+            rows = [gradient for gradient in found if isinstance(gradient, RowSparse)]
+            total = rows[0] if len(rows) == 1 else add_up_rows(rows)
+            return RowSparse(total.data.astype(np.float32), total.indices, total.shape) if masters else total
+        dense = [gradient for gradient in found if isinstance(gradient, np.ndarray)]
+        if masters:
+            dense = [gradient.astype(np.float32, copy=False) for gradient in dense]
+        if len(dense) == 1:
+            return dense[0]
+        with np.errstate(over="ignore", invalid="ignore"):
+            sum_ = np.add(dense[0], dense[1])
+            for gradient in dense[2:]:
+                np.add(sum_, gradient, out=sum_)
+        return sum_
+
+    def _pushed(self, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
+        outbox, dtype, shape = self._workers[rank].outbox, element_type(push.dtype), block.record.shape
+        if push.rows < 0:
+            return outbox.array(push.offset, dtype, shape)
+        numbers = outbox.array(push.offset, np.dtype(np.int64), (push.rows,))
+        data = outbox.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
+        try:
+            return RowSparse(data, numbers, shape)
+        except ValueError as error:
+            raise ProtocolError(f"rows of key {push.key!r}: {error}") from error
+
+    def _apply(self, store: _Store, key: Key, gradient: Array | RowSparse, pushes: dict[int, m.Push]) -> None:
+        optimizer, block = store.optimizer, store.memory.blocks[key]
+        if optimizer is not None and int(block.current.head[1]) != store.record.generation:
+            block = self._make_block(store, key, block.current.value.copy(), block.current)
+        new = block.other
+        block.current.copy_to(new)
+        if optimizer is None:
+            np.copyto(new.value, gradient.todense() if isinstance(gradient, RowSparse) else gradient)
+        else:
+            counts = optimizer._index_update_count
+            counts[key] = int(new.head[2])
+            state = self._state(store, key, new.value, new.states)
+            optimizer.update(key, new.value, gradient, state)
+            new.head[2] = counts[key]
+        for rank, push in pushes.items():
+            index = store.record.workers.index(rank)
+            new.applied[index] = push.sequence
+            new.pushes[index] += np.uint64(1)
+        block.commit()
+
+    def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:
+        """The optimizer's state of a key, with these arrays in it."""
+        assert store.optimizer is not None
+        if key not in store.structures:  # a server before this one made it
+            store.structures[key] = store.optimizer.create_state(key, value)
+        return _with_arrays(store.structures[key], iter(arrays))
+
+
+def _arrays_of(state: Any) -> Iterator[Array]:
+    if isinstance(state, np.ndarray):
+        yield state
+    elif isinstance(state, tuple | list):
+        for item in state:
+            yield from _arrays_of(item)
+
+
+def _with_arrays(state: Any, arrays: Iterator[Array]) -> Any:
+    if isinstance(state, np.ndarray):
+        return next(arrays)
+    return tuple(_with_arrays(item, arrays) for item in state) if isinstance(state, tuple | list) else None

@@ -1,0 +1,441 @@
+"""Stores on parameter servers, on real ranks: dist_async, and dist_sync with its updates on servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab import kvstore
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.kvstore.servers.messages import Attach, encode
+from hvdlab.kvstore import KVStoreError, RowSparse
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as started:
+        started.run(start_servers)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def synchronous() -> Iterator[Ranks]:
+    with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2"}) as started:
+        started.run(start_servers)
+        yield started
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Ranks]:
+    with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers"}) as started:
+        yield started
+
+
+def start_servers() -> None:
+    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    kvstore.create("dist_async")
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def full(value: float, *shape: int, dtype: str = "float32") -> Any:
+    return np.full(shape or (3,), value, dtype)
+
+
+def pulled(kv: Any, key: Any) -> Any:
+    out = full(np.nan)
+    kv.pull(key, out=out)
+    assert len(set(out.tolist())) == 1
+    return out[0]
+
+
+def asynchronous() -> None:
+    for name in ("dist_async", "dist_device_async"):
+        kv = kvstore.create(name)
+        assert (kv.type, kv.is_capable("optimizer")) == (name, True)
+        kv.init("early", full(0))
+        with pytest.raises(KVStoreError, match="set_optimizer"):
+            kv.push("early", full(1))
+        kv.set_optimizer(kvstore.optimizer.Test())
+        kv.init("a", full(kv.rank))
+        count, value = (3, 1) if kv.rank == 0 else (11, 2)
+        for number in range(count):
+            kv.push("a", full(value))
+            if number % 2:
+                assert pulled(kv, "a") >= value * (number + 1)  # one's own pushes are in it
+        pulled(kv, "a")
+        kv.barrier()
+        assert pulled(kv, "a") == 3 + 22 * (kv.num_workers - 1)
+        kv.barrier()
+        out = full(0)
+        kv.pushpull("a", [full(1), full(1)], out=out)
+        assert out[0] >= 2
+        kv.broadcast("b", full(5), out=(outs := [full(0), full(0, dtype="float64")]))
+        assert [o.tolist() for o in outs] == [[5] * 3] * 2
+        (server,) = kv.servers()
+        assert (server.index, server.keys, server.bytes) == (0, 3, 36)
+        assert server.pid not in (os.getpid(), 0)
+        for method in (kv.save_optimizer_states, kv.load_optimizer_states):
+            with pytest.raises(AssertionError, match="states for distributed training"):
+                method("nowhere")
+        kv.barrier()
+
+
+def refused() -> None:
+    kv = kvstore.create("dist_async")
+    for optimizer, text in (
+        (lambda key, gradient, weight: None, "functions don't travel"),
+        (kvstore.optimizer.SGD(lr_scheduler=lambda n: 0.1), "lr_scheduler"),
+        (OwnOptimizer(), "not OwnOptimizer"),
+    ):
+        with pytest.raises(KVStoreError, match=text):
+            kv.set_optimizer(optimizer)
+    kv.set_optimizer("test")
+    kv.init("a", full(1))
+    for call, error, text in (
+        (lambda: kv.init("a", full(1)), KVStoreError, "duplicate init of key a"),
+        (lambda: kv.init(3, full(1)), KVStoreError, "Mixed key types"),
+        (lambda: kv.push("b", full(1)), KVStoreError, "key b doesn't exist"),
+        (lambda: kv.pull("b", out=full(1)), KVStoreError, "key b doesn't exist"),
+        (lambda: kv.push("a", full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
+        (lambda: kv.push("a", full(1, dtype="float64")), KVStoreError, "they need one type"),
+        (lambda: kv.pull("a", out=full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
+        (lambda: kv.pull("a", out=full(1), ignore_sparse=False), KVStoreError, "row_sparse_pull"),
+        (
+            lambda: kv.push("a", RowSparse(np.zeros((0,), "f4"), [], (3,))),
+            KVStoreError,
+            "'a' is dense, but was given a row-sparse",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+        assert pulled(kv, "a") == 1
+
+
+class OwnOptimizer(kvstore.optimizer.SGD):
+    """Of a class that servers don't have."""
+
+
+def trained(name: str, settings: dict[str, Any], dtype: str, where: str) -> list[float]:
+    """Train on servers; the same in one process is the reference, to the bit."""
+    rng = np.random.default_rng(1)
+    served, local = kvstore.create(where), kvstore.create("device")
+    n, rank = served.num_workers, served.rank
+    optimizer = kvstore.optimizer.create(name, **settings)
+    served.set_optimizer(optimizer)
+    local.set_optimizer(kvstore.optimizer.create(name, **settings))
+    optimizer.lr = 1e9  # servers have it as it was
+    start = rng.standard_normal((10, 5)).astype(dtype)
+    served.init(0, start + rank)
+    local.init(0, start)
+    weights, expected = np.empty_like(start), np.empty_like(start)
+    for _ in range(4):
+        gradients = [
+            rng.integers(-8, 8, start.shape).astype(dtype) / np.dtype(dtype).type(8) for _ in range(n)
+        ]
+        if where == "dist_sync":
+            served.pushpull(0, gradients[rank], out=weights)
+            local.pushpull(0, gradients, out=expected)
+        else:  # in turn, so that there is one order
+            for turn in range(n):
+                if turn == rank:
+                    served.pushpull(0, gradients[rank], out=weights)
+                served.barrier()
+                local.pushpull(0, gradients[turn], out=expected)
+            served.pull(0, out=weights)
+            served.barrier()
+        assert weights.tobytes() == expected.tobytes()
+    return [float(weight) for weight in weights.flat]
+
+
+def spread() -> None:
+    """A large key is in parts on all servers, a small one on one."""
+    kv = kvstore.create("dist_sync")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=0.5, momentum=0.5))
+    kv.init([0, 1, 2], [full(1, 1000, 1001), full(2, 7), full(3, 5)])
+    first, second = kv.servers()
+    assert (first.index, second.index, first.pid == second.pid) == (0, 1, False)
+    assert (first.keys, second.keys) == (2 + 0, 2)  # keys 0 and 2 / 0 and 1
+    assert (first.bytes, second.bytes) == (4 * (500_500 + 5), 4 * (500_500 + 7))
+    outs = [full(0, 1000, 1001), full(0, 7), full(0, 5)]
+    values = np.arange(1_001_000, dtype="f4").reshape(1000, 1001)
+    kv.pushpull([0, 1, 2], [values, full(1, 7), full(1, 5)], out=outs)
+    n = kv.num_workers
+    assert (outs[0] == 1 - 0.5 * n * values).all()
+    assert (outs[1] == 2 - 0.5 * n).all()
+    assert (outs[2] == 3 - 0.5 * n).all()
+    sparse = kvstore.create("dist_sync")
+    sparse.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
+    shape = (2000, 600)
+    sparse.init("s", RowSparse(np.ones(shape, "f4"), np.arange(2000), shape))
+    rows = np.array([3, 1500 + sparse.rank])
+    sparse.push("s", RowSparse(np.ones((2, 600), "f4"), rows, shape))
+    out = RowSparse(np.zeros((0, 600), "f4"), [], shape)
+    sparse.row_sparse_pull("s", out=out, row_ids=np.array([3, 1500, 1999]))
+    assert out.indices.tolist() == [3, 1500, 1999]
+    assert out.data[:, 0].tolist() == [1 - n, 0, 1]
+    with pytest.raises(KVStoreError, match="row 2000 is out of range"):
+        sparse.row_sparse_pull("s", out=out, row_ids=np.array([2000]))
+
+
+def rounds_on_servers() -> None:
+    kv = kvstore.create("dist_sync")
+    n = kv.num_workers
+    kv.init("a", full(kv.rank + 7))
+    assert pulled(kv, "a") == 7
+    for number in (1, 2, 3):  # none of them waits for the others
+        kv.push("a", full(number))
+    assert pulled(kv, "a") == 3 * n
+    keys = list(range(5))
+    other = kvstore.create("dist_sync")
+    other.init(keys, [full(0)] * 5)
+    order = keys if kv.rank % 2 else keys[::-1]
+    for round_ in range(3):
+        for key in order:
+            other.push(key, full(key + round_))
+    for key in order:
+        assert pulled(other, key) == (key + 2) * n
+    if kv.rank == 0:
+        with pytest.raises(KVStoreError, match=r"key 'a' has shape \(3,\)"):
+            kv.push("a", full(1, 4))
+    else:
+        kv.push("a", full(1))
+        with pytest.raises(KVStoreError, match=r"'a'.*rank 0 gave what does not fit"):
+            kv.pull("a", out=full(0))
+    assert pulled(kv, "a") == 3 * n
+    kv.push("a", full(2))
+    assert pulled(kv, "a") == 2 * n
+
+
+def half_precision() -> None:
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=True))
+    kv.init(kv.rank, np.ones(1, np.float16)) if kv.num_workers == 1 else kv.init(0, np.ones(1, np.float16))
+    out = np.empty(1, np.float16)
+    small = np.float16(2**-12)  # half of what moves a 1 in float16
+    for number in range(1, 4):
+        kv.push(0, np.full(1, -small))
+        kv.pull(0, out=out)
+        kv.barrier()
+        kv.pull(0, out=out)
+        assert out[0] == np.float16(np.float32(1) + number * kv.num_workers * np.float32(small))
+        kv.barrier()
+
+
+def compressed() -> None:
+    kv = kvstore.create("dist_async")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.set_optimizer("test")
+    kv.init(1, np.zeros(4, np.float32))
+    gradient = np.array([0.3, -0.3, 0.1, 0.25], np.float32)
+    out = np.empty(4, np.float32)
+    kv.pushpull(1, [gradient, gradient], out=out)
+    kv.barrier()
+    kv.pull(1, out=out)
+    assert out.tolist() == [kv.num_workers * value for value in (0.5, -0.5, 0, 0.5)]
+
+
+def push_around_a_kill(kills: int) -> None:
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
+    keys = list(range(4))
+    kv.init(keys, [full(0)] * 4)
+    pids = set()
+    for _ in range(kills):
+        for _ in range(5):
+            kv.push(keys, [full(-1)] * 4)
+        if kv.rank == 0:
+            pids.add(kv.servers()[0].pid)
+            os.kill(kv.servers()[0].pid, signal.SIGKILL)
+        for _ in range(5):
+            kv.push(keys, [full(-1)] * 4)
+    for key in keys:
+        pulled(kv, key)
+    kv.barrier()
+    count = 10 * kills * kv.num_workers
+    weight, velocity = np.float32(0), np.float32(0)
+    for _ in range(count):
+        velocity = np.float32(0.5) * velocity + np.float32(1)
+        weight = weight + velocity
+    assert [pulled(kv, key) for key in keys] == [weight] * 4
+    assert kv.rank > 0 or len(pids) == kills
+
+
+def begins() -> None:
+    global _kv
+    _kv = kvstore.create("dist_sync")
+    _kv.set_optimizer("test")
+    _kv.init("w", full(4))
+    _kv.pushpull("w", full(1), out=full(0))
+
+
+def waits_for_the_dead() -> str:
+    _kv.push("w", full(5))  # the last worker never does
+    with pytest.raises(AbortedError) as caught:
+        _kv.pull("w", out=full(0))
+    assert pulled(_kv, "w") == 7
+    _kv.push("w", full(1))  # goes on without it
+    assert pulled(_kv, "w") == 9
+    return str(caught.value)
+
+
+def begins_asynchronously() -> None:
+    global _kv
+    _kv = kvstore.create("dist_async")
+    _kv.set_optimizer("test")
+    _kv.init("w", full(0))
+
+
+def goes_on_alone() -> None:
+    for number in range(1, 6):
+        _kv.push("w", full(1))
+        assert pulled(_kv, "w") >= number
+
+
+def on_another_host(kill: bool) -> None:
+    """Each rank says that it is a host of its own: the others reach its server over TLS only."""
+    os.environ["HVDLAB_HOST"] = f"host{context.engine().rank}"
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
+    n, large = kv.num_workers, 1_200_000
+    kv.init([0, 1, 2], [full(1, large), full(2), full(3)])
+    servers = kv.servers()
+    assert [server.host for server in servers] == [f"host{rank}" for rank in range(n)]
+    for round_ in range(4):
+        for turn in range(n):
+            if turn == kv.rank:
+                kv.push([0, 1, 2], [full(1, large), full(1), full(1)])
+                outs = [full(0, large), full(0), full(0)]
+                kv.pull([0, 1, 2], out=outs)
+            kv.barrier()
+        if kill and round_ == 1 and kv.rank == 0:
+            os.kill(servers[0].pid, signal.SIGKILL)
+            os.kill(servers[1].pid, signal.SIGKILL)
+    kv.pull([0, 1, 2], out=outs)
+    weight, velocity = np.float32(0), np.float32(0)
+    for _ in range(4 * n):
+        velocity = np.float32(0.5) * velocity - np.float32(1)
+        weight += velocity
+    for start, out in enumerate(outs, 1):
+        assert (out == start + weight).all()
+    sparse = kvstore.create("dist_async")
+    sparse.set_optimizer("sgd")
+    sparse.init("s", RowSparse(np.ones((9, 4), "f4"), np.arange(9), (9, 4)))
+    out = RowSparse(np.zeros((0, 4), "f4"), [], (9, 4))
+    sparse.row_sparse_pull("s", out=out, row_ids=np.array([8, 2]))
+    assert (out.indices.tolist(), out.data.tolist()) == ([2, 8], [[1] * 4] * 2)
+    kv.barrier()
+
+
+def hostile() -> None:
+    """What is no worker is turned away, and workers go on."""
+    (directory,) = {link.place.directory for link in _kv._links}
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+    for data in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 70,
+        b"\x05\0\0\0hello",
+        encode(Attach(1, "x", 0, 1, False)),
+    ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(f"{directory}/socket")
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(60)
+            while sock.recv(1000):
+                pass
+    _kv.push("w", full(1))
+    pulled(_kv, "w")
+
+
+def serve() -> str:
+    server = kvstore.KVStoreServer(_kv)
+    assert (server.kvstore, server.handle) == (_kv, None)
+    _kv._send_command_to_servers(3, "")
+    with pytest.raises(KVStoreError, match="set_optimizer"):
+        _kv._send_command_to_servers(0, "")
+    with pytest.raises(KVStoreError, match="local store has no servers"):
+        kvstore.KVStoreServer(kvstore.create("local")).run()
+    server.run()
+    return "over"
+
+
+_kv: Any = None
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function", [asynchronous, refused, half_precision, compressed], ids=lambda f: f.__name__
+)
+def test_on_ranks(ranks: Ranks, function: Any) -> None:
+    ranks.run(function)
+
+
+OPTIMIZERS = [
+    ("test", {}, "float32"),
+    ("sgd", {"learning_rate": 0.1, "wd": 0.01}, "float32"),
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}, "float32"),
+    ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5}, "float64"),
+    ("adam", {"wd": 0.01}, "float32"),
+]
+
+
+def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks, synchronous: Ranks) -> None:
+    for arguments in OPTIMIZERS:
+        for where, started in (("dist_async", ranks), ("dist_sync", synchronous)):
+            results = started.run(trained, *arguments, where)
+            assert results == [results[0]] * started.size
+
+
+def test_rounds_with_updates_on_two_servers(synchronous: Ranks) -> None:
+    synchronous.run(rounds_on_servers)
+    synchronous.run(spread)
+
+
+def test_a_killed_server_loses_and_repeats_no_push(own_ranks: Ranks) -> None:
+    own_ranks.run(push_around_a_kill, 3, timeout=60)
+
+
+def test_a_dead_worker_ends_what_waits_for_it_and_nothing_else(own_ranks: Ranks) -> None:
+    own_ranks.run(begins)
+    waiting = own_ranks.start(waits_for_the_dead, ranks=[0, 1])
+    own_ranks.kill(2)
+    for text in waiting.results():
+        assert "rank 2" in text
+
+
+def test_others_go_on_in_an_asynchronous_store(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    own_ranks.kill(2)
+    own_ranks.run(goes_on_alone, ranks=[0, 1])
+
+
+def test_workers_of_other_hosts_reach_servers_over_tls() -> None:
+    with Ranks(2) as own_ranks:
+        own_ranks.run(on_another_host, True, timeout=25)
+
+
+def test_strangers_are_turned_away(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    own_ranks.run(hostile)
+
+
+def test_a_process_that_is_to_be_a_server_waits_for_the_end(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    serving = own_ranks.start(serve, ranks=[2])
+    own_ranks.run(goes_on_alone, ranks=[0, 1])
+    own_ranks.coordinator.close()
+    assert serving.results() == ["over"]

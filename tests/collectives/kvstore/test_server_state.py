@@ -1,0 +1,525 @@
+"""A parameter server without processes: messages are lost, repeated and delayed, and it ends at any step of a commit."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from effort import examples
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.kvstore.optimizers import SGD, Updater, portable
+from hvdlab.collectives.kvstore.servers import memory
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.kvstore.servers.memory import SharedFile, StoreMemory
+from hvdlab.collectives.kvstore.servers.state import (
+    AWAY_SECONDS,
+    STALL_SECONDS,
+    Arrived,
+    Died,
+    Disconnect,
+    Disconnected,
+    Received,
+    Send,
+    ServerState,
+    Tick,
+)
+
+STORE = 7
+KEY = "w"
+
+
+class Killed(BaseException):
+    """The server ends here, as by SIGKILL: what it wrote to its memory stays, all else is gone."""
+
+
+class Steps:
+    """Lets a server end at the n-th step that it makes in its memory."""
+
+    NAMES = (
+        (memory.Slot, "copy_to"),
+        (memory.Block, "commit"),
+        (StoreMemory, "describe"),
+        (StoreMemory, "add"),
+        (StoreMemory, "keep"),
+        (StoreMemory, "_write"),
+        (StoreMemory, "_end_at"),
+    )
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.left = -1
+        for owner, name in self.NAMES:
+            patch.setattr(owner, name, self._around(getattr(owner, name)))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*arguments: Any) -> Any:
+            self._step()
+            result = function(*arguments)
+            self._step()
+            return result
+
+        return stepped
+
+    def _step(self) -> None:
+        if self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+
+
+class Outbox:
+    def __init__(self, file: SharedFile, *, remote: bool) -> None:
+        self.array, self.remote = file.array, remote
+
+    def write(self, offset: int, data: bytes) -> None:
+        raise ProtocolError("shared")
+
+
+class Worker:
+    """What a link does, without one: it keeps what was not answered, and repeats it over each new connection."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.alive = world, rank, True
+        self.remote = rank in world.remote
+        self.outbox = SharedFile.create("test")
+        self.outbox.grow(1 << 20)
+        self.used = 0
+        self.files: dict[int, SharedFile] = {}
+        self.unanswered: dict[int, Any] = {}
+        self.answers: dict[int, Any] = {}
+        self.sequence = 0
+        self.up: deque[tuple[Any, SharedFile | None]] = deque()
+        self.down: deque[Any] = deque()
+        self.peer = -1
+
+    def request(self, make: Callable[[int], Any]) -> int:
+        self.sequence += 1
+        message = self.unanswered[self.sequence] = make(self.sequence)
+        if self.peer >= 0:
+            self.up.append((message, None))
+        return self.sequence
+
+    def place(self, array: Any) -> int:
+        offset, self.used = self.used, self.used + memory.aligned(max(array.nbytes, 8))
+        self.outbox.array(offset, array.dtype, array.shape)[...] = array
+        return offset
+
+    def connect(self) -> None:
+        self.world.peers += 1
+        self.peer = self.world.peers
+        self.up.clear()
+        self.down.clear()
+        self.world.handle(
+            Arrived(self.peer, self.rank, 100 + self.rank, Outbox(self.outbox, remote=self.remote))
+        )
+        for store, file in self.files.items():
+            self.up.append((m.Bring(store), SharedFile(os.dup(file.descriptor))))
+        self.up.extend((message, None) for _, message in sorted(self.unanswered.items()))
+
+    def cut(self) -> None:
+        """The connection ends with whatever was on its way in both directions."""
+        peer, self.peer = self.peer, -1
+        self.up.clear()
+        self.down.clear()
+        if peer >= 0:
+            self.world.handle(Disconnected(peer))
+
+    def deliver_up(self) -> None:
+        if self.up:
+            message, file = self.up.popleft()
+            self.world.handle(Received(self.peer, message, file))
+
+    def deliver_down(self) -> None:
+        if self.down:
+            answer = self.down.popleft()
+            if isinstance(answer, m.Done | m.Failed) and self.unanswered.pop(answer.sequence, None):
+                self.answers[answer.sequence] = answer
+
+
+class World:
+    """A server and its workers."""
+
+    def __init__(
+        self, size: int, steps: Steps, *, synchronous: bool, staleness: int = -1, remote: tuple[int, ...] = ()
+    ) -> None:
+        self.remote = remote
+        self.steps, self.now, self.peers = steps, 0.0, 0
+        self.kills = 0
+        self.disconnected: list[str] = []
+        self.server = ServerState()
+        self.workers = [Worker(self, rank) for rank in range(size)]
+        ranks = tuple(range(size))
+        for worker in self.workers:
+            if worker.rank == 0:
+                worker.files[STORE] = SharedFile.create("store")
+            worker.connect()
+            worker.request(lambda number: m.Open(number, STORE, ranks, synchronous, staleness))
+        self.drain()
+
+    def handle(self, event: Any) -> None:
+        try:
+            effects = self.server.handle(event, self.now)
+        except Killed:
+            self.restart()
+            return
+        for effect in effects:
+            worker = next((w for w in self.workers if w.peer == effect.peer), None)
+            if isinstance(effect, Disconnect):
+                if effect.reason:
+                    self.disconnected.append(effect.reason)
+                if worker is not None:
+                    worker.cut()
+            elif isinstance(effect, Send) and worker is not None:
+                if isinstance(effect.message, m.Share) and effect.file is not None:
+                    worker.files.setdefault(STORE, SharedFile(os.dup(effect.file.descriptor)))
+                worker.down.append(effect.message)
+
+    def restart(self) -> None:
+        """A successor takes the server's place; every connection is gone."""
+        self.kills += 1
+        self.steps.left = -1
+        self.server = ServerState()
+        for worker in self.workers:
+            worker.peer = -1
+            worker.up.clear()
+            worker.down.clear()
+            if not worker.alive:
+                self.handle(Died(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
+
+    def drain(self) -> None:
+        """Everything arrives now."""
+        while any(w.alive and (w.peer < 0 or w.up or w.down) for w in self.workers):
+            for worker in self.workers:
+                if worker.alive:
+                    if worker.peer < 0:
+                        worker.connect()
+                    worker.deliver_up()
+                    worker.deliver_down()
+
+    def init(self, value: Any) -> None:
+        first = self.workers[0]
+        offset = first.place(value)
+        first.request(lambda n: m.Init(n, STORE, KEY, value.shape, value.dtype.str[1:], offset))
+        self.drain()
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer)))
+        self.drain()
+
+    def push(self, rank: int, array: Any, seen: int = 0, epoch: int = 0) -> int:
+        worker = self.workers[rank]
+        offset = worker.place(array)
+        return worker.request(lambda n: m.Push(n, STORE, KEY, array.dtype.str[1:], offset, seen, -1, epoch))
+
+    def pull(self, rank: int, like: Any) -> tuple[int, Any]:
+        worker = self.workers[rank]
+        offset = worker.place(np.full_like(like, -1))
+        number = worker.request(lambda n: m.Pull(n, STORE, KEY, like.dtype.str[1:], offset))
+        return number, worker.outbox.array(offset, like.dtype, like.shape)
+
+    def value(self, rank: int, like: Any) -> Any:
+        number, array = self.pull(rank, like)
+        self.drain()
+        assert isinstance(self.workers[rank].answers[number], m.Done)
+        return array.copy()
+
+
+@pytest.fixture
+def steps() -> Iterator[Steps]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Steps(patch)
+    gc.collect()  # a world and its workers know each other, and have files
+
+
+ACTIONS = ("push", "pull", "up", "up", "up", "down", "down", "cut", "connect", "kill")
+
+
+def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int], Any], like: Any) -> None:
+    """Random steps, faults among them; every worker makes ``each`` pushes in the end."""
+    made = [0] * len(world.workers)
+    pulls: list[tuple[int, int, int, Any]] = []
+    for _ in range(data.draw(st.integers(0, 60))):
+        rank = data.draw(st.integers(0, len(world.workers) - 1))
+        worker, action = world.workers[rank], data.draw(st.sampled_from(ACTIONS))
+        if action == "push" and made[rank] < each:
+            world.push(rank, make(rank, made[rank]))
+            made[rank] += 1
+        elif action == "pull":
+            pulls.append((rank, made[rank], *world.pull(rank, like)))
+        elif action == "up":
+            worker.deliver_up()
+        elif action == "down":
+            worker.deliver_down()
+        elif action == "cut":
+            worker.cut()
+        elif action == "connect" and worker.peer < 0:
+            worker.connect()
+        elif action == "kill":
+            world.steps.left = data.draw(st.integers(0, 12))
+    for rank, count in enumerate(made):
+        for number in range(count, each):
+            world.push(rank, make(rank, number))
+    world.drain()
+    for rank, before, number, array in pulls:
+        assert isinstance(world.workers[rank].answers[number], m.Done)
+        own = (
+            array[rank * each : rank * each + each] if len(array) == len(world.workers) * each else array[:0]
+        )
+        assert (own[:before] == 1).all()  # what a worker pulls has all that it pushed before
+    assert not any(worker.unanswered for worker in world.workers)
+    assert world.disconnected == []
+
+
+@settings(
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data(), size=st.integers(1, 3), synchronous=st.booleans())
+def test_no_push_is_lost_or_applied_twice(
+    steps: Steps, data: st.DataObject, size: int, synchronous: bool
+) -> None:
+    each = 4
+    remote = tuple(range(1, size)) if data.draw(st.booleans()) else ()
+    staleness = data.draw(st.sampled_from((-1, 0, 1)))
+    world = World(size, steps, synchronous=synchronous, staleness=staleness, remote=remote)
+    world.set_optimizer(create_test())
+    zeros = np.zeros(size * each)
+    world.init(zeros)
+
+    def one_place(rank: int, number: int) -> Any:
+        gradient = zeros.copy()
+        gradient[rank * each + number] = 1
+        return gradient
+
+    play(data, world, each, one_place, zeros)
+    assert world.value(0, zeros).tolist() == [1.0] * (size * each)
+
+
+def create_test() -> Any:
+    from hvdlab.collectives.kvstore.optimizers import create
+
+    return create("test")
+
+
+@settings(
+    max_examples=examples(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_rounds_give_the_bits_of_one_process_whatever_happens(steps: Steps, data: st.DataObject) -> None:
+    each, size = 3, 2
+    optimizer = SGD(learning_rate=0.1, momentum=0.9, wd=0.01)
+    world = World(size, steps, synchronous=True)
+    world.set_optimizer(optimizer)
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(5).astype("f4")
+    gradients = rng.standard_normal((size, each, 5)).astype("f4")
+    world.init(weight)
+    play(data, world, each, lambda rank, number: gradients[rank, number], weight)
+    updater = Updater(optimizer)
+    for number in range(each):
+        updater(KEY, gradients[0, number] + gradients[1, number], weight)
+    assert world.value(1, weight).tobytes() == weight.tobytes()
+
+
+def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
+    """Not at random: one run for each step there is."""
+    step, ended = 0, True
+    while ended:
+        world = World(2, steps, synchronous=True)
+        world.init(np.ones(3, "f4"))
+        expected = np.ones(3, "f4")
+        for number, optimizer in enumerate((SGD(learning_rate=0.5), SGD(learning_rate=0.5, momentum=0.5))):
+            steps.left = step if number else -1
+            world.set_optimizer(optimizer)
+            updater = Updater(optimizer)
+            for _ in range(2):
+                for rank in (0, 1):
+                    world.push(rank, np.full(3, 1 + rank, "f4"))
+                world.drain()
+                updater(KEY, np.full(3, 3, "f4"), expected)
+        ended, steps.left = world.kills > 0, -1
+        assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
+        step += 1
+    assert step > 20
+
+
+def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.value(0, like)
+    version = world.workers[0].answers[max(world.workers[0].answers)].version
+    for _ in range(3):
+        world.push(1, like + 1)
+    world.drain()
+    first = world.push(0, like + 1, seen=version)
+    second = world.push(0, like + 1, seen=version + 1)  # one's own push is not counted
+    world.drain()
+    assert [world.workers[0].answers[number].staleness for number in (first, second)] == [3, 3]
+
+
+def test_a_bound_on_staleness_holds_the_fast_back_and_says_for_whom(steps: Steps) -> None:
+    world = World(3, steps, synchronous=False, staleness=1)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    numbers = [world.push(0, like + 1) for _ in range(3)]
+    world.drain()
+    answers = world.workers[0].answers
+    assert [number in answers for number in numbers] == [True, True, False]
+    world.now = STALL_SECONDS
+    assert world.server.next_tick() == STALL_SECONDS
+    world.handle(Tick())
+    assert world.workers[0].down == deque([m.Waits(numbers[2], KEY, STALL_SECONDS, (1, 2))])
+    world.push(1, like + 1)
+    world.drain()
+    assert numbers[2] not in answers
+    world.workers[2].alive = False
+    world.handle(Died(2, 102, "killed by SIGKILL"))  # it holds nothing back any more
+    world.drain()
+    assert numbers[2] in answers
+
+
+def test_a_dead_worker_ends_the_rounds_that_wait_for_it(steps: Steps) -> None:
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    push = world.push(0, like + 1)
+    pull, _ = world.pull(0, like)
+    other = world.push(1, like + 1)
+    world.drain()
+    assert world.workers[0].unanswered
+    world.workers[2].alive = False
+    world.handle(Died(2, 99, "an older process of this rank"))
+    world.drain()
+    assert world.workers[0].unanswered
+    world.handle(Died(2, 102, "killed by SIGKILL"))
+    world.drain()
+    failed = m.Failed(push, "rank 2 died: killed by SIGKILL", (2,), epoch=1)
+    assert world.workers[0].answers[push] == failed
+    assert isinstance(world.workers[0].answers[pull], m.Done)
+    assert world.workers[1].answers[other].ranks == (2,)
+    late = world.push(1, like + 1)  # sent before that worker knew
+    world.drain()
+    assert world.workers[1].answers[late].epoch == 1
+    assert world.value(0, like).tolist() == [0, 0]
+    for rank in (0, 1):
+        world.push(rank, like + 1, epoch=1)
+    world.restart()  # the successor knows who has left
+    world.drain()
+    assert world.value(1, like).tolist() == [2, 2]
+
+
+def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> None:
+    world = World(2, steps, synchronous=True)
+    like = np.zeros(2)
+    world.init(like)
+    number = world.push(0, like + 1)
+    world.drain()
+    world.workers[1].cut()
+    world.workers[1].alive = False
+    assert world.server.next_tick() == min(AWAY_SECONDS, STALL_SECONDS)
+    world.now = AWAY_SECONDS
+    world.handle(Tick())
+    world.drain()
+    assert world.workers[0].answers[number].ranks == (1,)
+
+
+def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False, remote=(1,))
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.restart()
+    far = world.workers[1]
+    far.connect()
+    first, second = world.push(1, like + 1), world.push(1, like + 1)
+    for _ in range(5):
+        far.deliver_up()
+        far.deliver_down()
+    assert far.unanswered
+    world.drain()
+    assert isinstance(far.answers[first], m.Done)
+    assert isinstance(far.answers[second], m.Done)
+    assert world.value(0, like).tolist() == [2, 2]
+    world.restart()
+    far.connect()
+    lost = world.push(1, like + 1)
+    for _ in range(5):
+        far.deliver_up()
+    world.now = world.server.next_tick()
+    world.handle(Tick())
+    far.deliver_down()
+    assert "no worker of this server's host" in far.answers[lost].text
+
+
+def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False)
+    world.init(np.zeros(2))
+    assert world.server.stock() == (1, 16)
+    for worker in world.workers:
+        assert world.server.stock()[0] == 1
+        worker.up.append((m.Close(STORE), None))
+        world.drain()
+    assert world.server.stock() == (0, 0)
+    late = world.workers[0].request(lambda n: m.Ask(n, STORE))
+    push = world.push(0, np.zeros(2))
+    world.drain()
+    for number in (late, push):
+        assert "no such store" in world.workers[0].answers[number].text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        m.Push(99, STORE, KEY, "f8", 1 << 40),
+        m.Push(99, STORE, KEY, "f8", -8),
+        m.Push(99, STORE, KEY, "f8", 4),
+        m.Push(99, STORE, KEY, "O8", 0),
+        m.Push(99, STORE, KEY, "f8", 0, 0, 1 << 50),
+        m.Pull(99, STORE, KEY, "f8", 1 << 40),
+        m.Pull(99, STORE, KEY, "V8", 0),
+        m.Init(99, STORE, "other", (1 << 40,), "f8", 0),
+        m.Init(99, STORE, "other", (-1,), "f8", 0),
+        m.Bring(99),
+        m.Data(0, b"x"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_breaks_the_protocol_ends_its_connection_alone(steps: Steps, wrong: Any) -> None:
+    world = World(2, steps, synchronous=False)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.handle(Received(world.workers[1].peer, wrong))
+    assert len(world.disconnected) == 1
+    world.push(0, like + 1)
+    world.drain()
+    assert world.value(0, like).tolist() == [1, 1]
+    world.handle(Received(12345, m.Ask(1, STORE)))  # a connection that has gone already
+    assert world.value(1, like).tolist() == [1, 1]
+
+
+def test_memory_that_may_shrink_or_is_no_stores_is_refused() -> None:
+    shrinking = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with pytest.raises(ProtocolError, match="may shrink"):
+        SharedFile(shrinking)
+    with open("/dev/null", "rb") as null, pytest.raises(ProtocolError, match="something else"):
+        SharedFile(os.dup(null.fileno()))
+    other = SharedFile.create("test")
+    other.grow(4096)
+    other.array(0, np.dtype(np.uint64), (1,))[0] = 5
+    with pytest.raises(ProtocolError, match="not that of a store"):
+        StoreMemory(other)

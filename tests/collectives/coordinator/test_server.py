@@ -214,8 +214,8 @@ def observe(running: Running) -> Peer:
 def test_an_observer_learns_who_dies_and_may_ask_for_nothing(start: Start) -> None:
     running = start()
     observer, curious = observe(running), observe(running)
+    hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "observer", pid=os.getpid())
     with pytest.raises(StartError, match="that of a client"):
-        hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "observer", pid=os.getpid())
         connect(running.address, hello, deadline=Deadline(PATIENCE))
     rank = join(running, 0)
     while not (world := observer.wait_for(m.World)).members:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 SIZES = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
-TIMES = {1 << 12: 200, 1 << 20: 40, 1 << 24: 8, 1 << 26: 4}
+TIMES = {1 << 12: 200, 1 << 20: 40, 1 << 24: 6, 1 << 26: 3}
 KEYS, KEY_ELEMENTS, PUSH_ROUNDS = 100, 1 << 14, 5
 MOMENTUM = 0.9
 

@@ -203,6 +203,8 @@ class Server:
         self._state = ServerState()
         self._poller: Poller[_Connection | socket.socket | int] = Poller()
         self._connections: dict[int, _Connection] = {}
+        #: Answers of this step by connection: one system call, and one wake-up of the worker, for all.
+        self._answers: dict[int, list[bytes]] = {}
         self._numbers = 0
         self._context: ssl.SSLContext | None = None
         self._wake_reader, self._wake_writer = os.pipe()
@@ -258,6 +260,7 @@ class Server:
                 os.read(target, 4096)
             else:
                 self._serve(target, events)
+                self._send_answers()
         while self._news:
             event = self._news.popleft()
             if event is None:
@@ -266,6 +269,7 @@ class Server:
                 self._handle(event)
         if due <= time.monotonic():
             self._pass_time()
+        self._send_answers()
 
     def _pass_time(self) -> None:
         now = time.monotonic()
@@ -375,13 +379,25 @@ class Server:
                 else:
                     self._drop(connection)
                 continue
-            file = effect.file
-            descriptor = -1 if file is None else file.descriptor
-            try:
-                if not connection.endpoint.send_frame(m.encode(effect.message), descriptor):
-                    self._poller.modify(connection, READ | WRITE)
-            except ConnectionLost:
-                continue  # reading meets its end, too
+            self._answers.setdefault(effect.peer, []).append(m.encode(effect.message))
+            if effect.file is not None:
+                *before, last = self._answers.pop(effect.peer)
+                self._send(connection, b"".join(before))
+                self._send(connection, last, effect.file.descriptor)
+
+    def _send_answers(self) -> None:
+        answers, self._answers = self._answers, {}
+        for number, frames in answers.items():
+            connection = self._connections.get(number)
+            if connection is not None:
+                self._send(connection, b"".join(frames))
+
+    def _send(self, connection: _Connection, frames: bytes, descriptor: int = -1) -> None:
+        try:
+            if frames and not connection.endpoint.send_frame(frames, descriptor):
+                self._poller.modify(connection, READ | WRITE)
+        except ConnectionLost:
+            return  # reading meets its end, too
 
 
 def _descriptor(endpoint: Endpoint) -> int:

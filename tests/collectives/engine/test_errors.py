@@ -371,6 +371,19 @@ def break_control_thread() -> None:
     context.engine()._control.call(fail)
 
 
+WAITING: list[Any] = []
+
+
+def begin_waiting() -> None:
+    """Submit what rank 2 is to fail in. What is submitted only after that would wait for rank 2's successor."""
+    WAITING.append(api.allreduce_async(np.ones(4), "never", op=api.Sum))
+    context.engine().flush()
+
+
+def go_on_waiting() -> None:
+    api.synchronize(WAITING.pop())
+
+
 @pytest.fixture
 def doomed() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
@@ -378,14 +391,14 @@ def doomed() -> Iterator[Ranks]:
 
 
 def test_a_control_thread_that_fails_ends_what_its_rank_waits_for(doomed: Ranks) -> None:
-    waiting = doomed.start(total, 1.0, "never", ranks=[0, 1])
+    doomed.run(begin_waiting, ranks=[0, 1])
     doomed.run(break_control_thread, ranks=[2])
     (error,) = doomed.outcomes(total, 1.0, "never", ranks=[2], timeout=PATIENCE)
     assert isinstance(error, AbortedError)
     assert "a thread of hvdlab failed in this process (ZeroDivisionError: a fault of the test's)" in str(
         error
     )
-    for other in waiting.outcomes(PATIENCE):
+    for other in doomed.outcomes(go_on_waiting, ranks=[0, 1], timeout=PATIENCE):
         assert isinstance(other, AbortedError)
         assert other.cause.ranks == (2,)
     doomed.kill(2)

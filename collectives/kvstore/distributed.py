@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.errors import KVStoreError
+from hvdlab.collectives.errors import AbortedError, CauseKind, KVStoreError
 from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import NUMPY, Array, ArrayType, RowSparse, array_type_of, view_of
 from hvdlab.collectives.kvstore.keys import Key, grouped, pairs
@@ -24,12 +25,15 @@ from hvdlab.collectives.kvstore.store import KVStore, UserUpdater, Value
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 
 
-class _Pushed(NamedTuple):
+@dataclass(slots=True)
+class _Pushed:
     """A push on its way: a sum in place in ``array``, or, without one, rows that are gathered: their numbers and their data."""
 
     handles: tuple[Handle, ...]
     array: Array | None
     shape: tuple[int, ...]
+    #: The user has interrupted the wait for it, which withdraws it unless it has ended by then.
+    interrupted: bool = False
 
     def total(self) -> Value:
         """The sum over all workers, once all handles are done."""
@@ -188,8 +192,16 @@ class DistSyncStore(KVStore):
         pushed = self._pending[key][0]
         try:
             collectives.completed([(key, handle) for handle in pushed.handles])
-        except Exception:
+        except KeyboardInterrupt:
+            pushed.interrupted = (
+                True  # whether it was withdrawn is known later: then it is no news to the user
+            )
+            raise
+        except Exception as error:
             self._pending[key].popleft()
+            withdrawn = isinstance(error, AbortedError) and error.cause.kind is CauseKind.INTERRUPTED
+            if pushed.interrupted and withdrawn:
+                return
             raise
         self._pending[key].popleft()
         self._store({key: pushed.total()})

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +14,10 @@ import numpy as np
 import pytest
 
 from hvdlab import kvstore
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError, RowSparse
+from patience import PATIENCE
 from ranks import Ranks
 
 
@@ -417,3 +423,52 @@ def test_a_dead_worker_ends_what_waits_for_it_by_name(own_ranks: Ranks) -> None:
     own_ranks.kill(2)
     for text in waiting.results():
         assert "rank 2" in text
+
+
+STORES: list[Any] = []
+
+
+def _epoch() -> int:
+    return context.engine()._guarded.state.sets[0].epoch
+
+
+def interrupted_round() -> None:
+    """Rank 1 does not push, and the other's pull is interrupted."""
+    store = kvstore.create("dist_sync")
+    STORES.append(store)
+    store.set_optimizer("sgd")
+    store.init("w", np.zeros(3, np.float32))
+    if store.rank == 1:
+        before, until = _epoch(), time.monotonic() + PATIENCE
+        while _epoch() == before:  # what it pushes before it hears of the end of the round would end with it
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return
+    store.push("w", np.ones(3, np.float32))
+    ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The timer's thread is started first: from then on only the wait in pull can be hit.
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.pull("w", out=np.zeros(3, np.float32))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, ordinary)
+
+
+def next_round() -> list[float]:
+    (store,) = STORES
+    store.push("w", np.ones(3, np.float32))
+    out = np.zeros(3, np.float32)
+    store.pull("w", out=out)
+    return [float(value) for value in out]
+
+
+def test_after_an_interrupt_the_next_round_is_as_any_other() -> None:
+    with Ranks(2) as two:
+        two.run(interrupted_round)
+        # The interrupt itself was the news, and the sum that it ended is in no worker's value.
+        first, second = two.run(next_round)
+    assert first == second
+    assert np.allclose(first, -0.02)

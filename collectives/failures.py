@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
+from hvdlab.collectives.visible import visible
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +32,7 @@ class Failure:
 
     def __str__(self) -> str:
         times = "" if self.count == 1 else f" ({self.count} times)"
-        return f"{self.what} could not be brought up to date{times}: {self.text}"
+        return f"{self.what} could not be brought up to date{times}: {visible(self.text)}"
 
 
 class Failures:

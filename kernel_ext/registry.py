@@ -21,8 +21,11 @@ import msgspec
 from hvdlab.collectives import private
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
+from hvdlab.collectives.visible import visible
 from hvdlab.launch.processes import open_process, readable, start_time
 
+_LONGEST = 300
+"""Characters of what a file says that are shown."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 DEFAULT = "pool"
 """What a pool is called that was given no name; the next ones are ``pool-2``, ``pool-3``."""
@@ -244,7 +247,7 @@ def in_use(kept: Kept) -> str:
 
 def user_of(kept: Kept) -> str:
     """Who has the pool, in a few words."""
-    return f"process {kept.owner.pid} in {kept.place}" if kept.owner.lives else "nobody"
+    return f"process {kept.owner.pid} in {visible(kept.place, _LONGEST)}" if kept.owner.lives else "nobody"
 
 
 def table(pools: Sequence[Kept]) -> str:
@@ -254,7 +257,15 @@ def table(pools: Sequence[Kept]) -> str:
     rows = [("name", "ranks", "plane", "started", "in use by")]
     for kept in pools:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.started))
-        rows.append((kept.name, str(kept.size), kept.plane, started, user_of(kept)))
+        rows.append(
+            (
+                visible(kept.name, _LONGEST),
+                str(kept.size),
+                visible(kept.plane, _LONGEST),
+                started,
+                user_of(kept),
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
@@ -19,9 +21,15 @@ from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline.events import Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
+from hvdlab.kernel_ext import registry
+from hvdlab.kernel_ext.inspect.messages import View
+from hvdlab.kernel_ext.inspect.native import NativeStacks
 from hvdlab.kernel_ext.inspect.overview import TensorTable
 from hvdlab.kernel_ext.inspect.table import Cell, Table
+from hvdlab.kernel_ext.inspect.views import told
+from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
+from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.magics.screens.pages import page_html
 from hvdlab.magics.status_table import StatusTable
@@ -93,6 +101,23 @@ def logged(name: str, directory: Path) -> str:
     return line
 
 
+def kept(name: str) -> str:
+    nobody, self = registry.Process(2**30, 1), registry.Process.of(os.getpid())
+    pool = registry.Kept(name, 2, name, 0.0, "", "", "", nobody, nobody, "", ("", 0), self, name)
+    return registry.table([pool]) + str(registry.user_of(pool))
+
+
+def whereabouts(name: str) -> str:
+    pending = (PendingNow("allreduce", name, name, 1.0),)
+    stack = Stack(1, name, (StackFrame(name, name, 1, name),), pending)
+    shown = Whereabouts({0: stack, 1: msgspec.structs.replace(stack, paused=name)}, {2: name})
+    return "\n".join([repr(shown), *shown.lines([0, 1, 2]), *grouped({0: name})])
+
+
+def looked_at(name: str) -> str:
+    return "\n".join([*told(View(1, (name,), names=(name,))), *told(View(1, error=name))])
+
+
 TERMINAL: dict[str, Callable[[str, Path], str]] = {
     "a table": lambda name, _: "\n".join(table(name).lines()),
     "the table of ranks": lambda name, _: repr(status(name)),
@@ -101,6 +126,11 @@ TERMINAL: dict[str, Callable[[str, Path], str]] = {
     "a file that is no trace": refusal,
     "a stranger who is turned away": turned_away,
     "the coordinator's log": logged,
+    "kept pools": lambda name, _: kept(name),
+    "%hvd_where": lambda name, _: whereabouts(name),
+    "%hvd_where --native": lambda name, _: repr(NativeStacks({0: (name,), 1: (name, name)})),
+    "a value of a rank": lambda name, _: looked_at(name),
+    "what failed": lambda name, _: str(Failure("the lanes", name, name)),
 }
 
 HTML: dict[str, Callable[[str], str | None]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.visible import visible
 from hvdlab.kernel_ext.output.places import short_path
 
 WITHIN = 30.0
@@ -85,6 +86,8 @@ class NativeStacks:
         for rank, lines in self.stacks.items():
             groups.setdefault(lines, []).append(rank)
         return "\n".join(
-            "\n".join([f"{format_ranks(ranks)}, with native frames:", *(f"  {line}" for line in lines)])
+            "\n".join(
+                [f"{format_ranks(ranks)}, with native frames:", *(f"  {visible(line)}" for line in lines)]
+            )
             for lines, ranks in groups.items()
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.inspect.messages import View
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class RankView:
         return list(found.variables) if found is not None else []
 
     def __repr__(self) -> str:
-        names = list(self.__dir__())
+        names = [visible(name) for name in self.__dir__()]
         more = f", … {len(names) - 10} more" if len(names) > 10 else ""
         return f"<rank {self._rank}: {', '.join(names[:10]) + more if names else 'no variables'}>"
 
@@ -107,7 +108,9 @@ class ValueView:
 
     def __repr__(self) -> str:
         found = self._pool.view(self._expression, [self._rank]).get(self._rank)
-        return "\n".join([f"rank {self._rank}: {self._expression}", *(f"  {line}" for line in told(found))])
+        return "\n".join(
+            [f"rank {self._rank}: {visible(self._expression)}", *(f"  {line}" for line in told(found))]
+        )
 
 
 def told(view: View | None) -> Sequence[str]:
@@ -115,8 +118,11 @@ def told(view: View | None) -> Sequence[str]:
     if view is None:
         return ["the rank does not answer"]
     if view.error:
-        return [view.error]
-    return [*view.lines, *(["(a cell is running, so it may be changing)"] if view.cell else [])]
+        return [visible_lines(view.error)]
+    return [
+        *(visible_lines(line) for line in view.lines),
+        *(["(a cell is running, so it may be changing)"] if view.cell else []),
+    ]
 
 
 def _plain(key: object) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from hvdlab.collectives.errors import call_name, format_ranks
+from hvdlab.collectives.visible import visible
 from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
 
 LONGEST_TEXT = 80
@@ -59,7 +60,7 @@ def grouped(places: Mapping[int, str], most: int = MOST_LINES) -> list[str]:
     by_place: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         by_place.setdefault(place, []).append(rank)
-    lines = [f"{format_ranks(ranks)}: {place}" for place, ranks in by_place.items()]
+    lines = [f"{format_ranks(ranks)}: {visible(place)}" for place, ranks in by_place.items()]
     if len(lines) <= most:
         return lines
     rest = sorted(rank for ranks in list(by_place.values())[most - 1 :] for rank in ranks)
@@ -103,7 +104,8 @@ class Whereabouts:
             groups.setdefault(tuple(self._place(rank)), []).append(rank)
         blocks = []
         for (head, *lines), ranks in groups.items():
-            blocks.append("\n".join([f"{format_ranks(ranks)}: {head}", *(f"  {line}" for line in lines)]))
+            shown = [f"{format_ranks(ranks)}: {visible(head)}", *(f"  {visible(line)}" for line in lines)]
+            blocks.append("\n".join(shown))
         return "\n".join(blocks)
 
     def lines(self, ranks: Sequence[int]) -> list[str]:

@@ -213,6 +213,8 @@ class Server:
         self._news: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
         self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
+        #: Listeners that nothing is accepted from until a connection ends.
+        self._waiting: list[socket.socket] = []
         self._ending = self._over = False
 
     def serve(self) -> bool:
@@ -287,16 +289,35 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:  # it has gone already
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone already
             return
-        sock.setblocking(False)
-        if listener.family != socket.AF_UNIX and self._context is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            self._make_room(listener, error)
+            return
+        try:
+            sock.setblocking(False)
+            if listener.family != socket.AF_UNIX and self._context is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.getpeername()  # one that has gone before it was accepted can't be wrapped
+                sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            self._turned_away.tell(f"a connection is closed: {error}")
+            sock.close()
+            return
         self._numbers += 1
         connection = _Connection(sock, self._numbers)
         self._connections[connection.number] = connection
         self._poller.register(connection, READ, connection)
+
+    def _make_room(self, listener: socket.socket, error: OSError) -> None:
+        """No descriptor is left: the oldest connection without a token gives its place up; else newcomers have to wait."""
+        oldest = next((one for one in self._connections.values() if not one.open), None)
+        if oldest is None:
+            self._turned_away.tell(f"could not accept a connection: {error}")
+            self._poller.unregister(listener)  # it would be readable all the time
+            self._waiting.append(listener)
+        else:
+            self._turn_away(oldest, f"its place is needed: {error}")
 
     def _serve(self, connection: _Connection, events: int) -> None:
         if connection.endpoint.closed:
@@ -363,6 +384,9 @@ class Server:
         self._poller.unregister(connection)
         connection.endpoint.close()
         del self._connections[connection.number]
+        while self._waiting:
+            listener = self._waiting.pop()
+            self._poller.register(listener, READ, listener)
         if connection.open:
             self._handle(Disconnected(connection.number))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +19,7 @@ from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.kvstore.servers.messages import Attach, encode
+from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from ranks import Ranks
 
@@ -359,6 +363,39 @@ def hostile() -> None:
     pulled(_kv, "w")
 
 
+def hostile_over_tls() -> None:
+    """Strangers at the port for other hosts, more than the server may have files: they get nothing, and workers go on."""
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
+    kv.init("w", full(0))
+    kv.barrier()
+    if kv.rank == 0:
+        links = kv._links
+        servers = {server.host: server for server in kv.servers()}
+        for link in links:
+            server, where = servers[link.place.host], parse_address(link.place.tls_address)
+            assert isinstance(where, TlsAddress)
+            at = where.host, where.port
+            open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 8, open_files + 8))
+            silent = [socket.create_connection(at, 60) for _ in range(32)]
+            for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\xff" * 70_000):
+                with socket.create_connection(at, 60) as sock, contextlib.suppress(OSError):
+                    sock.sendall(data)
+                    while sock.recv(1000):
+                        pass
+            for _ in range(20):  # gone, with a reset, before it is accepted
+                sock = socket.create_connection(at, 60)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.close()
+            for sock in silent:
+                sock.close()
+        assert [server.pid for server in kv.servers()] == [servers[link.place.host].pid for link in links]
+    kv.push("w", full(1))
+    kv.barrier()
+    pulled(kv, "w")
+
+
 def serve() -> str:
     server = kvstore.KVStoreServer(_kv)
     assert (server.kvstore, server.handle) == (_kv, None)
@@ -426,6 +463,7 @@ def test_others_go_on_in_an_asynchronous_store(own_ranks: Ranks) -> None:
 def test_workers_of_other_hosts_reach_servers_over_tls() -> None:
     with Ranks(2) as own_ranks:
         own_ranks.run(on_another_host, True, timeout=25)
+        own_ranks.run(hostile_over_tls)
 
 
 def test_strangers_are_turned_away(own_ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import hvdlab.torch as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import DuplicateNameError, InvalidRequestError
 from hvdlab.torch.distributed import DistributedMixin
 from ranks import RankFailed, Ranks
 
@@ -473,6 +473,10 @@ def _two_without_names(named: bool) -> None:
         torch.stack([net(batch(0, 1)).sum() for net in nets]).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
+    except DuplicateNameError:
+        # The other one may have begun what this one never will.
+        context.engine().withdraw("this rank gave up")
+        raise
     finally:
         for optimizer in optimizers:
             optimizer._watcher.drop()

@@ -556,7 +556,7 @@ def test_mail_overtakes_events_that_wait(start: Start) -> None:
     client.endpoint.send(m.Ping(1))
     client.wait_for(m.Pong)
     client.seen.clear()
-    for number in range(100):
+    for number in range(200):
         rank.endpoint.send(m.Events(bytes(64_000)))
         rank.endpoint.send(m.Ping(number))
         rank.wait_for(m.Pong)  # it was taken in
@@ -564,8 +564,8 @@ def test_mail_overtakes_events_that_wait(start: Start) -> None:
     client.endpoint.send(m.Ping(2, after_events=True))
     client.wait_for(m.Pong)
     kinds = [type(message) for message in client.seen]
-    assert kinds.count(m.RankEvents) == 100
-    assert kinds.index(m.Mail) < 50, "only what was on its way already comes before it"
+    assert kinds.count(m.RankEvents) == 200
+    assert kinds.index(m.Mail) < 150, "only what was on its way already comes before it"
     client.endpoint.close()
     rank.endpoint.close()
 

@@ -206,7 +206,7 @@ class Capture:
         if self._forked:
             self._write_in_child(name, text)
             return
-        if self.widgets.write(name, text):
+        if self.widgets.entered and self.widgets.write(name, text):
             return
         if self._fds is not None:
             # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
@@ -226,7 +226,7 @@ class Capture:
         """Queue a display or a clear, in order with the text."""
         if self._forked:
             return  # a forked child has nobody to show it to
-        if self.widgets.put(chunk):
+        if self.widgets.entered and self.widgets.put(chunk):
             return
         if self._fds is not None:
             self._drain_fds()

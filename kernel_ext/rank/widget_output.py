@@ -86,9 +86,16 @@ class _Content:
 
 
 class WidgetOutputs:
-    """The widgets that take output, by thread."""
+    """The widgets that take output, by thread.
+
+    Attributes:
+        entered: How many ``with`` statements are being executed, on all threads. While there are none, asking a thread
+            for its own would be the largest part of a short write.
+    """
 
     def __init__(self) -> None:
+        self.entered = 0
+        self._lock = threading.Lock()  # of the number
         self._entered = threading.local()
         self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
         self._undo: Callable[[], None] | None = None
@@ -142,6 +149,8 @@ class WidgetOutputs:
             content = self._contents[widget] = _Content(widget)
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
+        with self._lock:  # first: an interrupt may come in between, and the number must not be too small
+            self.entered += 1
         self._entered.stack.append(content)
 
     def _exit(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -156,5 +165,7 @@ class WidgetOutputs:
                 shell.showtraceback((kind, error, trace), tb_offset=0)
         finally:
             self._entered.stack.pop()
+            with self._lock:
+                self.entered -= 1
             content.send()
         return isinstance(error, Exception)

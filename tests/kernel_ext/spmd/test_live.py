@@ -196,7 +196,6 @@ def test_questions_are_answered_while_a_cell_runs(kernel: LiveKernel) -> None:
 @needs_a_thread_for_messages
 def test_questions_right_behind_a_cell_do_not_wait_for_its_end(kernel: LiveKernel) -> None:
     kernel.run("def on_ranks_only(batch):\n    'What ranks do.'")
-    # Both are with the kernel before it has begun the first: what came behind a cell is known by the order alone.
     busy = kernel.send("while True: time.sleep(0.01)")
     assert ask(kernel, kernel.client.is_complete("for x in y:"))["status"] == "incomplete"
     last = kernel.send("never = 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import numbers
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -145,9 +146,9 @@ def wire_value(value: Any, depth: int = 0) -> Any:
         raise RecursionError(f"it is nested more than {DEEPEST} deep")
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
-        return int(value) if value in _INT64 else str(value)
-    if isinstance(value, float):
+    if isinstance(value, numbers.Integral):  # numpy's as well, as in a kernel
+        return int(value) if int(value) in _INT64 else str(value)
+    if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return base64.b64encode(value).decode("ascii")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -124,10 +125,14 @@ def test_any_mime_data_can_be_sent(value: Any) -> None:
     json.dumps(wire_value(value))
 
 
-def test_numpy_scalars_can_be_sent() -> None:
+def test_numpy_scalars_are_numbers_as_in_a_kernel() -> None:
     import numpy as np
 
-    msgspec.msgpack.encode(wire_value({"a": np.float64(1.5), "b": np.int32(3), "c": np.array([1])}))
+    sent = wire_value({"a": np.float32(1.5), "b": np.int32(3), "c": np.array([1])})
+    assert sent == {"a": 1.5, "b": 3, "c": "[1]"}
+    assert {type(sent[key]) for key in "ab"} == {float, int}
+    msgspec.msgpack.encode(sent)
+    assert wire_value(Fraction(1, 4)) == 0.25
 
 
 # -- what needs a person at the rank ----------------------------------------------------------------------------------

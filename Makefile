@@ -82,6 +82,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/cells.py --json benchmarks/results/cells.json
 	$(BIN)/python benchmarks/pool.py --json benchmarks/results/pool.json
 	$(BIN)/python benchmarks/idle_pool.py --json benchmarks/results/idle_pool.json
+	$(BIN)/python benchmarks/many_ranks.py --json benchmarks/results/many_ranks.json
 	$(BIN)/python benchmarks/tracing.py --json benchmarks/results/tracing.json
 	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json

@@ -24,7 +24,12 @@ _left = msgspec.msgpack.Decoder(Left)
 class PoolProgram:
     """A :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
 
-    required: Sequence[str] = ("hvdlab.kernel_ext.rank.app",)
+    # The last two are what each rank would import for itself.
+    required: Sequence[str] = (
+        "hvdlab.kernel_ext.rank.app",
+        "hvdlab.collectives.planes.shm.plane",
+        "IPython.core.oinspect",
+    )
     # To show a traceback, and to join ipyparallel.
     later: Sequence[str] = (
         "pygments.lexers.python",

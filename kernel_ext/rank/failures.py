@@ -14,7 +14,7 @@ import msgspec
 from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.bindings.framework_hooks import loaded, names
-from hvdlab.collectives.errors import AbortedError, HvdlabError, MismatchError, call_name
+from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, MismatchError, call_name
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.wire_text import wire_text
@@ -138,7 +138,10 @@ def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
             hidden.enter_context(_own_frames_hidden(link))
             left_out += hidden.enter_context(_middle_hidden(link))
         try:
-            lines = _render_as_ipython(shell, error, before_exec)
+            if _is_consequence(error):
+                lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
+            else:
+                lines = _render_as_ipython(shell, error, before_exec)
         except Exception:  # noqa: BLE001  # formatting runs the user's __repr__ and __str__
             try:
                 lines = traceback.format_exception(type(error), error, user_part(error.__traceback__))
@@ -150,6 +153,18 @@ def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
     while len(text) > 2 and sum(map(len, text)) > LONGEST_TRACEBACK:
         del text[len(text) // 2]
     return text
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether the report is about another rank and says of this one only that it was stopped.
+
+    Python's own traceback has to do then: importing what renders IPython's and rendering it takes a tenth of a second of
+    each rank's CPU, which all ranks of a host pay before the cell has ended. ``%tb`` on the rank still shows the other.
+    """
+    return isinstance(error, AbortedError) and error.cause.kind in (
+        CauseKind.RANK_DIED,
+        CauseKind.CELL_FAILED,
+    )
 
 
 def _render_as_ipython(shell: Any, error: BaseException, before_exec: bool) -> list[str]:

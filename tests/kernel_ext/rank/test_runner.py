@@ -306,9 +306,40 @@ def test_the_time_of_the_raise_is_told(rank: Rank) -> None:
 # -- errors of collectives --------------------------------------------------------------------------------------------
 
 
-def aborted() -> AbortedError:
+def aborted(kind: CauseKind = CauseKind.CELL_ENDED) -> AbortedError:
     pending = Pending("allreduce", "loss", (0, 1), (2,))
-    return AbortedError(pending, Cause(CauseKind.CELL_FAILED, (2,), "rank 2 failed"), 0, 1)
+    return AbortedError(pending, Cause(kind, (2,), "rank 2 failed"), 0, 1)
+
+
+@pytest.mark.parametrize("kind", [CauseKind.CELL_FAILED, CauseKind.RANK_DIED])
+def test_a_rank_that_only_was_stopped_renders_no_traceback_of_ipython(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, kind: CauseKind
+) -> None:
+    def render(*args: Any, **options: Any) -> list[str]:
+        rendered.append(args[1])
+        return ["rendered by IPython"]
+
+    rendered: list[BaseException] = []
+    monkeypatch.setattr(rank.shell.InteractiveTB, "structured_traceback", render)
+    rank.shell.user_ns["error"] = aborted(kind)
+    text = traceback_of(rank.run("def step():\n    raise error\nstep()", label="[7]"))
+    assert not rendered
+    assert "line 3, in step" in text
+    assert "rank 2 failed" in text
+    # Whoever is told about here: once, and what IPython keeps for its history is not another time.
+    for raised in (aborted(), RuntimeError("own")):
+        rank.shell.user_ns["error"] = raised
+        rendered.clear()
+        assert traceback_of(rank.run("raise error")) == "rendered by IPython"
+        assert rendered == [raised]
+
+
+def test_an_error_is_in_the_history_of_ipython(rank: Rank) -> None:
+    history = rank.shell.history_manager
+    if not hasattr(history, "exceptions"):
+        pytest.skip("this IPython keeps no errors")
+    rank.run("raise ValueError('bad batch')", label="[41]")
+    assert history.exceptions[41] == {"ename": "ValueError", "evalue": "bad batch", "traceback": []}
 
 
 def test_an_aborted_collective_names_the_culprits(rank: Rank) -> None:

@@ -101,6 +101,8 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 		tests/collectives/test_api.py $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
+	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/bootstrap \
+		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
 
 test-engines: mxnet ## what needs another environment than .venv: MXNet's
 

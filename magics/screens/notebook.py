@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from hvdlab.magics.screens.outbox import Outbox
 from hvdlab.magics.screens.publisher import Publisher
 
 _EMPTY = {"text/plain": "", "text/html": ""}
+_NO_TEXT = re.compile(r"(?:\s|</?(?:pre|code|span)\b[^<>]*>)*")
 
 
 class NotebookScreen:
@@ -60,6 +62,8 @@ class NotebookScreen:
         known = self._areas.find(rank, display.display_id) if display.update else None
         if known is not None:
             self._display(self._labelled_data(piece), display.metadata, known, update=True)
+            return
+        if _is_blank(display):
             return
         area, exists = self._areas.place(piece.ranks, display.display_id)
         if self._gets_label(piece) and not exists and not _is_text(display):
@@ -124,6 +128,14 @@ class NotebookScreen:
 
 def _is_text(display: Display) -> bool:
     return set(display.data) == {"text/plain"}
+
+
+def _is_blank(display: Display) -> bool:
+    """Whether a display shows nothing and never will, as the one with which rich ends a live one: ranks above it would be all."""
+    if display.display_id or not display.data or set(display.data) - {"text/plain", "text/html"}:
+        return False
+    markup = str(display.data.get("text/html", ""))
+    return not str(display.data.get("text/plain", "")).strip() and _NO_TEXT.fullmatch(markup) is not None
 
 
 class _StatusArea:

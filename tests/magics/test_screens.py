@@ -39,6 +39,18 @@ def test_a_figure_stands_under_its_rank() -> None:
     assert figure[2] == {"text/html": "<b>"}
 
 
+def test_ranks_do_not_stand_above_nothing() -> None:
+    notebook, recorder, _ = screen()
+    nothing = '<pre style="white-space: pre">\n<span></span></pre>\n'
+    notebook.show(Shown((0, 1), Display({"text/plain": "\n", "text/html": nothing}, {})))
+    assert recorder.sent == []
+    # What has an id may be filled later, and what is no text may be seen.
+    notebook.show(Shown((0, 1), Display({"text/plain": "", "text/html": nothing}, {}, display_id="x")))
+    notebook.show(Shown((1,), html("<pre><img src='x'></pre>")))
+    notebook.show(Shown((2,), Display({"text/plain": "", "image/png": "aaaa"}, {})))
+    assert len(recorder.sent) == 6
+
+
 def test_one_rank_alone_needs_no_label() -> None:
     notebook, recorder, _ = screen(1)
     notebook.show(Shown((0,), html("<b>")))

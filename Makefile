@@ -96,6 +96,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
 	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json
 	$(BIN)/python benchmarks/timeline_drawing.py --json benchmarks/results/timeline_drawing.json
+	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code

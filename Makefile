@@ -7,6 +7,13 @@ BIN := $(VENV)/bin
 NP ?= 4
 INSTALLED := $(VENV)/.installed
 
+# Nothing that has not one of the digests, and nothing else beside it.
+CHECKED := --require-hashes --no-deps
+# hvdlab, by the build tools that are installed already.
+OURSELVES := --no-index --no-deps --no-build-isolation --editable .
+# Whether the build of torch that was installed needs the libraries of CUDA beside it, by its own word.
+NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(not any(n.startswith('nvidia') for n in m.requires('torch')))"
+
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 # With RETRY=1, what failed is run once more by itself, and named at the end.
@@ -17,12 +24,14 @@ AGAIN := $(BIN)/python tests/again.py -m "not soak"
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What is downloaded must have one of the digests in requirements/. PyTorch's build for CPUs has none there, since registries of packages do
+# not have it: where the machine offers it itself (pip's `find-links`), it is taken from there first.
+$(INSTALLED): pyproject.toml constraints.txt requirements/installed.txt requirements/cuda.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,mpi,tls,lab,test,dev]' mpich
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt tensorflow-cpu
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps tf_keras  # its dependency `tensorflow` would overwrite tensorflow-cpu
+	$(BIN)/python -m pip install --quiet --no-index --no-deps "$$(grep -o '^torch==[^ ]*' requirements/installed.txt)" 2>/dev/null || true
+	$(BIN)/python -m pip install --quiet $(CHECKED) --requirement requirements/installed.txt
+	if $(NEEDS_CUDA); then $(BIN)/python -m pip install --quiet $(CHECKED) --requirement requirements/cuda.txt; fi
+	$(BIN)/python -m pip install --quiet $(OURSELVES)
 	@touch $@
 
 install: $(INSTALLED) ## create .venv with everything
@@ -88,6 +97,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
 	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json
 	$(BIN)/python benchmarks/timeline_drawing.py --json benchmarks/results/timeline_drawing.json
+	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
@@ -108,14 +118,24 @@ test-engines: mxnet ## what needs another environment than .venv: MXNet's
 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet
-	out/mxnet/bin/python -m pip install --quiet mxnet==1.9.1 numpy==1.23.5 pytest pytest-timeout pytest-xdist hypothesis --editable .
+	out/mxnet/bin/python -m pip install --quiet $(CHECKED) --requirement requirements/mxnet.txt
+	out/mxnet/bin/python -m pip install --quiet $(OURSELVES)
 	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
 
-lock: ## write constraints.txt for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
+COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
+EVERYWHERE := --universal --python-version 3.11.0 --fork-strategy fewest
+
+lock: ## write constraints.txt and requirements/ for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
-	printf 'mpich\ntensorflow-cpu\n' | out/lock/bin/uv pip compile --no-config --quiet --universal --python-version 3.11.0 --fork-strategy fewest \
-		--all-extras --no-annotate --custom-compile-command "make lock" --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
+	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) --all-extras --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
+	printf 'mpich\ntensorflow-cpu\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
+		--constraint constraints.txt --generate-hashes --output-file out/lock/all.txt pyproject.toml -
+	# What only torch's build for CUDA needs is a file of its own. `tensorflow`, for which tf_keras asks, would overwrite tensorflow-cpu.
+	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/; left_out = /^tensorflow==/ } \
+		!left_out { print > ("requirements/" (cuda ? "cuda" : "installed") ".txt") }' out/lock/all.txt
+	printf 'mxnet==1.9.1\nnumpy==1.23.5\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\npip\n' | $(COMPILE) \
+		--python-version 3.11 --generate-hashes --output-file requirements/mxnet.txt $(LOCK_ARGS) pyproject.toml -
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

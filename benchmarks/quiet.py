@@ -44,6 +44,7 @@ FIGURES = {
     "diff": Figure("diff.py", 150),
     "metrics": Figure("metrics.py", 180),
     "recording": Figure("recording.py", 90),
+    "strangers": Figure("strangers.py", 300),
 }
 
 

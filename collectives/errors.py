@@ -27,9 +27,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hvdlab.collectives.visible import visible, visible_lines
+
 
 class HvdlabError(RuntimeError):
-    """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)"""
+    """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)
+
+    What peers and files say in its text is shown as text: it gives a terminal no orders.
+    """
+
+    def __str__(self) -> str:
+        return visible_lines(self._text())
+
+    def _text(self) -> str:
+        """Lines, of which what comes from elsewhere and is to be one line was made so by :func:`visible`."""
+        return super().__str__()
 
 
 class NotInitializedError(HvdlabError, ValueError):
@@ -39,7 +51,7 @@ class NotInitializedError(HvdlabError, ValueError):
         self.what = what
         super().__init__(what)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return f"{self.what} was used before hvd.init(); call hvd.init() first, on every rank."
 
 
@@ -55,7 +67,7 @@ class ForkedProcessError(NotInitializedError):
         self.rank = rank
         self.args = (what, rank)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         if self.rank < 0:
             return self.what
         return (
@@ -93,9 +105,10 @@ class DuplicateNameError(InvalidRequestError):
         self.name, self.first_site, self.second_site, self.advice = name, first_site, second_site, advice
         super().__init__(name, first_site, second_site, advice)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
-            f"`{self.name}` was submitted at {self.second_site} while the one submitted at {self.first_site} "
+            f"`{visible(self.name)}` was submitted at {visible(self.second_site)} while the one submitted at "
+            f"{visible(self.first_site)} "
             f"is still in flight; {self.advice}"
         )
 
@@ -119,7 +132,7 @@ class KVStoreError(HvdlabError):
         self.key = key
         super().__init__(text, key)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return str(self.args[0])
 
 
@@ -149,10 +162,10 @@ class MismatchError(CollectiveError):
         self.name, self.process_set, self.groups = name, process_set, tuple(groups)
         super().__init__(name, process_set, self.groups)
 
-    def __str__(self) -> str:
-        parts = [f"{format_ranks(g.ranks)} ({g.site}): {g.request}" for g in self.groups]
+    def _text(self) -> str:
+        parts = [f"{format_ranks(g.ranks)} ({visible(g.site)}): {visible(g.request)}" for g in self.groups]
         return (
-            f"`{self.name}`: the ranks disagree. " + "; ".join(parts) + ". "
+            f"`{visible(self.name)}`: the ranks disagree. " + "; ".join(parts) + ". "
             "Every rank must give the same operation, dtype, shape, operator and root for one name; "
             "the group is intact and can go on."
         )
@@ -173,8 +186,8 @@ class JoinedRanksError(CollectiveError):
         self.name, self.process_set, self.joined, self.reason = name, process_set, tuple(joined), reason
         super().__init__(name, process_set, self.joined, reason)
 
-    def __str__(self) -> str:
-        return f"{self.reason}."
+    def _text(self) -> str:
+        return f"{visible(self.reason)}."
 
 
 class CauseKind(StrEnum):
@@ -278,19 +291,19 @@ class AbortedError(CollectiveError):
         """The first rank of the cause, if it has one."""
         return self.cause.ranks[0] if self.cause.ranks else None
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         p = self.pending
         site = next(iter(p.sites.values()), "")
-        head = call_name(p.collective, p.name) + (f" ({site})" if site else "")
+        head = call_name(p.collective, p.name) + (f" ({visible(site)})" if site else "")
         waited = f"{format_ranks(p.waited)} waited; " if p.waited and p.missing else ""
-        tail = f" (at {self.cause.site})" if self.cause.site else ""
+        tail = f" (at {visible(self.cause.site)})" if self.cause.site else ""
         advice = f"\n{self.cause.kind.advice}" if self.cause.kind.advice else ""
-        return f"{head}: {waited}{self.cause.text}{tail}{advice}"
+        return f"{head}: {waited}{visible(self.cause.text)}{tail}{advice}"
 
 
 def call_name(kind: str, name: str) -> str:
     """``allreduce `loss```; only the kind for a tensor that was given no name."""
-    return kind if name == f"{kind}.noname" else f"{kind} `{name}`"
+    return kind if name == f"{kind}.noname" else f"{kind} `{visible(name)}`"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

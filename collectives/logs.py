@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.protocol.messages import Abort, Configure
+from hvdlab.collectives.visible import visible, visible_coloured
 
 LOG = logging.getLogger("hvdlab")
 
@@ -23,6 +24,20 @@ class _Stderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+class _Visible(logging.Formatter):
+    """One line for each record, whatever peers say in it; below it the lines of a traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = visible(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return visible_coloured(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return visible_coloured(super().formatStack(stack_info))
+
+
 def set_up(level: int, *, hide_time: bool) -> None:
     """Write lines from ``level`` on to stderr, unless the application has configured logging itself.
 
@@ -34,7 +49,7 @@ def set_up(level: int, *, hide_time: bool) -> None:
     if not LOG.hasHandlers():
         handler = _Stderr()
         time = "" if hide_time else "%(asctime)s "
-        handler.setFormatter(logging.Formatter(f"{time}hvdlab %(levelname)s: %(message)s"))
+        handler.setFormatter(_Visible(f"{time}hvdlab %(levelname)s: %(message)s"))
         LOG.addHandler(handler)
 
 
@@ -49,11 +64,11 @@ def configured(rank: int, message: Configure) -> None:
         _set(message.process_set),
         message.epoch,
         ranks,
-        message.plane,
+        visible(message.plane),
     )
     note = message.options.get("note")
     if note:
-        LOG.info("rank %d: %s", rank, note)
+        LOG.info("rank %d: %s", rank, visible(note))
 
 
 def aborted(rank: int, message: Abort) -> None:
@@ -63,14 +78,14 @@ def aborted(rank: int, message: Abort) -> None:
         rank,
         _set(message.process_set),
         message.epoch,
-        message.kind,
-        message.text,
+        visible(message.kind),
+        visible(message.text),
     )
 
 
 def lost(rank: int, reason: str) -> None:
     """The coordinator is gone, of which every collective tells that waits or comes."""
-    LOG.info("rank %d: %s", rank, reason)
+    LOG.info("rank %d: %s", rank, visible(reason))
 
 
 def _set(process_set: int) -> str:

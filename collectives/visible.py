@@ -17,6 +17,7 @@ _CONTROLS = re.compile(
     "\ud800-\udfff"  # halves of a character, which can't be written
     "]"
 )
+_HARMLESS = re.compile("(\x1b\\[[0-9;]*m|\t)")
 
 
 def visible(text: str, most: int | None = None) -> str:
@@ -36,3 +37,12 @@ def visible(text: str, most: int | None = None) -> str:
 def visible_lines(text: str) -> str:
     """The same for a text of several lines, which stay lines."""
     return "\n".join(visible(line) for line in text.split("\n"))
+
+
+def visible_coloured(text: str) -> str:
+    """The same for lines that a program has coloured or indented by tabs, such as a traceback: colours and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        part if number % 2 else visible_lines(part) for number, part in enumerate(_HARMLESS.split(text))
+    )

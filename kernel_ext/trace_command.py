@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from hvdlab.collectives.timeline.viewer import WITHOUT_NAMES, PerfettoViewer
 from hvdlab.kernel_ext.recording import save_trace
 from hvdlab.kernel_ext.registry import Kept, Registry
 
@@ -169,7 +169,10 @@ def _open(options: argparse.Namespace) -> int:
                 assert client is not None
                 path = save_trace(client, Path(directory, "ranks.pftrace"))
         with PerfettoViewer(path, options.port) as viewer:
-            print(f"{viewer.new_address()}\nThis address is good once. Ctrl-C ends it", flush=True)
+            print(
+                f"{viewer.new_address()}\nThis address is good once. Ctrl-C ends it. {WITHOUT_NAMES}",
+                flush=True,
+            )
             if not options.no_browser:
                 webbrowser.open(viewer.write_redirect(Path(directory)))
             threading.Event().wait()

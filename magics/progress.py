@@ -8,6 +8,7 @@ from typing import Self
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from hvdlab.collectives.visible import visible
 from hvdlab.magics.screens.publisher import in_notebook
 
 _ERASE = "\r\x1b[K"
@@ -42,7 +43,7 @@ class StartProgress:
             self._shown = True
             # Notebooks show stderr in red, as if something had gone wrong; in a terminal stdout is for results.
             stream = sys.stdout if self._notebook else sys.stderr
-            stream.write(f"{text} ..." + ("\n" if self._notebook else ""))
+            stream.write(f"{visible(text)} ..." + ("\n" if self._notebook else ""))
             stream.flush()
 
     def _clear(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks, positive
 from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
@@ -55,10 +56,10 @@ class ReplayMagics(Magics):
                 )
                 found = pool.pull(f"{_RECORD}.replay({options.step})", [rank])[rank]
             except LookupError as error:
-                raise UsageError(str(error).replace(_RECORD, "hvd.record()")) from None
+                raise UsageError(visible_lines(str(error).replace(_RECORD, "hvd.record()"))) from None
         self.session.shell.user_ns[options.out] = found
         print(
-            f"rank {rank}: {found.text}\n`{options.out}.args` has its inputs; `{options.out}.run(model)` repeats it"
+            f"rank {rank}: {visible(found.text)}\n`{options.out}.args` has its inputs; `{options.out}.run(model)` repeats it"
         )
 
 

@@ -13,6 +13,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.visible import visible
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
@@ -54,7 +55,7 @@ def run_cell(
         session.check_answering(pool, ranks)
     if session.debugger is not None:
         for line in session.debugger.prepare(ranks):
-            print(line, file=sys.stderr)
+            print(visible(line), file=sys.stderr)
     shell = session.shell
     label = f"[{cell_number(shell)}]"
     arguments: dict[str, Any] = {

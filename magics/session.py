@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.kernel_ext.widgetstates import WidgetStates
 from hvdlab.launch.options import split as split_options
@@ -181,7 +182,7 @@ class Session:
             with as_usage_error():
                 pool.resize(np)
         for text in pool.news():
-            say(text)
+            say(visible_lines(text))
         if pool.lost:
             say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool
@@ -374,7 +375,7 @@ def as_usage_error() -> Iterator[None]:
     try:
         yield
     except (HvdlabError, TimeoutError, OSError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(visible_lines(str(error))) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("hvdlab"):
             raise

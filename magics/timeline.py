@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import HTML, display
 
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from hvdlab.collectives.timeline.viewer import WITHOUT_NAMES, PerfettoViewer
 from hvdlab.magics.arguments import MagicParser, documented
 from hvdlab.magics.session import Session, as_usage_error
 
@@ -106,7 +106,10 @@ class TimelineMagics(Magics):
         link = (
             f'<a href="{url}" target="_blank" rel="noopener">Open in Perfetto</a> what was recorded until now'
         )
-        note = " (served by the kernel's machine, for browsers on it; the address is good for one of them)"
+        note = (
+            " (served by the kernel's machine, for browsers on it; the address is good for one of them. "
+            f"{WITHOUT_NAMES})"
+        )
         display(_Link(text + note, link + note))  # type: ignore[no-untyped-call]  # IPython has no types for it
 
     def _close_perfetto(self) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +23,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CHECKED = ["requirements/installed.txt", "requirements/cuda.txt", "requirements/mxnet.txt"]
+FILES = ["constraints.txt", *CHECKED]
 CLASSIFIER = "Programming Language :: Python :: "
 #: The first release of each promised minor version: what a dependency asks for is most often a lower bound.
 PROMISED = [
@@ -163,4 +169,96 @@ def test_what_is_installed_is_what_is_pinned() -> None:
 
 
 def test_no_host_and_no_path_is_named() -> None:
-    assert "/" not in (ROOT / "constraints.txt").read_text()
+    for file in FILES:
+        assert "/" not in (ROOT / file).read_text()
+
+
+def hashed(file: str) -> dict[str, list[str]]:
+    """Each requirement of a file of :data:`CHECKED`, and its digests."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / file).read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        text = line.strip().removesuffix("\\").strip()
+        if line.startswith(" "):
+            kind, _, digest = text.partition(":")
+            assert kind == "--hash=sha256"
+            assert len(bytes.fromhex(digest)) == 32
+            found[list(found)[-1]].append(digest)
+        else:
+            found[text] = []
+    return found
+
+
+@pytest.mark.parametrize("file", CHECKED)
+def test_all_that_is_downloaded_has_digests(file: str) -> None:
+    found = hashed(file)
+    assert found
+    assert [line for line, digests in found.items() if not digests] == []
+
+
+@pytest.mark.parametrize("python", PROMISED)
+def test_what_is_checked_by_digest_is_what_is_pinned(python: str) -> None:
+    """`make install` resolves nothing: what is missing from these files is not installed."""
+    environment = environment_of(python)
+    pins = {pin.name: pin.version for pin in PINS if pin.holds(environment)}
+    files = [
+        read_pins("\n".join(hashed(file))) for file in ("requirements/installed.txt", "requirements/cuda.txt")
+    ]
+    both = {pin.name: pin.version for pin in itertools.chain(*files) if pin.holds(environment)}
+    assert both.pop("pip")
+    wanted = required(asked_by_project(EXTRAS.keys() - {LEFT_OUT, "tensorflow"}), environment)
+    assert {name for name in wanted if name not in both} <= set(REPLACED)
+    assert {
+        name: (version, pins.get(name)) for name, version in both.items() if pins.get(name) != version
+    } == {}
+
+
+def test_what_is_installed_is_checked(tmp_path: Path) -> None:
+    """Each of the Makefile's installations of `.venv` and MXNet's environment asks for digests, or downloads nothing."""
+    commands = [
+        line
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if re.search(r"^\t.*(\$\(BIN\)|out/mxnet/bin)/python -m pip install", line)
+    ]
+    assert len(commands) == 6
+    assert [
+        line for line in commands if not re.search(r"\$\((CHECKED|OURSELVES)\)|--no-index --no-deps", line)
+    ] == []
+
+
+def test_another_file_than_was_pinned_is_refused(tmp_path: Path) -> None:
+    """A registry, or whoever sits between, that serves a package of the same name and version."""
+    wheel = tmp_path / "attrs-26.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("attrs/__init__.py", "raise SystemExit('not attrs')")
+        file.writestr(
+            "attrs-26.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: attrs\nVersion: 26.1.0\n"
+        )
+        file.writestr(
+            "attrs-26.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("attrs-26.1.0.dist-info/RECORD", "")
+    ((line, digests),) = [
+        item for item in hashed("requirements/installed.txt").items() if item[0].startswith("attrs==")
+    ]
+    asked = tmp_path / "asked.txt"
+    version = Requirement(line).specifier
+    wheel = wheel.rename(tmp_path / wheel.name.replace("26.1.0", str(version).removeprefix("==")))
+    asked.write_text(" ".join([line, *(f"--hash=sha256:{digest}" for digest in digests)]))
+    options = ["--isolated", "--no-index", "--find-links", str(tmp_path), "--require-hashes", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--target",
+        str(tmp_path / "into"),
+        *options,
+        "-r",
+        str(asked),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "into").exists()

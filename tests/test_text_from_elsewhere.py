@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
+import sys
+import time
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -10,18 +15,42 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
 from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import (
+    AbortedError,
+    Cause,
+    CauseKind,
+    Disagreement,
+    DuplicateNameError,
+    HvdlabError,
+    InvalidRequestError,
+    JoinedRanksError,
+    KVStoreError,
+    MismatchError,
+    Pending,
+    ProtocolError,
+)
 from hvdlab.collectives.failures import Failure
+from hvdlab.collectives.logs import aborted, set_up
+from hvdlab.collectives.membership import Stall
+from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.recording import Recording, report
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.timeline import check
 from hvdlab.collectives.timeline.events import Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.kernel_ext import registry
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.events import DoneArrived, Note, ShowStatus, StackArrived, Stalled
+from hvdlab.kernel_ext.cells.failure import CellFailed, failure_of
+from hvdlab.kernel_ext.cells.results import CellResults, Death
+from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.inspect.messages import View
 from hvdlab.kernel_ext.inspect.native import NativeStacks
 from hvdlab.kernel_ext.inspect.overview import TensorTable
@@ -29,11 +58,18 @@ from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.inspect.views import told
 from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
-from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
+from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, Stack, StackFrame
 from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.launch.exits import Outcome
 from hvdlab.magics.screens.pages import page_html
 from hvdlab.magics.status_table import StatusTable
-from hvdlab.runner.command import main
+from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.command import main, speaker
+from hvdlab.runner.events import Failure as JobFailure
+from hvdlab.runner.lines import Tail
+from hvdlab.runner.report import failure_lines, stall_line
+from hvdlab.torch import recording
+from hvdlab.torch.divergence import DivergenceError
 from hvdlab.widgets import metrics_picture, output, strip
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
@@ -118,6 +154,151 @@ def looked_at(name: str) -> str:
     return "\n".join([*told(View(1, (name,), names=(name,))), *told(View(1, error=name))])
 
 
+def errors(name: str) -> str:
+    """Each kind of error, with this text wherever peers, files and names of tensors have a say."""
+    waited = Pending("allreduce", name, (0,), (1,), {0: name})
+    kinds = [
+        HvdlabError(name),
+        ProtocolError(name),
+        KVStoreError(name, name),
+        DuplicateNameError(name, name, name),
+        MismatchError(name, 0, [Disagreement((0,), name, name), Disagreement((1,), name, name)]),
+        JoinedRanksError(name, 0, (1,), name),
+        *(AbortedError(waited, Cause(kind, (1,), name, name)) for kind in CauseKind),
+        DivergenceError(3, 2, [(0, 1), (2,)], [name]),
+        RankFailedError(name),
+    ]
+    for kind in kinds:
+        # A name can't add lines either; what is one text as a whole may have several.
+        assert type(kind) in ONE_TEXT or "\nforged" not in str(kind), type(kind)
+    return "\n".join(map(str, kinds))
+
+
+ONE_TEXT = (HvdlabError, ProtocolError, KVStoreError, RankFailedError)
+
+
+def failed_cell(name: str, *, colours: bool = False) -> str:
+    """A cell that failed on two ranks in different ways, while a third died."""
+    told = {"recorded": (name, name), "wrong": name, "site": name, "why": name}
+    own = CellError(name, name, (name, f"{name}: {name}"), 1, **told)
+    stopped = CellError("AbortedError", name, (name,), 3, True, name, (7,), **told)
+    done = {0: CellDone("c", own, 0.1), 1: CellDone("c", stopped, 0.1)}
+    deaths = {2: Death(2, name, 2, name, name)}
+    texts = []
+    for results in (
+        CellResults([0, 1, 2], done, deaths=deaths, unanswered={1: name}),
+        CellResults([2], {}, deaths=deaths),
+        CellResults([1], {1: done[1]}),
+    ):
+        failure = failure_of(results, colours=colours)
+        assert isinstance(failure, CellFailed)
+        texts += [*failure._render_traceback_(), f"{type(failure).__name__}: {failure}"]
+    with pytest.raises(IndexError) as caught:
+        CellResults([0], done).value(0)
+    return "\n".join([*texts, str(caught.value)])
+
+
+class _Said(NullSink):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    def status(self, text: str, *, final: bool) -> None:
+        self.texts.append(text)
+
+    def output(self, rank: int, chunks: object) -> None: ...
+    def done(self, rank: int, done: object) -> None: ...
+    def tick(self, now: float) -> float | None:
+        return None
+
+    def backlog(self) -> int:
+        return 0
+
+    def hurry(self) -> None: ...
+
+
+def waiting_cell(name: str) -> str:
+    """What is told under a cell: that ranks wait, a news about the pool, and a question."""
+    sink = _Said()
+    run = CellRun("c", range(2), now=time.monotonic(), stall_time=1.0)
+    handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
+    stall = Stall(0, 10.0, int(OpKind.ALLREDUCE), name, (0,), (1,), (name,))
+    handle.feed(Stalled(stall))
+    for rank, pending in ((0, (PendingNow("allreduce", name, name, 10.0),)), (1, ())):
+        handle.feed(StackArrived(rank, Stack(0, "c", (StackFrame(name, name, 1, name),), pending)))
+    for rank in range(2):
+        handle.feed(DoneArrived(rank, CellDone("c", None, 0.1)))
+    handle.wait()
+    for effect in (Note(name), ShowStatus(name)):
+        handle._perform(effect)
+    return "\n".join([*sink.texts, stall_line(stall)])
+
+
+def logged_by_ranks(name: str) -> str:
+    """The logger of ranks, set up as an application finds it that has not configured logging."""
+    log = logging.getLogger("hvdlab")
+    before, propagates = log.handlers[:], log.propagate
+    log.handlers[:], log.propagate = [], False
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            written = io.StringIO()
+            patch.setattr(sys, "stderr", written)
+            set_up(logging.INFO, hide_time=True)
+            aborted(0, Abort(0, 1, name, (1,), name, name))
+            log.error("a peer said %s", name)
+            lines = written.getvalue().splitlines()
+            assert len(lines) == 2
+            try:
+                raise ValueError(name)
+            except ValueError:
+                log.exception("failed")
+            return written.getvalue()
+    finally:
+        log.handlers[:], log.propagate = before, propagates
+        log.setLevel(logging.NOTSET)
+
+
+def checked(name: str, directory: Path) -> str:
+    path = directory / f"{name[:9]}.json"
+    bad = {"ph": "M", "pid": 1, "tid": 1, "name": name, "args": {}, "cat": name, "ts": 1, "id": name}
+    traces = [[bad, bad | {"ph": "e"}, bad | {"ph": name}, bad | {"ph": "i", "s": name}], name]
+    with pytest.MonkeyPatch.context() as patch:
+        written = io.StringIO()
+        patch.setattr(sys, "stdout", written)
+        for trace in traces:
+            path.write_text(json.dumps(trace))
+            assert check.main([str(path)]) == 1
+        assert not any(line.startswith("forged") for line in written.getvalue().splitlines())
+        return written.getvalue()
+
+
+def recorded_step(name: str) -> str:
+    batch = list(recording._tensors({name: torch.zeros(2)}, ""))
+    step = recording.Step(1, [recording._input(*one) for one in batch], None, 0, torch.zeros(1))
+    assert "\nforged" not in str(step)
+    return str(step)
+
+
+def failed_job(name: str) -> str:
+    tail = Tail()
+    tail.feed(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
+    outcome = Outcome(1)
+    failure = JobFailure(0, outcome, name)
+    lines: list[str] = []
+
+    class Out:
+        def line(self, data: bytes, passing: bool) -> None:
+            lines.append(data.decode())
+
+        def flush(self) -> None: ...
+
+    for line in failure_lines(failure, {0: tail}):
+        speaker(Out())(line)  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
 TERMINAL: dict[str, Callable[[str, Path], str]] = {
     "a table": lambda name, _: "\n".join(table(name).lines()),
     "the table of ranks": lambda name, _: repr(status(name)),
@@ -131,6 +312,13 @@ TERMINAL: dict[str, Callable[[str, Path], str]] = {
     "%hvd_where --native": lambda name, _: repr(NativeStacks({0: (name,), 1: (name, name)})),
     "a value of a rank": lambda name, _: looked_at(name),
     "what failed": lambda name, _: str(Failure("the lanes", name, name)),
+    "an error": lambda name, _: errors(name),
+    "a failed cell": lambda name, _: failed_cell(name),
+    "a cell that waits": lambda name, _: waiting_cell(name),
+    "the log of ranks": lambda name, _: logged_by_ranks(name),
+    "a trace that is checked": checked,
+    "a recorded step": lambda name, _: recorded_step(name),
+    "a failed job": lambda name, _: failed_job(name),
 }
 
 HTML: dict[str, Callable[[str], str | None]] = {

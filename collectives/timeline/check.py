@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdlab.collectives.visible import visible
+
 REQUIRED: dict[str, tuple[str, ...]] = {
     "X": ("name", "ts", "dur"),
     "B": ("name", "ts"),
@@ -31,6 +33,7 @@ METADATA = {
     "thread_sort_index": ("sort_index", int),
 }
 PROBLEMS_SHOWN = 50
+LONGEST_LINE = 1000
 
 Event = dict[str, Any]
 Track = tuple[int, int]
@@ -233,14 +236,14 @@ def main(arguments: Sequence[str]) -> int:
         try:
             events = load(path.read_text(encoding="utf-8"), killed=killed)
         except (OSError, ValueError) as error:
-            print(f"{path}: {error}")
+            print(visible(f"{path}: {error}", LONGEST_LINE))
             bad = True
             continue
         problems = check(events, killed=killed)
         bad = bad or bool(problems)
-        print(f"{path}: {len(events)} events, {len(problems)} problems")
+        print(visible(f"{path}: {len(events)} events, {len(problems)} problems"))
         for problem in problems[:PROBLEMS_SHOWN]:
-            print(f"  {problem}")
+            print(visible(f"  {problem}", LONGEST_LINE))
     return int(bad)
 
 

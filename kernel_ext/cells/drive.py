@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.cells.events import (
     Asked,
     AskStacks,
@@ -210,13 +211,13 @@ class CellHandle:
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
             if self._desk.asking:
-                self._sink.status(self._desk.status(), final=False)
+                self._sink.status(visible_lines(self._desk.status()), final=False)
 
     def _ask_user(self, question: Question) -> None:
         """Let the user answer a rank. On this thread; where there is room for output another drives the run meanwhile."""
         self._sink.settle()
         if self._desk.shows_beside:
-            self._sink.status(self._desk.status(), final=False)
+            self._sink.status(visible_lines(self._desk.status()), final=False)
         self._tick(time.monotonic())
         try:
             told = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
@@ -224,7 +225,7 @@ class CellHandle:
             self.interrupt()
             told = ""
         if told:
-            self._sink.note(told)
+            self._sink.note(visible_lines(told))
         if self._desk.shows_beside:
             self._sink.status("", final=True)
         if self._desk.ranks != self._at_prompts:
@@ -245,13 +246,13 @@ class CellHandle:
             case RankEnded(rank, done):
                 self._sink.done(rank, done)
             case Note(text):
-                self._sink.note(text)
+                self._sink.note(visible_lines(text))
             case AskStacks(ranks):
                 self._ask(ranks)
             case LookAt(ranks):
                 self._look(ranks)
             case ShowStatus(text, final):
-                self._sink.status(text, final=final)
+                self._sink.status(visible_lines(text), final=final)
             case Finished(results):
                 self.results = results
 

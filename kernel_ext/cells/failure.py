@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.visible import visible
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.output.report import report
 
@@ -57,5 +58,6 @@ def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | Ce
 
 def _named(base: type[F], name: str) -> type[F]:
     """A subclass under the name of the cause."""
-    found: type[F] = type(name, (base,), {"__module__": base.__module__})  # pyright: ignore[reportAssignmentType]
+    # A name with a NUL or half a character in it would be refused.
+    found: type[F] = type(visible(name), (base,), {"__module__": base.__module__})  # pyright: ignore[reportAssignmentType]
     return found

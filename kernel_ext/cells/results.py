@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
@@ -60,6 +61,9 @@ class RootCause:
 
 class NoValue(IndexError):
     """A rank's value can not be had. An ``IndexError``, as of any sequence; notebooks show just the sentence."""
+
+    def __str__(self) -> str:
+        return visible_lines(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]

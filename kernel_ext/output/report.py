@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.collectives.visible import visible, visible_coloured
 from hvdlab.kernel_ext.cells.results import CellResults, RootCause, one_line
 from hvdlab.kernel_ext.output.places import grouped
 from hvdlab.kernel_ext.payloads import CellError
@@ -22,7 +23,7 @@ def report(results: CellResults, *, colours: bool = True) -> list[str]:
     if cause is None:
         return []
     lines = _coloured(results, cause)
-    return lines if colours else [_ANSI.sub("", line) for line in lines]
+    return [visible_coloured(line if colours else _ANSI.sub("", line)) for line in lines]
 
 
 def _coloured(results: CellResults, cause: RootCause) -> list[str]:
@@ -45,7 +46,7 @@ def _recorded(results: CellResults, cause: RootCause) -> list[str]:
     if first is None or (results.errors[first].interrupted and not wrong):
         return []
     lines = ["", f"{_BOLD}The last steps of rank {first}:{_RESET}"]
-    lines += [f"  {line}" for line in results.errors[first].recorded]
+    lines += [f"  {visible(line)}" for line in results.errors[first].recorded]
     wrong.pop(first, None)
     if wrong:
         lines += ["First steps that are not finite:", *(f"  {line}" for line in grouped(wrong))]
@@ -69,7 +70,7 @@ def _details(results: CellResults, cause: RootCause) -> list[str]:
     """What else is known of the ranks that died."""
     details = {rank: results.deaths[rank].detail for rank in cause.ranks if results.deaths[rank].detail}
     if len(cause.ranks) == 1:
-        return [f"  {detail}" for detail in details.values()]
+        return [f"  {visible(detail)}" for detail in details.values()]
     return [f"  {line}" for line in grouped(details)]
 
 
@@ -103,7 +104,7 @@ def _frames(cause: RootCause) -> list[str]:
 
 def _consequences(results: CellResults, cause: RootCause) -> list[str]:
     lines = [
-        death.line
+        visible(death.line)
         for death in results.deaths.values()
         if not (cause.ename == "RankDied" and death.rank in cause.ranks)
     ]
@@ -111,7 +112,7 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
     for rank, error in results.errors.items():
         if rank not in (cause.shown or cause.ranks):
             folded.setdefault(_one_line(results, rank, error), []).append(rank)
-    lines += [f"{format_ranks(ranks)}: {line}" for line, ranks in folded.items()]
+    lines += [f"{format_ranks(ranks)}: {visible(line)}" for line, ranks in folded.items()]
     return lines + _given_up(results)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,61 @@ class Viewer:
 def viewer(trace: Path) -> Iterator[Viewer]:
     with PerfettoViewer(trace) as server, chromium() as browser:
         page = browser.new_page(viewport={"width": 1600, "height": 1100})
-        yield Viewer(page, f"http://127.0.0.1:{server.port}/", server.write_redirect(trace.parent))
+        address = f"http://{server.hosts[0]}/"
+        yield Viewer(page, address, server.write_redirect(trace.parent))
+
+
+class _Listening(BaseHTTPRequestHandler):
+    """Another user's server, which keeps what a browser sends it."""
+
+    def do_GET(self) -> None:
+        self.server.cookies.append(self.headers.get("Cookie", ""))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<p>a page")
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def another_server() -> Iterator[tuple[int, list[str]]]:
+    """Its port, and the cookies that it was sent."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Listening) as server:
+        server.cookies = found = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server.server_port, found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_no_other_server_of_this_machine_is_sent_the_cookie(tmp_path: Path) -> None:
+    """Cookies know no port: a browser sends what it has of a name to whatever listens there."""
+    trace = tmp_path / "trace.json"
+    write(trace, 1)
+    with PerfettoViewer(trace) as server, another_server() as (port, cookies), chromium() as browser:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.new_address(), timeout=LOAD_MS)
+        page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
+        (cookie,) = context.cookies()
+        assert cookie["domain"] == server.hosts[0].partition(":")[0]
+        for host in ("127.0.0.1", "localhost", "another.localhost"):
+            page.goto(f"http://{host}:{port}/", timeout=LOAD_MS)
+            # As a picture or a frame in a page of the attacker's, too.
+            page.evaluate(
+                "url => new Promise(done => { const image = new Image(); image.onload = image.onerror = done; image.src = url; })",
+                f"http://{host}:{port}/picture",
+            )
+        assert len(cookies) >= 6
+        assert set(cookies) == {""}
+        page.goto(f"http://{server.hosts[0]}/", timeout=LOAD_MS)
+        page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
+        context.close()
 
 
 def write(path: Path, count: int) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -118,5 +119,7 @@ def _viewer(ours: contextlib.ExitStack, directory: Path) -> PerfettoViewer | Non
 
 def _opens(viewer: PerfettoViewer) -> bool:
     browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    with browser.open(viewer.new_address(), timeout=PATIENCE) as page:
+    # Python asks the system for the name, which need not know it.
+    address = urlsplit(viewer.new_address())
+    with browser.open(f"http://127.0.0.1:{viewer.port}/?{address.query}", timeout=PATIENCE) as page:
         return bool(page.status == HTTPStatus.OK)

@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.visible import visible, visible_coloured, visible_lines
 
 
 def test_what_is_shown_as_it_is() -> None:
@@ -32,3 +32,9 @@ def test_nothing_is_left_that_a_terminal_obeys(text: str, most: int) -> None:
     assert len(shown) <= most
     assert not {unicodedata.category(one) for one in shown} & {"Cc", "Cs", "Zl", "Zp"}
     shown.encode()
+
+
+def test_colours_and_tabs_of_a_traceback_stay_and_other_orders_are_shown() -> None:
+    line = "\x1b[1;31mValueError\x1b[0m:\tbad\x1b[2J\x1b]0;t\x07\x9b31m"
+    assert visible_coloured(line) == "\x1b[1;31mValueError\x1b[0m:\tbad\\x1b[2J\\x1b]0;t\\x07\\x9b31m"
+    assert visible_coloured("two\nlines") == "two\nlines"

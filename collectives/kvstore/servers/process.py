@@ -50,6 +50,7 @@ from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
 from hvdlab.collectives.protocol.tls import server_context
+from hvdlab.collectives.visible import visible
 
 INTRODUCE_WITHIN = 10.0
 """Seconds that a connection has for the TLS handshake and its first message."""
@@ -432,7 +433,7 @@ def _descriptor(endpoint: Endpoint) -> int:
 
 
 def _log(text: str) -> None:
-    sys.stderr.write(f"hvdlab parameter server: {text}\n")
+    sys.stderr.write(f"hvdlab parameter server: {visible(text)}\n")
     sys.stderr.flush()
 
 

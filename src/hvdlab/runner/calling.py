@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.visible import visible_coloured
 from hvdlab.launch.environment import default_python
 from hvdlab.runner.command import speaker
 from hvdlab.runner.done import Done
@@ -34,6 +35,9 @@ class RankFailedError(HvdlabError):
     rank: int = -1
     exit_code: int = 1
     remote_traceback: str = ""
+
+    def __str__(self) -> str:
+        return _text(self)
 
 
 def run(
@@ -223,4 +227,5 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
 
 
 def _text(error: BaseException) -> str:
-    return str(error.args[0])
+    """With the colours of what a rank wrote, but nothing else that a terminal obeys."""
+    return visible_coloured(str(error.args[0]))

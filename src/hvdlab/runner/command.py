@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, UnsupportedError
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.visible import visible_coloured, visible_lines
 from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.arguments import USAGE, parse
 from hvdlab.runner.config import read_config
@@ -117,7 +117,7 @@ def speaker(err: Writer) -> Callable[[str], None]:
     """Says the launcher's own lines."""
 
     def say(text: str) -> None:
-        err.line(f"hvdlab: {text}".encode("utf-8", "backslashreplace"), False)
+        err.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
         err.flush()
 
     return say

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import call_name, format_ranks
 from hvdlab.collectives.membership import Stall
+from hvdlab.collectives.visible import visible
 from hvdlab.runner.events import Failure
 from hvdlab.runner.lines import Tail
 
@@ -17,9 +18,9 @@ def failure_lines(failure: Failure, tails: Mapping[int, Tail], host: str = "") -
     """The report: who failed first, how, its last words on stderr, and who followed."""
     where = f" on {host}" if host else ""
     how = str(failure.outcome) if failure.outcome is not None else "it does not end"
-    error = f" ({failure.error})" if failure.error else ""
+    error = f" ({visible(failure.error)})" if failure.error else ""
     if failure.outcome is None and failure.error:
-        how, error = failure.error, ""
+        how, error = visible(failure.error), ""
     lines = [f"rank {failure.rank}{where} failed first: {how}{error}"]
     if failure.early:
         verb = "has" if len(failure.early) == 1 else "have"
@@ -40,7 +41,7 @@ def failure_lines(failure: Failure, tails: Mapping[int, Tail], host: str = "") -
 def stall_line(stall: Stall) -> str:
     """A collective that has been waiting for long."""
     call = call_name(OpKind(stall.kind).label, stall.name)
-    site = f" ({stall.sites[0]})" if stall.sites else ""
+    site = f" ({visible(stall.sites[0])})" if stall.sites else ""
     return (
         f"stalled: {call}{site}: {format_ranks(stall.waited)} waiting for {stall.seconds:.0f} s; "
         f"{format_ranks(stall.missing)} missing"

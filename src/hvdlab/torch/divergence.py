@@ -13,6 +13,7 @@ import torch
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
 from hvdlab.collectives.fingerprint import SIZE, fingerprint, threads_for
+from hvdlab.collectives.visible import visible
 from hvdlab.torch.compiling import untraced
 from hvdlab.torch.fingerprints import of_tensor
 from hvdlab.torch.functions import allgather_object
@@ -43,7 +44,7 @@ class DivergenceError(HvdlabError):
         self.step, self.since, self.groups, self.tensors = step, since, tuple(groups), tuple(tensors)
         super().__init__(step, since, self.groups, self.tensors)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         most, *others = self.groups
         if len(most) == 1:
             who = f"all of {format_ranks([rank for group in self.groups for rank in group])} have models of their own"
@@ -53,7 +54,9 @@ class DivergenceError(HvdlabError):
             who = f"{format_ranks(most)} agree and {format_ranks(odd)} {verb} not"
         more = len(self.tensors) - 1
         tensors = (
-            f"`{self.tensors[0]}`" + (f" and {more} more" if more else "") if self.tensors else "its tensors"
+            f"`{visible(self.tensors[0])}`" + (f" and {more} more" if more else "")
+            if self.tensors
+            else "its tensors"
         )
         if self.since == 0:
             when = "before the first step; hvd.broadcast_parameters() makes them alike"

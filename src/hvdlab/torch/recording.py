@@ -17,6 +17,7 @@ import torch
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.visible import visible
 from hvdlab.torch.compiling import untraced
 from hvdlab.torch.fingerprints import of_tensor
 from hvdlab.torch.watch import gradient_norm
@@ -31,6 +32,9 @@ SHOWN = 3
 """Steps that are shown with an error, besides the first that is not finite."""
 
 DEEPEST = 4
+LONGEST_PATH = 120
+"""Characters that are shown of an input's path, which is made of keys of the batch."""
+
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ATTRIBUTE = "_hvdlab_record"
 _records: weakref.WeakSet[Record] = weakref.WeakSet()
@@ -53,7 +57,7 @@ class Input:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         odd = "" if self.finite else " NOT FINITE"
-        return f"{self.path} {dtype}{list(self.shape)} #{of_tensor(self.sample).hex()[:6]}{odd}"
+        return f"{visible(self.path, LONGEST_PATH)} {dtype}{list(self.shape)} #{of_tensor(self.sample).hex()[:6]}{odd}"
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import stat
 import struct
 from collections.abc import Iterator
@@ -363,6 +364,35 @@ def hostile() -> None:
     pulled(_kv, "w")
 
 
+def most_memory(pid: int) -> int:
+    """In bytes."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) << 10
+
+
+def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
+    """Strangers that have shaken hands have much ready before the server looks: it holds little of that, and ends them."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    floods = [context.wrap_socket(socket.create_connection(at, 60)) for _ in range(4)]
+    before = most_memory(pid)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for sock in floods:
+            sock.settimeout(0.05)
+            with contextlib.suppress(OSError):
+                sock.sendall(struct.pack("<I", 64 << 10) + bytes(32 << 20))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for sock in floods:
+        sock.settimeout(60)
+        with contextlib.suppress(OSError):
+            assert sock.recv(1) == b""
+        sock.close()
+    grown = most_memory(pid) - before
+    assert grown < 3 << 20, grown
+
+
 def hostile_over_tls() -> None:
     """Strangers at the port for other hosts, more than the server may have files: they get nothing, and workers go on."""
     kv = kvstore.create("dist_async")
@@ -376,6 +406,7 @@ def hostile_over_tls() -> None:
             server, where = servers[link.place.host], parse_address(link.place.tls_address)
             assert isinstance(where, TlsAddress)
             at = where.host, where.port
+            floods_within_tls(server.pid, at)
             open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
             resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 8, open_files + 8))
             silent = [socket.create_connection(at, 60) for _ in range(32)]

@@ -42,7 +42,7 @@ def viewer(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def get(viewer: PerfettoViewer, path: str, *, method: str = "GET", **headers: str) -> Answer:
     connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=PATIENCE)
     try:
-        connection.request(method, path, headers=headers)
+        connection.request(method, path, headers={"Host": viewer.hosts[0], **headers})
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
     finally:
@@ -78,9 +78,50 @@ def test_who_has_not_gets_nothing(viewer: PerfettoViewer, path: str, cookie: str
 def test_another_site_s_page_can_not_ask_by_a_name_of_its_own(viewer: PerfettoViewer) -> None:
     path = address(viewer)
     assert get(viewer, path, Host=f"evil.example:{viewer.port}")[0] == 403
+    assert get(viewer, path, Host=f"another.localhost:{viewer.port}")[0] == 403
     assert get(viewer, path, Host=f"localhost:{viewer.port}")[0] == 302
     assert get(viewer, "/localtrace", method="HEAD")[0] == 405
     assert get(viewer, "/localtrace", method="POST")[0] == 501
+
+
+@pytest.mark.parametrize("opened_as", range(3))
+def test_a_cookie_is_good_under_the_name_alone_that_it_was_given_under(
+    viewer: PerfettoViewer, opened_as: int
+) -> None:
+    """What a browser would send to other servers of 127.0.0.1 is of no use for the name of this one, and the other way round."""
+    given = get(viewer, address(viewer), Host=viewer.hosts[opened_as])[1]["Set-Cookie"]
+    assert "domain" not in given.lower()  # then browsers would send it to names below it
+    cookie = given.partition(";")[0]
+    found = [get(viewer, "/localtrace", Host=host, Cookie=cookie)[0] for host in viewer.hosts]
+    assert found == [200 if place == opened_as else 403 for place in range(3)]
+
+
+def test_its_name_is_no_other_server_s(viewer: PerfettoViewer, trace: Path) -> None:
+    names = {urlsplit(viewer.new_address()).hostname, viewer.hosts[0].partition(":")[0]}
+    (name,) = names
+    assert re.fullmatch(r"[0-9a-f]{32}\.localhost", name or "")
+    with PerfettoViewer(trace) as other:
+        assert other.hosts[0].partition(":")[0] not in names
+        assert get(viewer, address(viewer), Host=other.hosts[0])[0] == 403
+
+
+def test_nobody_else_can_listen_where_browsers_look_first(viewer: PerfettoViewer, trace: Path) -> None:
+    """They try ::1 before 127.0.0.1, and would show the address's token to whoever listens there."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 on the loopback interface")
+        taken = probe.getsockname()[1]
+        probe.listen()
+        with pytest.raises(OSError, match="in use"):
+            PerfettoViewer(trace, taken)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("::1", viewer.port), family=socket.AF_INET6)
+    connection = http.client.HTTPConnection("::1", viewer.port, timeout=PATIENCE)
+    connection.request("GET", address(viewer), headers={"Host": viewer.hosts[0]})
+    assert connection.getresponse().status == 302
+    connection.close()
 
 
 def test_an_address_that_was_read_off_somewhere_is_good_for_nobody_else(viewer: PerfettoViewer) -> None:
@@ -102,7 +143,7 @@ def test_the_token_is_not_on_the_browser_s_command_line(viewer: PerfettoViewer, 
     page = Path(url2pathname(urlsplit(opened).path))
     assert "?" not in opened
     assert page.stat().st_mode & 0o077 == 0
-    found = re.search(r"url=http://127\.0\.0\.1:\d+(/\?token=[\w-]+)", page.read_text())
+    found = re.search(r"url=http://[0-9a-f]+\.localhost:\d+(/\?token=[\w-]+)", page.read_text())
     assert found is not None
     assert found[1] not in opened
     assert get(viewer, found[1])[0] == 302
@@ -165,7 +206,7 @@ def test_a_stranger_who_says_nothing_is_not_waited_for(
 
 
 def test_it_listens_on_loopback_only_and_ends(viewer: PerfettoViewer) -> None:
-    assert viewer._server.server_address[0] == "127.0.0.1"
+    assert {one.getsockname()[0] for one in viewer._server.listeners} <= {"127.0.0.1", "::1"}
     viewer.close()
     viewer.close()
     assert "hvdlab-perfetto" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,286 @@
+"""All that listens and lies about while a pool trains is in the documentation's tables; strangers and other users get nothing of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ordinary_user
+from chaos import census
+from chaos.strangers import visit
+from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.timeline.viewer import PerfettoViewer
+from hvdlab.kernel_ext.debugger.relay import Relay
+from hvdlab.kernel_ext.pool import Pool
+from listening import Listener, listeners
+from patience import PATIENCE
+from pool_recorder import Recorder
+
+pytest.importorskip("torch")  # brings the plane that listens
+
+StartPool = Callable[..., Pool]
+
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "security.md").read_text()
+
+# Each rank says that it is a host of its own: the others reach its parameter server by the port for other hosts.
+BEGIN = """
+import os, numpy as np, hvdlab.numpy as hvd
+from hvdlab import kvstore
+hvd.init()
+os.environ["HVDLAB_HOST"] = f"host{hvd.rank()}"
+kv = kvstore.create("dist_async")
+kv.set_optimizer("test")
+kv.init("w", np.zeros(3))
+kv.barrier()
+memory = "kept"
+"""
+TRAIN = """
+steps, total, out = 0, 0.0, np.zeros(3)
+print("training", flush=True)
+while not hvd.allreduce(np.array([float(os.path.exists(STOP))]), name="stop", op=hvd.Sum)[0]:
+    total += float(hvd.allreduce(np.ones(1000), name="gradient", op=hvd.Sum).sum())
+    kv.push("w", np.ones(3))
+    steps += 1
+kv.barrier()
+kv.pull("w", out=out)
+memory, steps, total, float(out[0])
+"""
+
+
+def names(heading: str) -> set[str]:
+    """The first column of a table of the page."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return {line.split("|")[1].strip() for line in lines[1:]}
+
+
+@dataclass
+class Training:
+    """A pool with all that may be open beside it, which trains until :meth:`end`."""
+
+    pool: Pool
+    mark: str
+    relay: Relay
+    viewer: PerfettoViewer | None
+    directory: Path
+    stop: Path
+    run: Any = None
+
+    def begin(self) -> None:
+        out = Recorder()
+        self.run = self.pool.start_run(TRAIN.replace("STOP", repr(str(self.stop))), out=out)
+        out.wait_for("training", [0, 1])
+
+    def end(self) -> list[Any]:
+        """What each rank got; fails if anything was lost."""
+        self.stop.touch()
+        results = self.run.wait(PATIENCE)
+        assert results.ok, results.errors
+        found = list(results)
+        for memory, steps, total, pushed in found:
+            assert memory == "kept"
+            assert steps > 0
+            assert total == steps * 2000
+            assert pushed == sum(steps for _, steps, _, _ in found)
+        return found
+
+    def processes(self) -> dict[int, str]:
+        return census.marked(self.mark)
+
+    def listeners(self) -> set[Listener]:
+        return listeners([os.getpid(), *self.processes()])
+
+    def ports(self) -> list[int]:
+        """TCP ports on the loopback interface."""
+        places = [one.place for one in self.listeners() if not one.place.startswith("unix:")]
+        assert {place.rpartition(":")[0] for place in places} <= {"127.0.0.1", "::1"}
+        return sorted({int(place.rpartition(":")[2]) for place in places})
+
+
+@pytest.fixture
+def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Training]:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(census.MARK, mark)
+    directory = Path(tempfile.mkdtemp())
+    # Others may pass through: what keeps them out must be hvdlab's own.
+    for one in (directory, directory.parent):
+        one.chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
+    there = listeners([os.getpid()])
+    with contextlib.ExitStack() as stack:
+        pool = start_pool(2, plane="gloo", keep="strange", timeout=120)
+        assert pool.run(BEGIN).errors == {}
+        assert pool.cluster is not None
+        relay = Relay(pool.client, 0)
+        stack.callback(relay.close)
+        trace = tmp_path / "trace.json"
+        trace.write_text("[]")
+        viewer = None
+        with contextlib.suppress(UnsupportedError):
+            viewer = stack.enter_context(PerfettoViewer(trace))
+        found = Training(pool, mark, relay, viewer, directory, tmp_path / "stop")
+        assert not there & found.listeners(), "the test's own process listens"
+        yield found
+        for child in (directory / "ipython").rglob("*"):
+            if child.is_file():
+                child.unlink()
+        pool.stop()
+    shutil.rmtree(directory)
+
+
+def row_of(training: Training, listener: Listener, processes: dict[int, str]) -> str:
+    """The table's name of what listens there."""
+    place, process = listener.place, processes.get(listener.pid, "")
+    if place.startswith("unix:"):
+        path = Path(place.removeprefix("unix:"))
+        for directory in (path.parent, path.parent.parent)[: 1 + (path.name == "socket")]:
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        return {
+            "coordinator": "coordinator",
+            "handover": "coordinator of a kept pool, handing over",
+            "warm": "fork server of a kept pool",
+            "socket": "parameter server",
+        }[path.name]
+    port = int(place.rpartition(":")[2])
+    if port == training.relay.port:
+        return "debugger of a rank"
+    if training.viewer is not None and port == training.viewer.port:
+        return "Perfetto's page and trace"
+    return {
+        "hvd-controller": "ipyparallel's controller",
+        "hvdlab-server": "parameter server, for other hosts",
+        "hvd-rank-0": "Gloo",
+        "hvd-rank-1": "Gloo",
+    }[process]
+
+
+ELSEWHERE = {"coordinator, for other hosts", "MPI", "PyTorch's store at `MASTER_PORT`"}
+"""What is not opened for ranks of one host that `Pool` starts."""
+
+
+@pytest.mark.timeout(300)
+def test_the_table_of_ports_and_the_sockets_are_the_same(training: Training) -> None:
+    processes = training.processes()
+    rows = [row_of(training, one, processes) for one in training.listeners()]
+    missing = {"Perfetto's page and trace"} if training.viewer is None else set()
+    assert set(rows) == names("Ports") - ELSEWHERE - missing
+    (said,) = re.findall(r"ipyparallel's controller \| TCP, (\d+) ports of the loopback interface", PAGE)
+    assert rows.count("ipyparallel's controller") == int(said)
+    training.begin()
+    assert {row_of(training, one, processes) for one in training.listeners()} == set(rows)
+    training.end()
+
+
+@pytest.mark.timeout(300)
+def test_strangers_at_every_port_stop_nothing_and_nothing_is_lost(training: Training, tmp_path: Path) -> None:
+    """Web pages, debuggers without manners, floods, also within TLS: at all of the ports while the ranks train."""
+    before = training.processes()
+    training.begin()
+    executed = tmp_path / "executed"
+    ports = training.ports()
+    assert len(ports) >= 20
+    with contextlib.ExitStack() as strangers:
+        for port in ports:
+            visit(strangers, port, executed)
+        training.end()
+    assert not executed.exists()
+    assert training.relay.listening
+    assert not training.relay.busy
+    assert training.processes().keys() >= before.keys(), "a process has ended"
+    assert list(training.pool.run("memory")) == ["kept", "kept"]
+
+
+def tried(pids: list[int], sockets: list[str], files: list[str], ports: list[int]) -> list[str]:
+    """What another user reaches of these; run as one."""
+    reached = []
+    for pid in pids:
+        for name in ("environ", "mem", "maps", "fd/1"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+                file.read(1)
+                reached.append(file.name)
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, signal.SIGCONT)
+            reached.append(f"signal to {pid}")
+    for path in sockets:
+        with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+            sock.connect(path)
+            reached.append(path)
+    for path in files:
+        for mode in ("rb", "ab"):
+            with contextlib.suppress(OSError), open(path, mode):
+                reached.append(path)
+        with contextlib.suppress(OSError):
+            os.symlink("/etc/passwd", f"{path}.squatted")
+            reached.append(f"{path}.squatted")
+    with contextlib.ExitStack() as strangers:
+        for port in ports:
+            visit(strangers, port, Path("/tmp", f"executed-by-{os.getuid()}"))
+    return reached
+
+
+@pytest.mark.root
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_reaches_no_process_socket_or_file_while_a_pool_trains(training: Training) -> None:
+    training.begin()
+    sockets = [one.place.removeprefix("unix:") for one in training.listeners() if "unix:" in one.place]
+    directories = {training.directory, *(Path(path).parent for path in sockets)}
+    files = {str(path) for one in directories for path in one.rglob("*") if private(path)}
+    assert len(sockets) >= 4
+    # One of each of the table: a kept pool, a parameter server's settings, keys of ipyparallel.
+    for part in ("strange.json", "launch.json", "-curve.json", "-client.json"):
+        assert any(part in name for name in files), part
+    pids = list(training.processes())
+    control = training.directory / "for-all"
+    control.write_text("what another user may read")
+    control.chmod(0o644)
+    files.add(str(control))
+    assert ordinary_user.run(tried, pids, sockets, sorted(files), training.ports()) == [str(control)]
+    training.end()
+    assert not Path("/tmp", f"executed-by-{ordinary_user.NOBODY}").exists()
+
+
+def private(path: Path) -> bool:
+    """Whether it is a file in one of the table's places, or a socket."""
+    parts = path.parts
+    return path.is_file() and ("security" in parts or any(part.startswith("hvdlab-") for part in parts))
+
+
+@pytest.mark.timeout(300)
+def test_the_table_of_files_and_the_modes_are_the_same(training: Training) -> None:
+    """Directories are for their user only, and so is each file in them that has a secret."""
+    coordinator = next(
+        Path(one.place.removeprefix("unix:")).parent
+        for one in training.listeners()
+        if one.place.endswith("coordinator")
+    )
+    places = [coordinator, *(one for one in coordinator.iterdir() if one.is_dir())]
+    places += [
+        training.directory / f"hvdlab-{os.getuid()}",
+        training.directory / f"hvdlab-{os.getuid()}/pools",
+    ]
+    places.append(training.directory / "ipython/profile_default/security")
+    secrets = set()
+    for place in places:
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700, place
+        for file in place.iterdir():
+            if file.is_file() and stat.S_IMODE(file.stat().st_mode) != 0o600:
+                assert file.name.startswith("cluster-"), file  # which holds names of the others, and no key
+            secrets.add(re.sub(r"[0-9a-z_-]*-(?=(client|curve|engine)\.json)|\d", "", file.name))
+    assert {"launch.json", "strange.json", "curve.json", "client.json", "engine.json"} <= secrets
+    for said in ("coordinator's socket", "kept pools", "CurveZMQ keys", "a parameter server's socket"):
+        assert any(said in name for name in names("Files")), said

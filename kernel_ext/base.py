@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
@@ -25,6 +25,7 @@ from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import PoolRequest
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.members import Found
+from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
@@ -62,6 +63,7 @@ class PoolBase:
         companion: ipyparallel's side.
         resumed: Cells that a process before this one has left, of a pool that was kept.
         joining: Which ranks are engines of ipyparallel.
+        newcomers: Ranks that were started after others and have learnt nothing from them.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PoolBase:
             lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
         )
         self.resumed: list[CellHandle] = []
+        self.newcomers: dict[int, Newcomer] = {}
         self.group = Group(base.client, died=self._died, ready=self._is_ready)
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
@@ -96,6 +99,7 @@ class PoolBase:
             local_pid=self._local_pid,
             stall_time=_stall_time(),
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
+            newcomers=lambda: self.newcomers,
             late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
@@ -321,6 +325,14 @@ class PoolBase:
             self.keeping.update(
                 self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
             )
+
+    def came(self, how: str, ranks: Sequence[int]) -> None:
+        """These ranks are new; if no other rank is left, nobody has come later."""
+        wanted = self.group.members.wanted
+        self.newcomers |= {rank: Newcomer(how) for rank in ranks}
+        self.newcomers = {rank: one for rank, one in self.newcomers.items() if rank in wanted}
+        if len(self.newcomers) == len(wanted):
+            self.newcomers = {}
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""

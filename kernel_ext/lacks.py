@@ -12,7 +12,7 @@ MOST_MODULES = 6
 
 
 def lacking(names: Mapping[int, Names], replaced: Sequence[int]) -> str:
-    """``it lacks model, opt and the modules np, torch: run …``; empty if no other rank has variables.
+    """``it lacks model, opt and the modules np, torch: `%hvd_pool sync 3` …``; empty if no other rank has variables.
 
     Args:
         names: Rank to its variables, for ranks that told.
@@ -29,8 +29,8 @@ def lacking(names: Mapping[int, Names], replaced: Sequence[int]) -> str:
         return ""
     it, lack, them = ("it", "lacks", "it") if len(replaced) == 1 else ("they", "lack", "them")
     return (
-        f"{it} {lack} {' and '.join(parts)}: run your set-up cells on {them} with "
-        f"`%%hvd_rank {compact_ranks(replaced)}`, then broadcast what has changed since"
+        f"{it} {lack} {' and '.join(parts)}: `%hvd_pool sync {compact_ranks(replaced)}` brings {them} all that, or run "
+        f"your set-up cells on {them} with `%%hvd_rank {compact_ranks(replaced)}`"
     )
 
 

@@ -26,6 +26,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.lookout import Lookout, Watch
+from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
@@ -81,6 +82,7 @@ class Runs:
         local_pid: The process of a rank on this host, or None.
         stall_time: Seconds after which it is told what a cell waits for; None never.
         replaceable: Whether single ranks can be started again.
+        newcomers: The ranks that came later than others and have learnt nothing from them.
         late: Called with what a rank's threads and tasks wrote after the end of their cell. The client's thread; must not block.
 
     Attributes:
@@ -95,9 +97,10 @@ class Runs:
         local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
         replaceable: bool = True,
+        newcomers: Callable[[], Mapping[int, Newcomer]] = dict,
         late: Callable[[int, Late], None] = lambda rank, late: None,
     ) -> None:
-        self._late = late
+        self._late, self._newcomers = late, newcomers
         self._client = client
         self._reason = reason
         self._lock = threading.Lock()
@@ -194,6 +197,7 @@ class Runs:
                 timeout=timeout,
                 stall_time=self._stall_time,
                 replaceable=self._replaceable,
+                newcomers=self._newcomers(),
             ),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),

@@ -1,21 +1,24 @@
-"""How many ranks a pool has, and how lost ones come back."""
+"""How many ranks a pool has, how lost ones come back, and how they get to know what the others know."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
 from hvdlab.kernel_ext import checks
+from hvdlab.kernel_ext.newcomers import Synced
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.base import PoolBase
+    from hvdlab.kernel_ext.cells.results import CellResults
 
 
 class Sizing:
-    """The part of a pool that starts and ends ranks; :class:`~hvdlab.kernel_ext.pool.Pool` has the rest."""
+    """The part of a pool that starts and ends ranks, and brings them what others know; :class:`~hvdlab.kernel_ext.pool.Pool` has the rest."""
 
     _base: PoolBase
     _changing: threading.RLock
@@ -31,7 +34,9 @@ class Sizing:
         wanted = checks.check_size(np)
         with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
+            before = self._base.group.members.ready
             self._base.group.want(range(wanted), Deadline(timeout))
+            self._base.came("resize", [rank for rank in range(wanted) if rank not in before])
             self._base.note_kept()
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
@@ -48,6 +53,7 @@ class Sizing:
             if lost:
                 self._base.check_replaceable()
                 self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
+                self._base.came("repair", lost)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
@@ -64,6 +70,77 @@ class Sizing:
             deadline = Deadline(timeout)
             self._base.group.end(chosen, deadline)
             self._base.group.want(wanted, deadline, replace_lost=True)
+            self._base.came("restart", chosen)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
+        return tuple(sorted(self._base.newcomers))
+
+    def sync(
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        source: int | None = None,
+        without: Collection[str] = (),
+        timeout: float | None = None,
+    ) -> Synced:
+        """Bring what one rank knows to others: modules are imported there, variables copied; those of that name are replaced.
+
+        Values travel from rank to rank as collectives do, once for all ranks together. What belongs together stays
+        so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
+        and states of random number generators stay behind; tensors come to the device of the same name. It runs as a
+        cell on all ranks, after what they run.
+
+        Args:
+            ranks: Where to; by default to :attr:`newcomers`.
+            source: Where from; by default the first rank that is none of these.
+            without: Names of variables to leave out.
+            timeout: Seconds after which it is interrupted.
+
+        Returns:
+            What was brought, and what could not be and why.
+
+        Raises:
+            InvalidRequestError: No rank came later and none was named, or one does not live. Nothing was sent.
+            HvdlabError: A rank failed meanwhile, or could not take the values: it has none of them.
+        """
+        chosen = self.newcomers if ranks is None else ranks
+        if not chosen:
+            raise InvalidRequestError(
+                "no rank came later than the others; name those that are to get what another knows, as in "
+                "`%hvd_pool sync 2-3`."
+            )
+        targets = self._chosen(chosen)
+        others = [rank for rank in self._chosen(None) if rank not in targets]
+        if not others and source is None:
+            raise InvalidRequestError("there is no other rank that they could have anything from.")
+        source = others[0] if source is None else self._chosen([source])[0]
+        if source in targets:
+            raise InvalidRequestError(f"rank {source} can't get from itself what it knows.")
+        begin = time.monotonic()
+        call = f"bring({source}, {targets!r}, {tuple(without)!r})"
+        cell = f"__import__('hvdlab.kernel_ext.rank.syncing', fromlist=['bring']).{call}"
+        results = self.run(cell, label="sync", timeout=timeout, store_history=False)
+        if not results.ok:
+            cause = results.root_cause
+            raise HvdlabError(
+                f"nothing was brought: {cause.evalue if cause is not None else 'it was interrupted'}"
+            )
+        given, failed = results.value(source), dict(results.value(source)["failed"])
+        for rank in targets:
+            got = results.value(rank)
+            if got["error"]:
+                raise HvdlabError(
+                    f"rank {rank} could not take what rank {source} knows: {got['error']}; `--without NAME` leaves out "
+                    "what it is about"
+                )
+            failed |= got["failed"]
+        self._base.newcomers = {r: one for r, one in self._base.newcomers.items() if r not in targets}
+        seconds = time.monotonic() - begin
+        return Synced(
+            source, targets, tuple(given["names"]), tuple(given["modules"]), failed, given["nbytes"], seconds
+        )
 
     # -- what the rest of a pool has ------------------------------------------------------------------------------
 
@@ -72,6 +149,11 @@ class Sizing:
         raise NotImplementedError
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def run(
+        self, source: str, *, label: str = "", timeout: float | None = None, store_history: bool = True
+    ) -> CellResults:
         raise NotImplementedError
 
     def _check_running(self) -> None:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.sink import OutputSink
     from hvdlab.kernel_ext.leftovers import LeftCell
 
-COMMANDS = ("start", "status", "resize", "repair", "restart", "stop", "attach", "detach", "list")
-WITH_ARGUMENT = ("start", "resize", "restart", "attach")
+COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
+WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
+OF_SYNC = {"source": "--from", "without": "--without"}
 
 
 def pool_parser() -> MagicParser:
@@ -32,9 +33,16 @@ def pool_parser() -> MagicParser:
         "argument",
         nargs="?",
         metavar="N|RANKS|NAME",
-        help="for resize: number of ranks; for restart: ranks; for attach: a pool's name",
+        help="for resize: number of ranks; for restart and sync: ranks; for attach: a pool's name",
     )
     add_pool_options(parser)
+    parser.add_argument("--from", dest="source", type=int, metavar="R", help="for sync: the rank that knows")
+    parser.add_argument(
+        "--without",
+        action="append",
+        metavar="NAME",
+        help="for sync: leave this variable out; may be repeated",
+    )
     parser.add_argument(
         "--keep",
         nargs="?",
@@ -66,6 +74,9 @@ class PoolMagics(Magics):
             parser.error(f"`{options.command}` takes no argument, but got `{options.argument}`")
         if options.keep is not None and options.command != "start":
             parser.error(f"--keep belongs to `start`, not to `{options.command}`")
+        for name, option in OF_SYNC.items():
+            if getattr(options, name) is not None and options.command != "sync":
+                parser.error(f"{option} belongs to `sync`, not to `{options.command}`")
         command: Callable[[Any], Any] = getattr(self, f"_{options.command}")
         return command(options)
 
@@ -98,6 +109,8 @@ class PoolMagics(Magics):
         with as_usage_error():
             pool.resize(np)
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+        if new := self.session.greet(pool):
+            print(new)
 
     def _repair(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool repair")
@@ -105,7 +118,10 @@ class PoolMagics(Magics):
         with as_usage_error():
             replaced = pool.repair()
             seconds = time.monotonic() - begin
-            print(back(pool.names(), replaced, seconds) if replaced else "no rank is missing")
+            lacks = {} if self.session.ranks_by_default else pool.names()
+            print(back(lacks, replaced, seconds) if replaced else "no rank is missing")
+        if self.session.ranks_by_default and (new := self.session.greet(pool)):
+            print(new)
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
@@ -113,8 +129,16 @@ class PoolMagics(Magics):
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():
             pool.restart(ranks)
-            lacks = lacking(pool.names(), ranks)
+            lacks = "" if self.session.ranks_by_default else lacking(pool.names(), ranks)
         print(f"{say_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
+        if self.session.ranks_by_default and (new := self.session.greet(pool)):
+            print(new)
+
+    def _sync(self, options: Any) -> None:
+        pool = self.session.need_pool("%hvd_pool sync")
+        ranks = None if options.argument is None else parse_ranks(options.argument, ranks_of(pool))
+        with as_usage_error():
+            print(pool.sync(ranks, source=options.source, without=options.without or ()))
 
     def _stop(self, options: Any) -> None:
         pool = self.session.pool

@@ -181,11 +181,31 @@ class Session:
         if np is not None and np != pool.size:
             with as_usage_error():
                 pool.resize(np)
+            if greeting := self.greet(pool):
+                say(greeting)
         for text in pool.news():
             say(visible_lines(text))
         if pool.lost:
             say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool
+
+    def greet(self, pool: Pool) -> str:
+        """What is to be said about ranks that came later. In the kernel of ranks, they get what others know.
+
+        Not while something runs: they would get it only afterwards, and the notebook would wait for that.
+        """
+        from hvdlab.kernel_ext.lacks import lacking
+
+        new = pool.newcomers
+        lacks = lacking(pool.names(), new) if new else ""
+        if not lacks:
+            return ""
+        if not self.ranks_by_default or pool.state == "running":
+            return f"{format_ranks(new)} {'is' if len(new) == 1 else 'are'} new; {lacks}"
+        try:
+            return str(pool.sync())
+        except HvdlabError as error:
+            return f"{error}; `%hvd_pool sync` tries again"
 
     def check_answering(self, pool: Pool, ranks: Sequence[int]) -> None:
         """UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""

@@ -17,7 +17,7 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
@@ -102,7 +102,10 @@ class FakePool:
         self.hanging: dict[int, str] = {}
         self.first_to_fail: int | None = None
         self._ranks: dict[int, FakeRank] = {}
+        self.newcomers: tuple[int, ...] = ()
+        self.synced: list[tuple[Any, ...]] = []
         self.resize(np or 2)
+        self.newcomers = ()
         self.restarted: list[int] = []
         self._threads: list[threading.Thread] = []
 
@@ -119,6 +122,21 @@ class FakePool:
             del self._ranks[rank]
         for rank in range(self.size, np):
             self._ranks[rank] = FakeRank(rank, lambda: self.size)
+            self.newcomers += (rank,)
+        self.newcomers = tuple(rank for rank in self.newcomers if rank < np)
+
+    def sync(
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        source: int | None = None,
+        without: Sequence[str] = (),
+    ) -> str:
+        if "everything" in without:
+            raise HvdlabError("rank 0 has nothing left")
+        self.synced.append((ranks, source, tuple(without)))
+        new, self.newcomers = self.newcomers, ()
+        return f"synced {list(new if ranks is None else ranks)}"
 
     def stop(self) -> None:
         self.state = "stopped"

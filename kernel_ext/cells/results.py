@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible_lines
+from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
@@ -106,6 +107,7 @@ class CellResults(Sequence[Any]):
         timed_out: The ranks that still ran when the time limit was reached.
         unanswered: The ranks that did not answer an interrupt and were not waited for any longer, and where they are.
         replaceable: Whether single ranks of the pool can be started again.
+        newcomers: Ranks that had come later when the cell began, and had learnt nothing from the others.
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
@@ -124,6 +126,7 @@ class CellResults(Sequence[Any]):
         timed_out: tuple[int, ...] = (),
         timeout: float | None = None,
         replaceable: bool = True,
+        newcomers: Mapping[int, Newcomer] | None = None,
         interrupted: bool = False,
         label: str = "",
     ) -> None:
@@ -138,6 +141,7 @@ class CellResults(Sequence[Any]):
         self.interrupted, self.timed_out = interrupted, timed_out
         self.unanswered: dict[int, str] = dict(unanswered or {})
         self.replaceable = replaceable
+        self.newcomers: dict[int, Newcomer] = dict(newcomers or {})
         self._timeout = timeout
         self._done = dict(done)
         self._shown = dict(shown or {})

@@ -10,7 +10,7 @@ nobody: survivors that need the dead rank are told by their collective, and elas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 
 from hvdlab.collectives.errors import format_ranks
@@ -39,6 +39,7 @@ from hvdlab.kernel_ext.cells.interrupts import Interrupts
 from hvdlab.kernel_ext.cells.places import Places
 from hvdlab.kernel_ext.cells.results import CellResults, Death, one_line
 from hvdlab.kernel_ext.cells.stalls import Stalls
+from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
 
 GRACE = 0.5
@@ -71,6 +72,7 @@ class CellRun:
         timeout: float | None = None,
         stall_time: float | None = None,
         replaceable: bool = True,
+        newcomers: Mapping[int, Newcomer] | None = None,
         ack_bytes: int = ACK_BYTES,
     ) -> None:
         if not ranks:
@@ -85,6 +87,7 @@ class CellRun:
         self._grace_at: float | None = None
         self._failure = ""
         self._replaceable = replaceable
+        self._newcomers = dict(newcomers or {})
         self._places = Places()
         self._interrupts = Interrupts(self._places)
         self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
@@ -293,6 +296,7 @@ class CellRun:
             timed_out=self._timed_out,
             timeout=self._timeout,
             replaceable=self._replaceable,
+            newcomers=self._newcomers,
             interrupted=self._interrupts.requests > 0,
             label=self.label,
         )

@@ -7,6 +7,7 @@ import re
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible, visible_coloured
 from hvdlab.kernel_ext.cells.results import CellResults, RootCause, one_line
+from hvdlab.kernel_ext.newcomers import why_unknown
 from hvdlab.kernel_ext.output.places import grouped
 from hvdlab.kernel_ext.payloads import CellError
 
@@ -34,7 +35,14 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
-    return lines + others + _recorded(results, cause)
+    return lines + others + _came_later(results) + _recorded(results, cause)
+
+
+def _came_later(results: CellResults) -> list[str]:
+    """Why names are unknown on ranks that were started after the cells which made them."""
+    unknown = [rank for rank, error in results.errors.items() if error.ename == "NameError"]
+    why = why_unknown(results.newcomers, unknown)
+    return ["", why] if why else []
 
 
 def _recorded(results: CellResults, cause: RootCause) -> list[str]:

@@ -15,17 +15,20 @@ def user_names(shell: Any, ticket: int) -> Names:
     """In the order in which they were made. Any thread, also while a cell runs."""
     variables: list[str] = []
     modules: list[str] = []
-    for name, value in _made(shell):
+    for name, value in user_items(shell):
         (modules if issubclass(type(value), ModuleType) else variables).append(name)
     return Names(ticket, tuple(variables[:MOST]), tuple(modules[:MOST]))
 
 
 def user_variables(shell: Any) -> list[tuple[str, Any]]:
     """The same with their values; no modules."""
-    return [(name, value) for name, value in _made(shell) if not issubclass(type(value), ModuleType)][:MOST]
+    return [(name, value) for name, value in user_items(shell) if not issubclass(type(value), ModuleType)][
+        :MOST
+    ]
 
 
-def _made(shell: Any) -> list[tuple[str, Any]]:
+def user_items(shell: Any) -> list[tuple[str, Any]]:
+    """Name and value of all that a user has made, modules included, in that order."""
     hidden = shell.user_ns_hidden
     # A copy, made in one go: the main thread may be at work on it.
     return [

@@ -40,7 +40,7 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     """cloudpickle that moves frameworks' arrays to the CPU and drops the unused rest of what a view looks into.
 
     Args:
@@ -91,7 +91,7 @@ def dump_parts(value: Any, *, move: bool = True) -> list[memoryview]:
         move: Whether tensors of other devices become CPU tensors.
     """
     stream, buffers = io.BytesIO(), list[memoryview]()
-    _Pickler(stream, None, buffers, move=move).dump(value)
+    ValuePickler(stream, None, buffers, move=move).dump(value)
     return [stream.getbuffer(), *buffers]
 
 
@@ -106,7 +106,7 @@ def rough_size(size: int) -> str:
 def dump(value: Any, limit: int | None = None) -> bytes:
     """Pickle ``value``. Raises :class:`TooLarge` beyond ``limit`` bytes, and what the value's own methods raise."""
     buffer = _Bounded(limit)
-    _Pickler(buffer, limit).dump(value)
+    ValuePickler(buffer, limit).dump(value)
     return buffer.getvalue()
 
 

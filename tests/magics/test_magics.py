@@ -43,6 +43,30 @@ def test_a_repaired_rank_is_empty_and_that_is_said(
     assert "`%%hvd_rank 1`" in said
 
 
+def test_newcomers_are_told_of_and_synced(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.run("%hvd_pool start 2")
+    known = {0: Names(0, ("x",), ()), 1: Names(0, ("x",), ())}
+    monkeypatch.setattr(notebook.pool, "names", lambda: {**known, 2: Names(0, (), ()), 3: Names(0, (), ())})
+    new = (
+        "ranks 2,3 are new; they lack x: `%hvd_pool sync 2,3` brings them all that, or run your set-up cells"
+    )
+    ready, said = notebook.run("%hvd_pool resize 4").lines
+    assert ready == "ranks 0-3 are ready"
+    assert said.startswith(new)
+    assert notebook.run("%hvd_pool sync --without lock --without file").lines == ["synced [2, 3]"]
+    assert notebook.run("%hvd_pool sync 1,3 --from 2").lines == ["synced [1, 3]"]
+    assert notebook.pool.synced == [(None, None, ("lock", "file")), ([1, 3], 2, ())]
+    assert "rank 0 has nothing left" in str(notebook.run("%hvd_pool sync --without everything").error)
+    for line, why in {
+        "repair --from 1": "--from belongs to `sync`",
+        "sync 7": "rank 7 is out of range",
+    }.items():
+        assert why in str(notebook.run(f"%hvd_pool {line}").error)
+
+    notebook.run("%hvd_pool resize 2")
+    assert notebook.run("%%hvd_run -np 4\n1").stdout.startswith(new)
+
+
 def test_the_pool_by_hand(notebook: Notebook) -> None:
     assert notebook.run("%hvd_pool start 2").lines == ["ranks 0,1 are ready"]
     assert notebook.run("%hvd_pool resize 4").lines == ["ranks 0-3 are ready"]

@@ -203,7 +203,9 @@ def test_output_without_end_can_be_interrupted(kernel: LiveKernel) -> None:
 
 def test_a_new_number_keeps_the_variables_of_those_that_stay(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run -np 5\nprint('x' in globals())")
-    assert cell.lines() == ["[0-3] True", "[4] False"]
+    told, *lines = cell.lines()
+    assert told.startswith("rank 4 is new; it lacks rank, x")
+    assert lines == ["[0-3] True", "[4] False"]
     kernel.run("%%hvd_run -np 3\npass")
     assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20"]
 
@@ -248,8 +250,8 @@ def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     assert "rank 3 is lost" in kernel.run("%%hvd_run\nprint(x)").lines()[0]
     (repaired,) = kernel.run("%hvd_pool repair").lines()
     assert re.fullmatch(
-        r"rank 3 is back \(\d+\.\d s\); it lacks .*\brank, x\b.* and the modules os, sys, time\b.*: run your set-up cells on it "
-        r"with `%%hvd_rank 3`, then broadcast what has changed since",
+        r"rank 3 is back \(\d+\.\d s\); it lacks .*\brank, x\b.* and the modules os, sys, time\b.*: `%hvd_pool sync 3` brings it all that, "
+        r"or run your set-up cells on it with `%%hvd_rank 3`",
         repaired,
     ), repaired
     assert kernel.run("%%hvd_run\nprint('x' in globals())").lines() == ["[0-2] True", "[3] False"]

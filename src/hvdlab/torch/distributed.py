@@ -31,6 +31,16 @@ class DistributedBase(torch.optim.Optimizer):
     _settings: ReductionSettings
     _parameter_names: dict[torch.Tensor, str]  # programs written for Horovod read it
     _included: bool
+    _groups: Groups[torch.Tensor] | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another rank it reduces gradients there; the step that is in progress stays behind."""
+        from hvdlab.torch.optimizer import received
+
+        plain = object.__new__(self._given)
+        plain.__dict__.update({name: vars(self)[name] for name in ("defaults", "state", "param_groups")})
+        names = [(name, parameter) for parameter, name in self._parameter_names.items()]
+        return received, (plain, names, self.backward_passes_per_step, self._settings, self._groups)
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -11,6 +11,7 @@ from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.bindings.buckets import Groups
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.hooks import GradientWatcher
+from hvdlab.collectives.context import is_initialized
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.adapter import BINDING
@@ -84,12 +85,35 @@ def DistributedOptimizer(
     distributed = object.__new__(kind)
     # A scheduler made for the given optimizer has put a wrapper of its step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    distributed.__dict__.update(_watcher=watcher, _settings=settings)
+    distributed.__dict__.update(_watcher=watcher, _settings=settings, _groups=groups)
     distributed._parameter_names = parameter_names(optimizer.param_groups, names)
     distributed._included = bool(process_set.included())
     distributed._watch(groups if groups is not None else 0)
     meter_of(distributed)
     return distributed
+
+
+def received(
+    plain: torch.optim.Optimizer,
+    names: Iterable[tuple[str, torch.Tensor]],
+    passes: int,
+    settings: ReductionSettings,
+    groups: Groups[torch.Tensor] | None,
+) -> torch.optim.Optimizer:
+    """A distributed optimizer that was pickled; the plain one where there are no ranks to reduce gradients with."""
+    if not is_initialized():
+        return plain
+    return DistributedOptimizer(
+        plain,
+        names,
+        settings.compression,
+        passes,
+        settings.op,
+        settings.predivide,
+        groups=groups,
+        sparse_as_dense=settings.sparse_as_dense,
+        process_set=settings.process_set,
+    )
 
 
 def _checked_settings(

@@ -13,14 +13,16 @@ def names(variables: str, modules: str = "") -> Names:
 def test_what_the_others_have_is_listed_in_order() -> None:
     found = {0: names("model opt x", "np torch"), 1: names("model y opt", "np"), 3: names("")}
     assert back(found, [3], 1.24) == (
-        "rank 3 is back (1.2 s); it lacks model, opt, x, y and the modules np, torch: run your set-up cells on it with "
-        "`%%hvd_rank 3`, then broadcast what has changed since"
+        "rank 3 is back (1.2 s); it lacks model, opt, x, y and the modules np, torch: `%hvd_pool sync 3` brings it all "
+        "that, or run your set-up cells on it with `%%hvd_rank 3`"
     )
 
 
 def test_several_ranks_lack_what_one_of_them_lacks() -> None:
     found = {0: names("a b", "np"), 1: names("a"), 2: names("a b", "np")}
-    assert lacking(found, [1, 2]).startswith("they lack b and the module np: run your set-up cells on them")
+    assert lacking(found, [1, 2]).startswith(
+        "they lack b and the module np: `%hvd_pool sync 1,2` brings them"
+    )
 
 
 def test_nothing_is_said_if_nothing_is_lacking_or_nobody_is_left() -> None:
@@ -34,4 +36,4 @@ def test_a_rank_that_did_not_tell_lacks_everything() -> None:
 
 def test_long_lists_are_cut() -> None:
     found = {0: names(" ".join(f"v{i}" for i in range(30))), 1: names("")}
-    assert "v11 and 18 more: run" in lacking(found, [1])
+    assert "v11 and 18 more: `%hvd_pool sync 1`" in lacking(found, [1])

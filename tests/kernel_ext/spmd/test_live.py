@@ -99,7 +99,9 @@ def test_some_ranks_and_their_magics(kernel: LiveKernel) -> None:
 
 def test_control_lines_run_here_and_the_rest_on_the_ranks(kernel: LiveKernel) -> None:
     cell = kernel.run("%hvd_pool resize 3\nint(os.environ['WORLD_SIZE']) if 'os' in globals() else 3")
-    assert cell.lines() == ["ranks 0-2 are ready"]
+    ready, synced = cell.lines()
+    assert ready == "ranks 0-2 are ready"
+    assert synced.startswith("rank 2 has what rank 0 knows: ")
     assert value(cell) == "3"
     cell = kernel.run("%hvd_pool resize 2\nx = 1\n1 / 0")
     assert "line 3" in "\n".join(cell.reply["traceback"])
@@ -357,3 +359,13 @@ def test_the_frontends_debugger_stops_in_plain_cells_on_the_ranks_and_in_local_o
     assert cell.lines() == ["1"]
     debugging.switch_off()
     assert value(kernel.run("after")) == "[0] 1\n[1] 11"
+
+
+def test_new_ranks_know_what_the_others_know(kernel: LiveKernel) -> None:
+    kernel.run("import numpy as np\nheld = np.arange(3)\ndef tripled(): return held * 3")
+    ready, synced, *failed = kernel.run("%hvd_pool resize 3").lines()
+    assert ready == "ranks 0-2 are ready"
+    assert synced.startswith("rank 2 has what rank 0 knows: ")
+    assert all(line.startswith("not brought: ") for line in failed)
+    assert value(kernel.run("tripled().tolist()")) == "[0, 3, 6]"
+    assert kernel.run("%hvd_pool resize 2").lines() == ["ranks 0,1 are ready"]

@@ -6,6 +6,9 @@ import importlib
 import inspect
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ranks import Ranks
 
@@ -35,3 +38,42 @@ def differences(known: dict[str, dict[str, str]]) -> list[str]:
 def test_names_and_parameters(two: Ranks) -> None:
     known = tomllib.loads(NAMES.read_text())
     assert two.run(differences, known, ranks=[0], timeout=100) == [[]]
+
+
+def submodules() -> None:
+    """Modules of Horovod's that scripts import from, besides those of its documentation."""
+    import hvdlab
+
+    hvdlab.install_as_horovod()
+    for module, names in {
+        "mpi_ops": "allreduce grouped_allreduce reducescatter grouped_reducescatter barrier add_process_set "
+        "remove_process_set global_process_set ProcessSet size rank join",
+        "functions": "broadcast_variables broadcast_object allgather_object BroadcastGlobalVariablesHook",
+        "gradient_aggregation": "LocalGradientAggregationHelper",
+        "util": "vars_to_refs refs_to_vars",
+    }.items():
+        there = importlib.import_module(f"horovod.tensorflow.{module}")
+        assert [name for name in names.split() if not hasattr(there, name)] == []
+
+
+def refused() -> None:
+    """Without TensorFlow, or with one that is too old: a sentence that says what to install."""
+    import sys
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    from hvdlab.tensorflow.installed import OLDEST, _imported
+
+    with patch.dict(sys.modules, {"tensorflow": None}), pytest.raises(ImportError, match="pip install"):
+        _imported()
+    old: Any = SimpleNamespace(__version__="2.12.1")
+    with (
+        patch.dict(sys.modules, {"tensorflow": old}),
+        pytest.raises(ImportError, match=f"TensorFlow {OLDEST} and newer; this is 2.12.1"),
+    ):
+        _imported()
+
+
+def test_further_modules_and_installations(two: Ranks) -> None:
+    two.run(submodules, ranks=[0])
+    two.run(refused, ranks=[0])

@@ -54,6 +54,63 @@ def every_dtype() -> None:
         assert np.array_equal(tf.cast(top, tf.float64), tf.cast(each, tf.float64))
 
 
+def unsigned_shorts() -> None:
+    """The core has none, so what only moves them carries them as other 16 bits."""
+    tf, hvd = _modules()
+    x = tf.cast(tf.fill([hvd.size(), 1], 60_000 + hvd.rank()), tf.uint16)
+    last = 60_000 + hvd.size() - 1
+    for call in (
+        lambda: hvd.allgather(x),
+        lambda: hvd.grouped_allgather([x, tf.ones(1), x])[2],
+        lambda: hvd.broadcast(x, hvd.size() - 1),
+        lambda: hvd.alltoall(x, splits=[1] * hvd.size())[0],
+        lambda: hvd.broadcast_([tf.Variable(x)], hvd.size() - 1)[0].read_value(),
+    ):
+        assert call().dtype == tf.uint16
+        assert int(np.max(call().numpy())) == last
+    inside = tf.function(lambda: hvd.allgather(x), autograph=False)()
+    assert (inside.dtype, int(np.max(inside.numpy()))) == (tf.uint16, last)
+    with pytest.raises(NotImplementedError, match="cast it to int32 to reduce it"):
+        hvd.allreduce(x)
+
+
+def in_process_sets() -> None:
+    """Every operation and its gradient among some ranks, while the others do something else."""
+    tf, hvd = _modules()
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    mine, other = sets[hvd.rank()], sets[hvd.rank() - 1]
+    x = tf.fill([1, 2], float(hvd.rank()))
+    for call in (
+        lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=mine),
+        lambda x: hvd.grouped_allreduce([x, x], process_set=mine)[0],
+        lambda x: hvd.allgather(x, process_set=mine),
+        lambda x: hvd.broadcast(x, hvd.rank(), process_set=mine),
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=mine),
+        lambda x: hvd.grouped_reducescatter([x], process_set=mine)[0],
+        lambda x: hvd.alltoall(x, process_set=mine),
+    ):
+        if hvd.rank():  # so that the ranks are at different ones
+            call(x)
+
+        def derivative(call: Any = call) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(call(x) * 3.0)
+            return loss, tape.gradient(loss, x)
+
+        for loss, slope in (derivative(), tf.function(derivative, autograph=False)()):
+            np.testing.assert_allclose([float(loss), *np.ravel(slope)], [6.0 * hvd.rank(), 3.0, 3.0])
+    slices = tf.IndexedSlices(x, tf.constant([0], tf.int64), tf.constant([4, 2], tf.int64))
+    assert hvd.allreduce(slices, process_set=mine).indices.numpy().tolist() == [0]
+    assert int(hvd.size_op(mine.process_set_id)) == 1
+    assert int(hvd.process_set_included_op(mine.process_set_id)) == 1
+    assert int(hvd.process_set_included_op(other.process_set_id)) == 0
+    with pytest.raises(ValueError, match="process set"):
+        hvd.allreduce(x, process_set=other)
+    for each in sets:
+        assert hvd.remove_process_set(each)
+
+
 def every_operation() -> None:
     tf, hvd = _modules()
     rank, size = hvd.rank(), hvd.size()
@@ -263,7 +320,7 @@ def joined() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [every_dtype, every_operation, any_order, executions, sessions, pipelines, variables, names, signatures, joined],
+    [every_dtype, unsigned_shorts, in_process_sets, every_operation, any_order, executions, sessions, pipelines, variables, names, signatures, joined],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_operations(two: Ranks, function: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives.errors import InvalidRequestError, MismatchError
+from hvdlab.collectives.errors import InvalidRequestError, MismatchError, UnsupportedError
 from ranks import Ranks
 
 
@@ -215,8 +215,46 @@ def passes(version: int) -> None:
     assert int(tf.convert_to_tensor(optimizer.iterations)) == 4
 
 
+def clones(version: int) -> None:
+    """What is made by a distributed optimizer's class and settings is distributed, too."""
+    keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    clone = type(optimizer).from_config(optimizer.get_config())
+    variable = keras.Variable(1.0) if version == 3 else tf.Variable(1.0)
+    clone.apply_gradients([(tf.constant(float(hvd.rank())), variable)])
+    expected = 1 - 0.1 * (hvd.size() - 1) / 2
+    np.testing.assert_allclose(float(tf.convert_to_tensor(variable)), expected, rtol=1e-6)
+
+
+def computed_gradients() -> None:
+    """Keras 2: gradients are reduced when they are computed, and once only."""
+    keras, (tf, hvd, _) = _keras(2), _modules()
+    start, slope = np.array([1.0, 2.0]), np.array([2.0, 4.0]) * (hvd.size() + 1) / 2
+    variable = tf.Variable(start)
+
+    def loss() -> Any:
+        return tf.reduce_sum(variable * variable) * (hvd.rank() + 1)
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+    with tf.GradientTape() as tape:
+        value = loss()
+    pairs = optimizer.compute_gradients(value, [variable], tape=tape)
+    np.testing.assert_allclose(pairs[0][0], slope * hvd.size())
+    optimizer.apply_gradients(pairs)
+    np.testing.assert_allclose(variable, start - 0.1 * slope * hvd.size())
+    plain = keras.optimizers
+    for kind in (
+        hvd.DistributedOptimizer(plain.SGD(0.1)),
+        hvd.DistributedOptimizer(plain.legacy.SGD(0.1)),
+        keras.mixed_precision.LossScaleOptimizer(hvd.DistributedOptimizer(plain.SGD(0.1))),
+    ):
+        variable.assign(start)
+        kind.minimize(loss, [variable])
+        np.testing.assert_allclose(variable, start - 0.1 * slope, rtol=1e-6)
+
+
 def fits_are_recorded(version: int) -> None:
-    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     from hvdlab.collectives import context
     from hvdlab.collectives.timeline.events import Metric
     from hvdlab.collectives.timeline.records import decode
@@ -227,7 +265,8 @@ def fits_are_recorded(version: int) -> None:
 
     def points(**options: Any) -> dict[str, list[tuple[Any, float]]]:
         engine.recorder.drain()
-        model.fit(x, y, batch_size=16, verbose=0, **options)
+        given = {} if "x" in options else {"x": x, "y": y, "batch_size": 16}
+        model.fit(verbose=0, **given, **options)
         found: dict[str, list[tuple[Any, float]]] = {}
         for batch in engine.recorder.drain():
             for event in decode(batch).events:
@@ -243,6 +282,11 @@ def fits_are_recorded(version: int) -> None:
         found = points(epochs=2, validation_data=(x, y), callbacks=averaged)
         assert [step for step, _ in found["hvdlab/step_time"]] == [2, 3, 4, 6, 7, 8]
         assert all(0 < seconds < 60 for _, seconds in found["hvdlab/step_time"])
+        assert all(rate > 0 for _, rate in found["hvdlab/samples_per_second"])
+        pairs = zip(found["hvdlab/samples_per_second"], found["hvdlab/step_time"], strict=True)
+        assert all(rate * seconds == pytest.approx(16) for (_, rate), (_, seconds) in pairs)
+        assert [step for step, _ in found["hvdlab/learning_rate"]] == list(range(1, 9))
+        assert [rate for _, rate in found["hvdlab/learning_rate"]] == pytest.approx([0.01] * 8)
         names = {name for name in found if not name.startswith("hvdlab/")}
         assert names == {"loss", "mae", "val_loss", "val_mae"}
         assert [step for step, _ in found["loss"]] == list(range(1, 9))
@@ -255,6 +299,18 @@ def fits_are_recorded(version: int) -> None:
         model.compile(optimizer=model.optimizer, loss="mse", steps_per_execution=3)
         steps = [step for step, _ in points(epochs=1)["loss"]]
         assert steps[-1] == 12
+        # A dataset that is batched already, and a schedule, which is told once in an epoch.
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(32).prefetch(1)
+        falling = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
+        model.compile(optimizer=hvd_keras.DistributedOptimizer(keras.optimizers.SGD(falling)), loss="mse")
+        found = points(x=batches, epochs=2)
+        (_, rate), (_, seconds) = found["hvdlab/samples_per_second"][0], found["hvdlab/step_time"][0]
+        assert rate * seconds == pytest.approx(32)
+        behind = (
+            0 if version == 3 else 0.5
+        )  # Keras 3 has the next step's rate by then, Keras 2 the last one's
+        expected = [0.01 * 0.5 ** (epoch - behind) for epoch in (1, 2)]
+        assert [rate for _, rate in found["hvdlab/learning_rate"]] == pytest.approx(expected)
         # A model that is not distributed tells nothing.
         model.compile(optimizer="sgd", loss="mse")
         assert "loss" not in points(epochs=1)
@@ -379,6 +435,40 @@ def normalization() -> None:
         hvd.SyncBatchNormalization(fused=True)
 
 
+def masked_normalization() -> None:
+    """Elements that a mask leaves out count on no rank; in half precision as well."""
+    tf, hvd, _ = _modules()
+    keras = _keras(3)
+    rank, size = hvd.rank(), hvd.size()
+    every = [np.random.default_rng(r).normal(r, 1 + r, (8, 5, 3)).astype(np.float32) for r in range(size)]
+    masks = [np.random.default_rng(9 + r).random((8, 5)) < 0.3 + 0.4 * r for r in range(size)]
+    own = slice(8 * rank, 8 * rank + 8)
+    for policy, near in (("float32", 1e-4), ("mixed_float16", 0.05), ("mixed_bfloat16", 0.3)):
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            synchronized, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+
+        def slope(layer: Any, x: Any, mask: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                output = layer(x, training=True, mask=tf.constant(mask))
+                loss = tf.reduce_sum(tf.cast(output, tf.float32) ** 3)
+            return output, tape.gradient(loss, x)
+
+        output, mine = slope(synchronized, tf.constant(every[rank]), masks[rank])
+        whole, others = slope(plain, tf.constant(np.concatenate(every)), np.concatenate(masks))
+        assert output.dtype == whole.dtype
+        np.testing.assert_allclose(
+            tf.cast(output, tf.float32), tf.cast(whole[own], tf.float32), atol=near, err_msg=policy
+        )
+        np.testing.assert_allclose(mine, others[own], atol=10 * near, err_msg=policy)
+        np.testing.assert_allclose(synchronized.moving_variance, plain.moving_variance, rtol=1e-3)
+    nothing = hvd.SyncBatchNormalization()(tf.ones((2, 2, 1)), training=True, mask=tf.zeros((2, 2), tf.bool))
+    assert bool(tf.reduce_all(tf.math.is_finite(nothing)))
+
+
 # -- elastic states ---------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +516,26 @@ def variables_differ() -> None:
     tf, hvd, _ = _modules()
     with pytest.raises(MismatchError, match="the ranks disagree"):
         hvd.broadcast_variables([tf.Variable(tf.ones(2 + hvd.rank())), tf.Variable(1.0)], 0)
+    with pytest.raises(hvd.HorovodInternalError, match="in group `broadcast_variables` of 1"):
+        hvd.broadcast_variables([tf.Variable(1.0)] + [tf.Variable(2.0)] * hvd.rank(), 0)
+    hvd.broadcast_variables([tf.Variable(1.0)], 0)
+
+
+def compiled() -> None:
+    """XLA is refused with a sentence before anything is traced; by itself Keras does not choose it."""
+    _, _, hvd_keras = _modules()
+    for version in (3, 2):
+        keras = _keras(version)
+        model = _model(keras)
+        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        for given in (optimizer, keras.mixed_precision.LossScaleOptimizer(optimizer)):
+            with pytest.raises(UnsupportedError, match=r"model\.compile\(\.\.\., jit_compile=False\)"):
+                model.compile(optimizer=given, loss="mse", jit_compile=True)
+        model.compile(optimizer=optimizer, loss="mse")
+        assert not model.jit_compile
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        model.compile(optimizer="sgd", loss="mse", jit_compile=True)  # not ours
+        assert model.jit_compile
 
 
 def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
@@ -434,7 +544,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, values, normalization, states, variables_differ, mixed_precision, best_models],
+    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, states, variables_differ, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:
@@ -443,7 +553,9 @@ def test_training(two: Ranks, function: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize(
-    "function", [fits, passes, fits_are_recorded, saves, rates], ids=lambda function: function.__name__
+    "function",
+    [fits, passes, clones, fits_are_recorded, saves, rates],
+    ids=lambda function: function.__name__,
 )
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:
     two.run(function, version, timeout=100)

@@ -59,7 +59,10 @@ def test_every_step_can_be_compared(two_ranks: Ranks) -> None:
 
 def test_a_forgotten_broadcast_is_found_before_the_first_step(two_ranks: Ranks) -> None:
     (text,) = set(two_ranks.run(unlike_from_the_beginning))
-    assert "before the first step; hvd.broadcast_parameters() makes them alike" in text
+    assert (
+        "before the first step; hvd.broadcast_parameters(), with Keras hvd.broadcast_variables(), makes them alike"
+        in text
+    )
 
 
 def test_arguments(world_of_one: None) -> None:

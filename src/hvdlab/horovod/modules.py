@@ -9,6 +9,8 @@ OWN = "hvdlab.horovod"
 STANDS_FOR = {
     "horovod.torch": "hvdlab.torch",
     "horovod.tensorflow": "hvdlab.tensorflow",
+    "horovod.tensorflow.gradient_aggregation": "hvdlab.tensorflow.aggregation",
+    "horovod.tensorflow.util": "hvdlab.tensorflow.functions",
     "horovod.keras": "hvdlab.keras",
     "horovod.mxnet": "hvdlab.mxnet",
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",

@@ -57,6 +57,7 @@ from hvdlab.tensorflow.basics import (
     stop_timeline,
 )
 from hvdlab.tensorflow.compression import Compression
+from hvdlab.tensorflow.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
     allgather_object,
@@ -98,6 +99,7 @@ __all__ = [
     "DistributedAdasumOptimizer",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "DivergenceError",
     "HorovodInternalError",
     "LocalGradientAggregationHelper",
     "Max",
@@ -163,4 +165,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "vars_to_refs",
+    "watch_divergence",
 ]

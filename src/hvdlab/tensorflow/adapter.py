@@ -124,9 +124,11 @@ def core_dtype(tensor: Any) -> DType:
         return _DTYPES[tensor.dtype]
     except KeyError:
         known = ", ".join(dtype.label for dtype in DType)
-        hint = (
-            " Send tf.math.real(tensor) and tf.math.imag(tensor) instead." if tensor.dtype.is_complex else ""
-        )
+        hint = ""
+        if tensor.dtype.is_complex:
+            hint = " Send tf.math.real(tensor) and tf.math.imag(tensor) instead."
+        elif tensor.dtype == tf.uint16:
+            hint = " It can be gathered, broadcast and exchanged; cast it to int32 to reduce it."
         raise UnsupportedError(
             f"Collectives take {known}; this tensor is {tensor.dtype.name}.{hint}"
         ) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvdlab.bindings.arguments import row_counts
@@ -31,6 +31,7 @@ from hvdlab.tensorflow.nonlinear import reduced
 _record = internal("eager.record")
 _stack = internal("util.tf_stack")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_./-]")
+_MOVING = (OpKind.ALLGATHER, OpKind.BROADCAST, OpKind.ALLTOALL)
 _SPLITTING = (OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 
 
@@ -187,9 +188,11 @@ def collective(
     operation: Operation, tensor: Any, name: str | None, *, ignore_name_scope: bool = False
 ) -> Any:
     """Run a collective on one tensor, or make an operation of it."""
-    if not in_graph((tensor,)):
-        return _eager.collective(operation, as_tensor(tensor, operation.kind), name)
-    return _emitted(operation, [tensor], name, False, ignore_name_scope).tensors[0]
+    graph = in_graph((tensor,))
+    sent, received = _carried(operation.kind, [tensor])
+    if graph:
+        return received(_emitted(operation, sent, name, False, ignore_name_scope).tensors)[0]
+    return received([_eager.collective(operation, sent[0], name)])[0]
 
 
 def collectives(
@@ -198,21 +201,42 @@ def collectives(
     """Run a collective on a group, or make one operation of it."""
     if not tensors:
         return []
-    if not in_graph(tensors):
-        return _eager.collectives(operation, [as_tensor(each, operation.kind) for each in tensors], name)
-    return _emitted(operation, tensors, name, True, ignore_name_scope).tensors
+    graph = in_graph(tensors)
+    sent, received = _carried(operation.kind, tensors)
+    if graph:
+        return received(_emitted(operation, sent, name, True, ignore_name_scope).tensors)
+    return received(_eager.collectives(operation, sent, name))
 
 
 def exchange(
     operation: Operation, tensor: Any, splits: Any, name: str | None, *, ignore_name_scope: bool = False
 ) -> tuple[Any, Any]:
     """Run an alltoall, or make an operation of it: the output, and the rows that came from each member."""
-    if not in_graph((tensor, splits)):
-        given = as_tensor(tensor, operation.kind)
-        _refuse_scalars(operation.kind, given)
-        return _eager.exchange(operation._replace(splits=_counts(splits)), given, name)
-    found = _emitted(operation._replace(splits=None), [tensor], name, False, ignore_name_scope, splits)
-    return found.tensors[0], found.received
+    graph = in_graph((tensor, splits))
+    sent, received = _carried(operation.kind, [tensor])
+    if graph:
+        found = _emitted(operation._replace(splits=None), sent, name, False, ignore_name_scope, splits)
+        return received(found.tensors)[0], found.received
+    _refuse_scalars(operation.kind, *sent)
+    output, counts = _eager.exchange(operation._replace(splits=_counts(splits)), sent[0], name)
+    return received([output])[0], counts
+
+
+def _carried(kind: OpKind, given: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+    """The tensors that are sent, and what makes the outputs of what was received.
+
+    The core has no uint16. Collectives that only move data carry it as int16, so they do not see that another rank gave that.
+    """
+    tensors = [as_tensor(tensor, kind) for tensor in given]
+    if kind not in _MOVING or tf.uint16 not in (dtypes := [tensor.dtype for tensor in tensors]):
+        return tensors, lambda outputs: outputs
+    sent = [tf.bitcast(each, tf.int16) if each.dtype == tf.uint16 else each for each in tensors]
+
+    def received(outputs: list[Any]) -> list[Any]:
+        pairs = zip(outputs, dtypes, strict=True)
+        return [tf.bitcast(each, dtype) if dtype == tf.uint16 else each for each, dtype in pairs]
+
+    return sent, received
 
 
 def _counts(splits: Any) -> tuple[int, ...] | None:
@@ -231,14 +255,13 @@ def _refuse_scalars(kind: OpKind, *tensors: Any) -> None:
 
 def _emitted(
     operation: Operation,
-    given: Sequence[Any],
+    tensors: list[Any],
     name: str | None,
     grouped: bool,
     ignore_name_scope: bool,
     splits: Any = None,
 ) -> Outputs:
     kind = operation.kind
-    tensors = [as_tensor(tensor, kind) for tensor in given]
     for tensor in tensors:
         check_supported(kind, core_dtype(tensor), operation.op)
     _refuse_scalars(kind, *tensors)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.collectives.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hvdlab.horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdlab.tensorflow.basics import (
+    barrier,
     ccl_built,
     cross_rank,
     cross_size,
@@ -30,15 +37,19 @@ from hvdlab.tensorflow.basics import (
 )
 from hvdlab.tensorflow.ops import (
     allgather,
+    allreduce,
     alltoall,
     broadcast,
     broadcast_,
     grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
     join,
     local_rank_op,
     local_size_op,
     process_set_included_op,
     rank_op,
+    reducescatter,
     size_op,
 )
 
@@ -47,10 +58,14 @@ __all__ = [
     "Average",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
+    "allreduce",
     "alltoall",
+    "barrier",
     "broadcast",
     "broadcast_",
     "ccl_built",
@@ -59,9 +74,12 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -77,6 +95,8 @@ __all__ = [
     "process_set_included_op",
     "rank",
     "rank_op",
+    "reducescatter",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.arguments import Sum
-from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.ops import allreduce
 
@@ -15,7 +15,7 @@ _Base: Any = tf.keras.layers.BatchNormalization
 class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
     """A ``BatchNormalization`` layer whose mean and variance in training are those of all ranks' batches together.
 
-    Every rank counts as much as it has examples. All ranks must call it alike, in the forward pass and in the backward
+    Every rank counts as much as it has examples, or elements that no mask leaves out. All ranks must call it alike, in the forward pass and in the backward
     pass.
 
     Args:
@@ -42,16 +42,23 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         if len(arguments) >= 2:
             axes, keep = list(arguments[0]), bool(arguments[1])
             arguments = arguments[2:]
-        if mask is not None or any(argument is not None for argument in arguments):
-            raise UnsupportedError("SyncBatchNormalization does not support masks.")
+        if mask is None and arguments:
+            mask = arguments[0]
         wide = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
-        total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
-        count = tf.cast(tf.size(wide), wide.dtype) / tf.cast(tf.size(total), wide.dtype)
+        if mask is None:
+            total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
+            elements = tf.cast(tf.size(wide), wide.dtype)
+        else:
+            weights = tf.broadcast_to(tf.cast(mask, wide.dtype)[..., None], tf.shape(wide))
+            total = tf.reduce_sum(wide * weights, axes)
+            squares = tf.reduce_sum(wide * wide * weights, axes)
+            elements = tf.reduce_sum(weights)
+        count = elements / tf.cast(tf.size(total), wide.dtype)
         flat = [tf.reshape(total, [-1]), tf.reshape(squares, [-1]), [count]]
         sums = allreduce(tf.concat(flat, 0), op=Sum, name=f"{self.name}.moments")
         features = tf.size(total)
-        mean = sums[:features] / sums[-1]
-        variance = tf.maximum(sums[features:-1] / sums[-1] - mean * mean, 0)
+        mean = tf.math.divide_no_nan(sums[:features], sums[-1])
+        variance = tf.maximum(tf.math.divide_no_nan(sums[features:-1], sums[-1]) - mean * mean, 0)
         shape = tf.shape(tf.reduce_sum(wide, axes, keepdims=True)) if keep else tf.shape(total)
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 

@@ -10,13 +10,12 @@ from typing import Any, Self
 
 import torch
 
+from hvdlab.bindings.divergence import DivergenceError, tell_divergence
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.fingerprint import SIZE, fingerprint, threads_for
-from hvdlab.collectives.visible import visible
 from hvdlab.torch.compiling import untraced
 from hvdlab.torch.fingerprints import of_tensor
-from hvdlab.torch.functions import allgather_object
 from hvdlab.torch.ops import allgather
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
 
@@ -25,46 +24,8 @@ MOST_SAMPLED = 32
 
 ELEMENTS = 8
 _ATTRIBUTE = "_hvdlab_divergence"
+__all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
 _numbers = itertools.count()
-
-
-class DivergenceError(HvdlabError):
-    """The ranks' models differ. Raised on all ranks, with the same text; nothing was changed.
-
-    Attributes:
-        step: Steps that had been taken when it was noticed.
-        since: The step after which the models first differed, as far as that is known.
-        groups: Ranks whose models are alike, the most numerous first.
-        tensors: Names of the tensors that differ.
-    """
-
-    def __init__(
-        self, step: int, since: int | None, groups: Sequence[tuple[int, ...]], tensors: Sequence[str]
-    ) -> None:
-        self.step, self.since, self.groups, self.tensors = step, since, tuple(groups), tuple(tensors)
-        super().__init__(step, since, self.groups, self.tensors)
-
-    def _text(self) -> str:
-        most, *others = self.groups
-        if len(most) == 1:
-            who = f"all of {format_ranks([rank for group in self.groups for rank in group])} have models of their own"
-        else:
-            odd = sorted(rank for group in others for rank in group)
-            verb = "does" if len(odd) == 1 else "do"
-            who = f"{format_ranks(most)} agree and {format_ranks(odd)} {verb} not"
-        more = len(self.tensors) - 1
-        tensors = (
-            f"`{visible(self.tensors[0])}`" + (f" and {more} more" if more else "")
-            if self.tensors
-            else "its tensors"
-        )
-        if self.since == 0:
-            when = "before the first step; hvd.broadcast_parameters() makes them alike"
-        elif self.since is not None:
-            when = f"since step {self.since}"
-        else:
-            when = f"noticed after step {self.step}"
-        return f"the ranks' models differ in {tensors}, {when}: {who}. `%hvd_diff` shows by how much."
 
 
 class DivergenceWatch:
@@ -180,32 +141,9 @@ class DivergenceWatch:
         return [torch.cat(rows) for rows in by_kind.values()]
 
     def _raise(self, names: Sequence[str], digests: Sequence[bytes]) -> None:
-        """Tell one another what is needed for the text, and raise."""
-        engine = context.engine()
         samples = [(step, fingerprint(*map(of_tensor, rows))) for step, rows in self._samples]
-        told = allgather_object(
-            (engine.rank, dict(zip(names, digests, strict=True)), samples), f"{self._name}.detail", self._set
-        )
-        groups: dict[bytes, list[int]] = {}
-        for rank, by_name, _ in told:
-            whole = fingerprint(*(part for name, d in by_name.items() for part in (name.encode(), d)))
-            groups.setdefault(whole, []).append(rank)
-        all_names = dict.fromkeys(name for _, by_name, _ in told for name in by_name)
-        odd = [name for name in all_names if len({by_name.get(name) for _, by_name, _ in told}) > 1]
-        ordered = sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))
         self._samples.clear()
-        raise DivergenceError(self.step, _since([dict(s) for _, _, s in told], self.step), ordered, odd)
-
-
-def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
-    """The first step at which the samples differ; None if they do not, or nothing is known of what was before."""
-    if step == 0:
-        return 0
-    common = sorted(set(samples[0]).intersection(*samples[1:]))
-    differing = [n for n in common if len({sample[n] for sample in samples}) > 1]
-    if not differing:
-        return None
-    return differing[0]
+        tell_divergence(self._name, self._set, self.step, dict(zip(names, digests, strict=True)), samples)
 
 
 def watch_divergence(

@@ -20,6 +20,7 @@ from hvdlab.collectives.metrics.steps import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.failures import JIT
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.fits import record_fits
@@ -35,14 +36,27 @@ class Distributed:
         hvdlab_reducer: Reduces gradients.
         hvdlab_helper: Adds them up over several passes, if a step has several.
         hvdlab_reduced: Whether the gradients that come have been reduced already.
+        hvdlab_computed: Whether the next ones are those that ``compute_gradients`` has reduced.
         hvdlab_meter: Measures the steps of ``fit``.
     """
 
     hvdlab_reducer: GradientReducer
     hvdlab_helper: LocalGradientAggregationHelper | None
     hvdlab_reduced: bool
+    hvdlab_computed: bool
     hvdlab_meter: StepMeter
     _HAS_AGGREGATE_GRAD = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the plain optimizer; distributed with the default settings, so that clones by its class work."""
+        super().__init__(*args, **kwargs)
+        self._hvdlab_set(
+            reducer=GradientReducer(f"Distributed{type(self).__name__}"),
+            helper=None,
+            reduced=False,
+            computed=False,
+            meter=StepMeter(),
+        )
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on their rank: they are not reduced."""
@@ -50,10 +64,20 @@ class Distributed:
         if self.hvdlab_helper is not None:
             self.hvdlab_helper.register_local_var(plain_variable(var))
 
+    def _hvdlab_set(self, **values: Any) -> None:
+        """Keras tracks what is assigned; these are none of its variables."""
+        for name, value in values.items():
+            object.__setattr__(self, f"hvdlab_{name}", value)
+
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce gradients over all ranks and apply them to variables; see the plain optimizer's."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         plain: Any = super()
+        computed = self.hvdlab_computed
+        self._hvdlab_set(computed=False)
+        if computed:
+            with self._hvdlab_with_reduced():
+                return plain.apply_gradients(pairs, *args, **kwargs)
         if self.hvdlab_reduced:
             return plain.apply_gradients(pairs, *args, **kwargs)
         variables = [variable for _, variable in pairs]
@@ -84,6 +108,24 @@ class Distributed:
         return helper.apply_gradients(lambda: apply(reduced), self)
 
 
+class DistributedWithCompute(Distributed):
+    """The same for optimizers of Keras 2 that compute gradients by a public method."""
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Keras 2: pairs of reduced gradients and variables, for the next :meth:`apply_gradients`.
+
+        With several backward passes per step gradients are reduced there.
+        """
+        plain: Any = super()
+        pairs = list(plain.compute_gradients(*args, **kwargs))
+        if self.hvdlab_reduced or self.hvdlab_helper is not None:
+            return pairs
+        variables = [variable for _, variable in pairs]
+        reduced = self.hvdlab_reducer([gradient for gradient, _ in pairs], variables)
+        self._hvdlab_set(computed=True)
+        return list(zip(reduced, variables, strict=True))
+
+
 class DistributedWithApply(Distributed):
     """The same for Keras 3, whose optimizers apply gradients by a method of their own that others call."""
 
@@ -104,7 +146,11 @@ class DistributedWithApply(Distributed):
 @cache
 def _distributed_class(kind: Any) -> Any:
     members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    base = DistributedWithApply if hasattr(kind, "apply") else Distributed
+    base = Distributed
+    if hasattr(kind, "apply"):
+        base = DistributedWithApply
+    elif hasattr(kind, "compute_gradients"):
+        base = DistributedWithCompute
     return type(kind.__name__, (base, kind), members)
 
 
@@ -185,12 +231,10 @@ def distributed(
     else:
         made = kind.from_config(optimizer.get_config())
         _copy_state(optimizer, made)
-    given = {"reducer": reducer, "helper": helper, "reduced": False, "meter": StepMeter()}
-    for attribute, value in given.items():
-        # Keras tracks what is assigned; these are none of its variables.
-        object.__setattr__(made, f"hvdlab_{attribute}", value)
+    made._hvdlab_set(reducer=reducer, helper=helper, reduced=False, computed=False, meter=StepMeter())
     package = sys.modules[_package(original)]
     _reduce_before_scaling(package)
+    _compile_without_xla(package)
     record_fits(package)
     return made
 
@@ -225,6 +269,32 @@ def _copy_state(optimizer: Any, into: Any) -> None:
         mine.assign(its)
 
 
+# -- XLA --------------------------------------------------------------------------------------------------------------
+
+
+def _compile_without_xla(package: Any) -> None:
+    """Have ``compile`` refuse XLA for a distributed optimizer, and not choose it by itself, as Keras 3 does on GPUs.
+
+    A model whose first step could not be traced has weights without values, and can't be trained any more.
+    """
+    owner = next(kind for kind in package.Model.__mro__ if "compile" in vars(kind))
+    original = owner.compile
+    if hasattr(original, "hvdlab"):
+        return
+
+    @functools.wraps(original)
+    def compile(self: Any, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
+            if kwargs.get("jit_compile") is True:
+                raise UnsupportedError(JIT)
+            if kwargs.get("jit_compile", "auto") == "auto":
+                kwargs["jit_compile"] = False
+        return original(self, optimizer, *args, **kwargs)
+
+    compile.hvdlab = True  # type: ignore[attr-defined]
+    owner.compile = compile  # there Keras looks whether a model has its own
+
+
 # -- mixed precision --------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +324,9 @@ def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..
         if not isinstance(inner, Distributed) or inner.hvdlab_reduced or inner.hvdlab_helper is not None:
             return original(self, given, *args, **kwargs)
         listed = list(given)
-        if pairs:
+        if inner.hvdlab_computed:
+            inner._hvdlab_set(computed=False)
+        elif pairs:
             variables = [plain_variable(variable) for _, variable in listed]
             reduced = inner.hvdlab_reducer([gradient for gradient, _ in listed], variables)
             listed = [(gradient, variable) for gradient, (_, variable) in zip(reduced, listed, strict=True)]

@@ -1,0 +1,161 @@
+"""``hvd.watch_divergence()`` of models of Keras: an error on the step at which the ranks' models are no longer the same."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+
+from hvdlab.bindings.divergence import DivergenceError, tell_divergence
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.fingerprint import SIZE, fingerprint, of_blocks, threads_for
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.tensorflow.functions import plain_variable
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras.fits import ATTRIBUTE_OF_WATCH, record_fits
+from hvdlab.tensorflow.ops import allgather
+
+__all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
+
+MOST_SAMPLED = 32
+"""Variables of which a few elements are remembered at every step."""
+
+ELEMENTS = 8
+_PACKAGES = ("keras", "tf_keras")
+_numbers = itertools.count()
+
+
+class DivergenceWatch:
+    """What :func:`watch_divergence` returns. It ends with :meth:`close`, or when the model is watched anew.
+
+    Attributes:
+        step: Steps that were seen.
+        checks: How often the whole models were compared.
+    """
+
+    def __init__(self, model: Any, every: int, buffers: bool, process_set: ProcessSet) -> None:
+        self.step = self.checks = 0
+        self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
+        # The same on all ranks, if they watch their models in the same order.
+        self._name = f"divergence.{next(_numbers)}"
+        self._samples: deque[tuple[int, list[Any]]] = deque(maxlen=every)
+        #: Reads some elements of some variables by one call; made when the model has its variables.
+        self._sampled: Any = None
+
+    def step_ended(self, steps: int = 1) -> None:
+        """A step has ended, or several; what ``fit`` calls by itself, and a loop of your own after each step.
+
+        Raises:
+            DivergenceError: The models were compared, and differ.
+        """
+        before, self.step = self.step, self.step + steps
+        if self._every > 1:
+            if self._sampled is None:
+                self._sampled = tf.function(self._sample, autograph=False)
+            self._samples.append((self.step, self._sampled()))
+        if before // self._every != self.step // self._every:
+            self.check()
+
+    def check(self) -> None:
+        """Compare now. All ranks must call it.
+
+        Raises:
+            DivergenceError: The models differ.
+            CollectiveError: Not all ranks got here.
+        """
+        digests = self._digests()
+        whole = fingerprint(*(part for name, d in digests.items() for part in (name.encode(), d)))
+        mine = np.frombuffer(whole, np.uint8).reshape(1, SIZE)
+        gathered = allgather(mine, self._name, process_set=self._set).numpy()
+        self.checks += 1
+        samples = [(step, fingerprint(*map(_of_array, rows))) for step, rows in self._samples]
+        self._samples.clear()
+        if not (gathered == gathered[0]).all():
+            tell_divergence(self._name, self._set, self.step, digests, samples)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._samples.clear()
+        self._sampled = None
+        if vars(self._model).get(ATTRIBUTE_OF_WATCH) is self:
+            object.__delattr__(self._model, ATTRIBUTE_OF_WATCH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<DivergenceWatch of {type(self._model).__name__}, {self.step} steps, {self.checks} comparisons>"
+        )
+
+    def _variables(self) -> Sequence[Any]:
+        return self._model.weights if self._buffers else self._model.trainable_weights  # type: ignore[no-any-return]
+
+    def _digests(self) -> dict[str, bytes]:
+        found = {}
+        with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
+            for number, variable in enumerate(self._variables()):
+                label = getattr(variable, "path", None) or variable.name
+                found[f"[{number}] {label}"] = _of_array(plain_variable(variable), pool)
+        return found
+
+    def _sample(self) -> list[Any]:
+        variables = [plain_variable(each) for each in self._variables()]
+        step = max(1, -(-len(variables) // MOST_SAMPLED))
+        return [tf.reshape(each, [-1])[:ELEMENTS] for each in variables[::step]]
+
+
+def _of_array(tensor: Any, pool: ThreadPoolExecutor | None = None) -> bytes:
+    array = np.ascontiguousarray(tensor.numpy())
+    raw = array.reshape(-1).view(np.uint8)
+    head = f"{array.dtype} {array.shape}".encode()
+    return fingerprint(head, of_blocks(raw.size, lambda at, length: raw[at : at + length], pool=pool))
+
+
+def watch_divergence(
+    model: Any,
+    every: int = 100,
+    *,
+    buffers: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> DivergenceWatch:
+    """Raise :class:`DivergenceError` on all ranks when their copies of a model are no longer the same, bit by bit.
+
+    The models are compared by fingerprints after every ``every`` steps; in between a few elements are remembered at each step,
+    so that the error names the step at which the ranks parted, without a comparison at each. ``model.fit`` counts its steps by
+    itself; a loop of your own calls ``step_ended()`` of what is returned after each step. Calling it again for a model replaces what
+    was there, so a cell may be run twice.
+
+    Args:
+        model: A model of Keras 3 or of Keras 2, trained alike on all ranks.
+        every: After how many steps the models are compared. A comparison reads all trainable weights once.
+        buffers: Compare the other weights, too. Running statistics of batch normalization differ from rank to rank by nature.
+        process_set: The ranks that train together.
+
+    Raises:
+        InvalidRequestError: An argument is none of these.
+    """
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    package = next((name for name in _PACKAGES if name in packages), None)
+    if package is None or not hasattr(model, "fit"):
+        raise InvalidRequestError(
+            f"hvd.watch_divergence() takes a model of Keras, not a {type(model).__name__}."
+        )
+    if every < 1:
+        raise InvalidRequestError(f"every= is a number of steps from 1, not {every}.")
+    record_fits(sys.modules[package])
+    before: DivergenceWatch | None = vars(model).get(ATTRIBUTE_OF_WATCH)
+    if before is not None:
+        before.close()
+    made = DivergenceWatch(model, every, buffers, process_set)
+    object.__setattr__(model, ATTRIBUTE_OF_WATCH, made)
+    return made

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.errors import CauseKind, HvdlabError
+from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
 
 Deliver = Callable[[Sequence[Result]], None]
@@ -171,7 +171,11 @@ class HvdlabWork(dist.Work):
         return self._future
 
     def _value(self, _: object) -> Any:
-        self._settle(None)
+        try:
+            self._settle(None)
+        except CollectiveError as error:
+            self._engine.sent_through_native.append(error)
+            raise
         return self._outputs
 
     def _one_ended(self, result: Result | None, error: Exception | None, /) -> None:

@@ -44,6 +44,7 @@ def report(error: BaseException) -> None:
 
 def describe(error: BaseException, rank: int) -> Uncaught:
     """What is said about an exception of this rank."""
+    put_back_cause(error)
     lines = traceback.format_exception_only(error)
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
     # `builtins.` is left out by Python, the modules of other exceptions are not.
@@ -52,6 +53,22 @@ def describe(error: BaseException, rank: int) -> Uncaught:
     aborted = _in_chain(error)
     culprits = tuple(r for r in aborted.cause.ranks if r != rank) if aborted is not None else ()
     return Uncaught(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…", culprits)
+
+
+def put_back_cause(error: BaseException) -> None:
+    """If a framework's native code has made ``error`` of the text of one of ours, make ours its ``__cause__``.
+
+    DDP's backward pass waits for collectives in C++, which raises a ``RuntimeError``.
+    """
+    from hvdlab.collectives import context
+
+    if type(error) is not RuntimeError or error.__cause__ is not None or not context.is_initialized():
+        return
+    text = str(error)
+    for ours in reversed(context.engine().sent_through_native):
+        if str(ours).partition("\n")[0] in text:
+            error.__cause__ = ours
+            return
 
 
 def _in_chain(error: BaseException | None) -> AbortedError | None:

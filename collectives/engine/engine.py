@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from hvdlab.collectives import logs
@@ -32,7 +33,7 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
-from hvdlab.collectives.errors import Cause, CauseKind, NotInitializedError
+from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue
@@ -59,6 +60,8 @@ class Engine(Groups):
         exports: Who gets this rank's metrics, or those of all.
         farewell: Why this rank leaves, as others are told when it does.
         hooks: Completion hooks that are due.
+        sent_through_native: The latest errors of collectives that a framework's native code was given, which keeps their text
+            and not their type.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
@@ -67,6 +70,7 @@ class Engine(Groups):
         super().__init__(rank, settings, guarded)
         self.failed_cells = self.cells_begun = 0
         self.farewell = "shutdown"
+        self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint

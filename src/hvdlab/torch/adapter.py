@@ -17,7 +17,7 @@ from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 
-_DTYPES: dict[torch.dtype, DType] = {
+DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,
     torch.uint8: DType.U8,
     torch.int8: DType.I8,
@@ -46,7 +46,7 @@ class TorchAdapter:
     def dtype(self, tensor: torch.Tensor) -> DType:
         """The core's element type; raises ``UnsupportedError`` if it has none (complex, quantised, ...)."""
         try:
-            return _DTYPES[tensor.dtype]
+            return DTYPES[tensor.dtype]
         except KeyError:
             known = ", ".join(dtype.label for dtype in DType)
             hint = " Send torch.view_as_real(tensor) instead." if tensor.is_complex() else ""

@@ -1,0 +1,15 @@
+"""``torch.distributed`` on hvdlab's collective core: ``dist.init_process_group("hvdlab")``.
+
+Importing this makes the backend known; with hvdlab installed, ``import torch`` has done so already.
+"""
+
+from __future__ import annotations
+
+import torch.distributed  # what the backend is registered with  # noqa: F401
+
+from hvdlab.torch.c10d.group import HvdlabProcessGroup
+from hvdlab.torch_backend import register
+
+__all__ = ["HvdlabProcessGroup"]
+
+register()

@@ -1,0 +1,654 @@
+"""The process group: torch's collectives as requests of the core.
+
+All collectives of a group have *one* name in the core, the group's, and are anonymous: the coordinator compares the n-th
+call of each rank, and finds another operation, shape, dtype, root or operator at once. Tensors that the core can read and
+write where they are need no copy; all others, and dtypes that it does not know, go by a copy or as bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.errors import (
+    CauseKind,
+    Disagreement,
+    InvalidRequestError,
+    MismatchError,
+    UnsupportedError,
+)
+from hvdlab.collectives.reduce.support import check_supported
+from hvdlab.collectives.sites import call_site
+from hvdlab.torch.adapter import ADAPTER, DTYPES
+from hvdlab.torch.c10d.naming import name_of_group
+from hvdlab.torch.c10d.work import Deliver, HvdlabWork
+from hvdlab.torch.c10d.world import World
+
+_Types: Any = dist.ReduceOp.RedOpType
+_OPERATORS = (
+    (_Types.SUM, "SUM", ReduceOp.SUM),
+    (_Types.AVG, "AVG", ReduceOp.AVERAGE),
+    (_Types.MIN, "MIN", ReduceOp.MIN),
+    (_Types.MAX, "MAX", ReduceOp.MAX),
+    (_Types.PRODUCT, "PRODUCT", ReduceOp.PRODUCT),
+    (_Types.PREMUL_SUM, "PREMUL_SUM", ReduceOp.SUM),
+)
+_BITWISE: tuple[tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
+    (_Types.BAND, torch.bitwise_and),
+    (_Types.BOR, torch.bitwise_or),
+    (_Types.BXOR, torch.bitwise_xor),
+)
+_OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+"""Of truth values a sum is *any* and a product *all*, as NCCL has it."""
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+Copy = Callable[[Result], None]
+"""Takes the result of one request to the user's tensor."""
+
+
+class _Submission:
+    """Requests of one operation, and what is to be done with their results."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        #: For each request what takes its result to the user's tensors.
+        self.copies: list[Copy | None] = []
+
+    def add(self, request: Request, copy: Copy | None = None) -> None:
+        self.requests.append(request)
+        self.copies.append(copy)
+
+    def deliver(self) -> Deliver | None:
+        """What takes all results to their places; ``None`` if they are there."""
+        copies = self.copies
+        if not any(copies):
+            return None
+
+        def deliver(results: Sequence[Result]) -> None:
+            for copy, result in zip(copies, results, strict=True):
+                if copy is not None:
+                    copy(result)
+
+        return deliver
+
+
+# Torch declares each method with overloads for its C++ callers and its Python callers, which one override can't match.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
+
+    Every failure is one of hvdlab's errors, on all ranks, and the group can be used afterwards. ``abort`` gives up what is
+    in flight, and does not end the group.
+
+    Args:
+        world: Where it lives.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+        name: Torch's name of the group.
+        members: The ranks of the world that are in it, by their numbers in the group.
+        timeout: Limit of each wait that gives none.
+    """
+
+    def __init__(
+        self, world: World, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)
+        if list(members) != sorted(members):
+            raise UnsupportedError(
+                f"A process group's ranks must be in ascending order, not {list(members)}; leave out sort_ranks=False."
+            )
+        self._engine, self._members = world.engine, tuple(members)
+        self._world, self._name, self._description = world, name, ""
+        self._seconds = timeout.total_seconds()
+        self._sequence, self._closed = 0, False
+        self._set = world.process_set(members)
+        self._name_in_core = world.name_in_core(name, self._members)
+        #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
+        self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
+        _interrupt_with(self)
+
+    # -- what torch asks about it -------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "hvdlab"
+
+    def name(self) -> str:
+        return "hvdlab"
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    # Torch's Python layer calls these.
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def abort(self) -> None:
+        """Give up what is in flight, on all ranks; the group goes on."""
+        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._set)
+
+    def shutdown(self) -> None:
+        """Take no more operations. The process set stays, for groups of the same ranks."""
+        self._closed = True
+
+    def interrupted(self) -> None:
+        """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
+        if not self._closed and any(not work.is_ended() for work in list(self._with_future)):
+            text = f"rank {self._engine.rank} was interrupted"
+            self._engine.withdraw(text, self._set, CauseKind.INTERRUPTED)
+
+    # -- submitting ---------------------------------------------------------------------------------------------------
+
+    def _go(
+        self,
+        operation: str,
+        outputs: Any,
+        submission: _Submission,
+        *,
+        process_set: int | None = None,
+        name: str | None = None,
+        source: int = -1,
+    ) -> HvdlabWork:
+        """Submit an operation: the one place that does."""
+        if self._closed:
+            raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
+        self._sequence += 1
+        label = (
+            f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
+        )
+        chosen = self._set if process_set is None else process_set
+        work = HvdlabWork(
+            self._engine,
+            chosen,
+            label,
+            outputs,
+            submission.deliver(),
+            self._seconds,
+            source,
+            self._with_future.add,
+        )
+        site = call_site(2)
+        for request in submission.requests:
+            request.name, request.site, request.process_set = name or self._name_in_core, site, chosen
+            request.anonymous = True
+            work.handles.append(self._engine.submit(request))
+        return work
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> HvdlabWork:
+        given = _listed(tensors)
+        operator = _operator(opts)
+        submission = _Submission()
+        for tensor in given:
+            self._add_allreduce(submission, tensor, operator)
+        return self._go("all_reduce", given, submission)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
+        given, submission, operator = _listed(tensors), _Submission(), _operator(opts)
+        for tensor in given:
+            if _root(opts) == self.rank():
+                self._add_allreduce(submission, tensor, operator)
+            else:  # only the root's tensor changes
+                self._add_allreduce(submission, tensor.detach().clone(), operator)
+        return self._go("reduce", given, submission)
+
+    def _add_allreduce(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
+        _require_dense(tensor, "all_reduce")
+        for number, fold in _BITWISE:
+            if operator == number:
+                self._add_folded(submission, tensor, fold)
+                return
+        array, copy = _writable(_real(tensor), reducing=True)
+        request = Request(OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(_real(tensor)))
+        _set_operator(request, operator, tensor)
+        submission.add(request, copy)
+
+    def _add_folded(
+        self,
+        submission: _Submission,
+        tensor: torch.Tensor,
+        fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """No plane has the bitwise operators: gather, and fold here."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise UnsupportedError(f"Bitwise reductions take integers and bool, not {tensor.dtype}.")
+        own = tensor.detach().contiguous().reshape(1, -1)
+        gathered = torch.empty((self.size(), tensor.numel()), dtype=tensor.dtype)
+        request = Request(OpKind.ALLGATHER, input=_array(own), output=_array(gathered), dtype=_dtype(own))
+
+        def copy(result: Result) -> None:
+            tensor.detach().copy_(functools.reduce(fold, list(gathered)).view(tensor.shape))
+
+        submission.add(request, copy)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        operator = _operator(opts)
+        submission = _Submission()
+        for output, given in zip(outputs, inputs, strict=True):
+            self._add_reduce_scatter(submission, output, given, operator)
+        return self._go("reduce_scatter", list(outputs), submission)
+
+    def _add_reduce_scatter(
+        self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
+    ) -> None:
+        _require_dense(given, "reduce_scatter")
+        size = self.size()
+        if given.numel() != output.numel() * size or given.dtype != output.dtype:
+            raise InvalidRequestError(
+                f"reduce_scatter: the input ({given.dtype}, {given.numel()} elements) must have {size} times the elements of "
+                f"the output ({output.dtype}, {output.numel()} elements)."
+            )
+        if any(operator == number for number, _ in _BITWISE):
+            whole = given.detach().clone().contiguous()
+            self._add_allreduce(submission, whole, operator)
+            self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
+            return
+        source = (
+            _plain(_real(given)).reshape(size, -1) if given.numel() else _plain(_real(given)).reshape(size, 0)
+        )
+        array, copy = _writable(_real(output), reducing=True)
+        request = Request(
+            OpKind.REDUCESCATTER,
+            input=_array(source),
+            output=array.reshape(1, -1),
+            dtype=ADAPTER.dtype(source),
+        )
+        _set_operator(request, operator, given)
+        submission.add(request, copy)
+
+    @staticmethod
+    def _then_copy(submission: _Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
+        """After the last request, and what it has to copy, copy a part of the result to ``output``."""
+        before = submission.copies[-1]
+
+        def copy(result: Result) -> None:
+            if before is not None:
+                before(result)
+            output.detach().copy_(part().reshape(output.shape))
+
+        submission.copies[-1] = copy
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> HvdlabWork:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter(self, outputs: Any, lists: Any, opts: Any = None) -> HvdlabWork:
+        operator = _operator(opts)
+        submission = _Submission()
+        for output, parts in zip(_listed(outputs), lists, strict=True):
+            counts = [part.numel() for part in parts]
+            if len(counts) != self.size() or counts[self.rank()] != output.numel():
+                raise InvalidRequestError(
+                    f"reduce_scatter: the list needs one tensor for each of the {self.size()} ranks, and this rank's must have "
+                    f"the {output.numel()} elements of the output; they have {counts}."
+                )
+            flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            if len(set(counts)) == 1:
+                self._add_reduce_scatter(submission, output, flat, operator)
+            else:  # the core splits evenly
+                start = sum(counts[: self.rank()])
+                self._add_allreduce(submission, flat, operator)
+                part = flat[start : start + output.numel()]
+                self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
+        return self._go("reduce_scatter", list(outputs), submission)
+
+    # -- what only moves data -----------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
+        given, submission = _listed(tensors), _Submission()
+        root = self._members[_root(opts)]
+        for tensor in given:
+            _require_dense(tensor, "broadcast")
+            array, copy = _writable(tensor)
+            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+            submission.add(request, None if root == self._engine.rank else copy)
+        return self._go("broadcast", given, submission)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        submission = _Submission()
+        for output, given in zip(outputs, inputs, strict=True):
+            if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
+                raise InvalidRequestError(
+                    f"all_gather: the output ({output.dtype}, {output.numel()} elements) must have {self.size()} times the "
+                    f"elements of the input ({given.dtype}, {given.numel()} elements)."
+                )
+            array, copy = _writable(output)
+            self._add_all_gather(submission, given, array, copy)
+        return self._go("all_gather", list(outputs), submission)
+
+    @staticmethod
+    def _add_all_gather(
+        submission: _Submission, given: torch.Tensor, into: npt.NDArray[Any], copy: Copy | None
+    ) -> None:
+        _require_dense(given, "all_gather")
+        # As one row, so that ranks with tensors of other sizes disagree.
+        source = _array(_plain(given)).reshape(1, -1)
+        submission.add(
+            Request(
+                OpKind.ALLGATHER, input=source, output=into.reshape(-1, source.shape[1]), dtype=_dtype(given)
+            )
+            if source.size
+            else Request(OpKind.BARRIER),
+            copy,
+        )
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> HvdlabWork:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def allgather(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        submission = _Submission()
+        lists = lists if isinstance(lists[0], (list, tuple)) else [lists]
+        for outputs, given in zip(lists, _listed(inputs), strict=True):
+            counts = [output.numel() for output in outputs]
+            if len(counts) != self.size() or {output.dtype for output in outputs} != {given.dtype}:
+                raise InvalidRequestError(
+                    f"all_gather: there must be {self.size()} outputs of dtype {given.dtype}, one for each rank."
+                )
+            if len(set(counts)) == 1 and counts[0] == given.numel():
+                gathered = torch.empty(sum(counts), dtype=given.dtype)
+                copy = functools.partial(_scatter_into, outputs, gathered)
+                self._add_all_gather(submission, given, _array(gathered), copy)
+            else:
+                self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
+        return self._go("all_gather", list(lists), submission)
+
+    def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        return self.allgather([[each[i] for each in lists] for i in range(len(inputs))], inputs, opts)
+
+    def _add_exchange(
+        self,
+        submission: _Submission,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        sends: Sequence[int],
+        receives: Sequence[int] | None = None,
+        root: int = -1,
+    ) -> None:
+        """One alltoall of the core: ``sends`` elements of the inputs, one behind the other, to each member."""
+        tensors = (*inputs, *outputs)
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise InvalidRequestError(f"All tensors of one operation must have one dtype, not {dtypes}.")
+        for tensor in tensors:
+            _require_dense(tensor, "all_to_all")
+        dtype = tensors[0].dtype
+        known = dtype in DTYPES
+        width = 1 if known else tensors[0].element_size()
+        flat = (
+            torch.cat([torch.empty(0, dtype=dtype), *(_resolved(t).reshape(-1) for t in inputs)])
+            if known
+            else (torch.cat([torch.empty(0, dtype=torch.uint8), *(_plain(t) for t in inputs)]))
+        )
+        counts = [output.numel() for output in outputs] if receives is None else list(receives)
+        expected = tuple(count * width for count in counts)
+        landing: list[torch.Tensor] = []
+
+        def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:
+            landing.append(torch.empty(math.prod(shape), dtype=flat.dtype))
+            return ADAPTER.host_view(landing[0])
+
+        def copy(result: Result) -> None:
+            received = tuple(count for count in result.received_splits or ())
+            if tuple(filter(None, received)) != tuple(filter(None, expected)):
+                raise _unexpected(received, expected, width, self._engine.rank)
+            _scatter_into(outputs, landing[0] if known else landing[0].view(dtype), result)
+
+        splits = tuple(count * width for count in sends)
+        request = Request(
+            OpKind.ALLTOALL,
+            input=ADAPTER.host_view(flat),
+            dtype=ADAPTER.dtype(flat),
+            splits=splits,
+            root=root,
+        )
+        request.allocate = allocate
+        submission.add(request, copy)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        submission = _Submission()
+        self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
+        return self._go("all_to_all", list(outputs), submission)
+
+    def all_to_all_single(
+        self, output: Any, given: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> HvdlabWork:
+        submission = _Submission()
+        sends = self._elements(given, input_splits, "input")
+        receives = self._elements(output, output_splits, "output")
+        self._add_exchange(submission, [output], [given], sends, receives)
+        return self._go("all_to_all", [output], submission)
+
+    def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
+        """Elements for each member, from rows of dimension 0."""
+        rows, size = (tensor.shape or (1,))[0], self.size()
+        if not splits and rows % size:
+            raise InvalidRequestError(
+                f"all_to_all_single: the {which} has {rows} rows, which {size} ranks can't share evenly; give the splits."
+            )
+        counts = [int(count) for count in splits] if splits else [rows // size] * size
+        if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+            raise InvalidRequestError(
+                f"all_to_all_single: the {which} splits {counts} must be {size} numbers with the sum {rows}."
+            )
+        return [count * math.prod(tensor.shape[1:]) for count in counts]
+
+    def gather(self, lists: Any, inputs: Any, opts: Any) -> HvdlabWork:
+        given, root = _listed(inputs)[0], _root(opts)
+        outputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
+        if root == self.rank() and len(outputs) != self.size():
+            raise InvalidRequestError(f"gather: the root needs {self.size()} outputs, not {len(outputs)}.")
+        submission = _Submission()
+        sends = [given.numel() if member == root else 0 for member in range(self.size())]
+        self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
+        return self._go("gather", [outputs], submission)
+
+    def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
+        root, output = _root(opts), _listed(outputs)[0]
+        inputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
+        if root == self.rank() and len(inputs) != self.size():
+            raise InvalidRequestError(f"scatter: the root needs {self.size()} inputs, not {len(inputs)}.")
+        submission = _Submission()
+        sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
+        self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
+        return self._go("scatter", [output], submission)
+
+    def barrier(self, opts: Any = None) -> HvdlabWork:
+        submission = _Submission()
+        submission.add(Request(OpKind.BARRIER))
+        return self._go("barrier", [], submission)
+
+    # -- point to point -----------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
+        return self._pair("send", _listed(tensors), self.rank(), target, tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
+        return self._pair("recv", _listed(tensors), source, self.rank(), tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
+        raise UnsupportedError(
+            "recv needs the rank to receive from: give src=. From any source is not supported."
+        )
+
+    def _pair(
+        self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
+    ) -> HvdlabWork:
+        """A broadcast within the process set of the two, with a name for each direction and tag."""
+        if source == target:
+            raise InvalidRequestError(f"{operation}: rank {source} can't send to itself.")
+        submission, sends = _Submission(), operation == "send"
+        for tensor in tensors:
+            _require_dense(tensor, operation)
+            array, copy = _writable(tensor)
+            root = self._members[source]
+            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+            submission.add(request, None if sends else copy)
+        return self._go(
+            operation,
+            tensors,
+            submission,
+            process_set=self._world.process_set((self._members[source], self._members[target])),
+            name=f"{self._name_in_core}.{source}>{target}.{tag}",
+            source=source,
+        )
+
+    # Names of torch before 2.13.
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+_groups: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HvdlabProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _interrupt_with(group: HvdlabProcessGroup) -> None:
+    """Tell the group when the notebook interrupts this rank: a wait in C++ does not see that."""
+    engine = group._engine
+    groups = _groups.get(engine)
+    if groups is None:
+        known = _groups[engine] = groups = weakref.WeakSet()
+
+        def interrupt() -> None:
+            for each in list(known):
+                each.interrupted()
+
+        engine.on_interrupt(interrupt)
+    groups.add(group)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _root(opts: Any) -> int:
+    """The root's number in the group: torch gives it in an object of options, or as a number."""
+    return 0 if opts is None else int(getattr(opts, "rootRank", opts))
+
+
+def _operator(opts: Any) -> Any:
+    """The reduction operator, which comes in the same ways."""
+    found = getattr(opts, "reduceOp", opts)
+    return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _require_dense(tensor: torch.Tensor, operation: str) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise UnsupportedError(
+            f"{operation} takes dense tensors with data, not {tensor.layout} on {tensor.device}."
+        )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous host memory: the tensor's own if possible."""
+    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, as bytes if the core does not know the dtype."""
+    tensor = _resolved(tensor)
+    return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts, which a sum or an average treats alike."""
+    return (
+        torch.view_as_real(_resolved(tensor) if tensor.is_conj() else tensor)
+        if tensor.is_complex()
+        else tensor
+    )
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    return ADAPTER.host_view(_plain(tensor))
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    return DTYPES.get(tensor.dtype, DTYPES[torch.uint8])
+
+
+def _writable(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt.NDArray[Any], Copy | None]:
+    """Memory with a tensor's values for a result: its own, or some that is copied back."""
+    if reducing:
+        ADAPTER.dtype(tensor)  # raises what there is to say
+    plain = _plain(tensor)
+    if plain.data_ptr() == tensor.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
+        ADAPTER.mark_written(tensor)
+        return ADAPTER.host_view(plain), None
+
+    def copy(result: Result) -> None:
+        values = plain if plain.dtype == tensor.dtype else plain.view(tensor.dtype)
+        tensor.detach().copy_(values.view(tensor.shape))
+
+    return ADAPTER.host_view(plain), copy
+
+
+def _scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
+    """Cut what was received to the outputs, in order."""
+    start = 0
+    for output in outputs:
+        stop = start + output.numel()
+        output.detach().copy_(gathered[start:stop].view(output.shape))
+        start = stop
+
+
+def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None:
+    """Put c10d's operator into a reduction. Raises ``UnsupportedError`` if there is none for this dtype."""
+    found = next(((name, op) for number, name, op in _OPERATORS if operator == number), None)
+    if found is None:
+        raise UnsupportedError(f"{request.kind.label} with {operator} does not exist in hvdlab.")
+    name, op = found
+    if tensor.is_complex() and op not in _LINEAR:
+        raise UnsupportedError(f"{name} of complex tensors does not exist; only sums and averages do.")
+    if tensor.dtype is torch.bool:
+        op = _OF_BOOL.get(op, op)
+    check_supported(request.kind, request.dtype, op)
+    request.op = op
+    if name == "PREMUL_SUM":
+        request.prescale = float(operator.__getstate__()[1])
+
+
+def _unexpected(received: Sequence[int], expected: Sequence[int], width: int, rank: int) -> MismatchError:
+    got, wanted = ([count // width for count in counts] for counts in (received, expected))
+    said = Disagreement((rank,), f"outputs for {wanted} elements, and the ranks sent {got}", "this call")
+    return MismatchError("all_to_all", 0, [said])

@@ -1,0 +1,193 @@
+"""Operations in flight, as torch knows them: ``Work`` and its future."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
+from hvdlab.torch.c10d.naming import renamed
+
+Deliver = Callable[[Sequence[Result]], None]
+"""Takes the results of an operation's requests to the user's tensors."""
+
+
+@cache
+def _futures_threads(pid: int) -> ThreadPoolExecutor:
+    """Where futures end: their callbacks may wait for further futures, which no thread of the engine may.
+
+    Of one process, since a forked child has none of its parent's threads.
+    """
+    return ThreadPoolExecutor(32, "hvdlab-c10d-futures")
+
+
+class HvdlabWork(dist.Work):
+    """An operation in flight.
+
+    Args:
+        engine: The rank's engine.
+        process_set: Id of the group's process set.
+        operation: What errors call it.
+        outputs: The user's output tensors, which are the future's value.
+        deliver: Takes results to the outputs where the core could not write there; ``None`` if it could.
+        seconds: Limit of a wait that gives none.
+        source: The sender's rank in the group, of a receive.
+        on_future: Called with this object when its future is asked for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        process_set: int,
+        operation: str,
+        outputs: Any,
+        deliver: Deliver | None,
+        seconds: float,
+        source: int = -1,
+        on_future: Callable[[HvdlabWork], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_future = on_future
+        self._engine, self._process_set = engine, process_set
+        self.operation, self._outputs, self._deliver = operation, outputs, deliver
+        self._seconds, self._source = seconds, source
+        #: The core's handles; set once all of them are submitted.
+        self.handles: list[Handle] = []
+        self._error: Exception | None = None
+        #: Whether the outputs are delivered, or never will be.
+        self._over = False
+        self._lock = threading.Lock()
+        self._root: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        #: How many handles the future still waits for.
+        self._left = 0
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the outputs are there.
+
+        Args:
+            timeout: Limit; by default that of the group. When it expires, the operation is given up on all ranks.
+
+        Raises:
+            MismatchError: The ranks disagree about the operation; the group goes on.
+            AbortedError: It can't complete; the group goes on. The outputs are undefined.
+            KeyboardInterrupt: The user interrupted; all ranks then give it up.
+        """
+        seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
+        try:
+            self._settle(seconds)
+        except TimeoutError:
+            text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
+            self._engine.withdraw(text, self._process_set, CauseKind.TIMEOUT)
+            self._settle(None)
+        self._end_future()
+        return True
+
+    def _settle(self, seconds: float | None) -> None:
+        """Wait for the core, deliver, and raise what it failed with. ``TimeoutError`` leaves all as it is."""
+        results: list[Result] = []
+        if not self._over:
+            for handle in self.handles:
+                try:
+                    results.append(handle.wait(seconds))
+                except HvdlabError as error:
+                    self._error = self._error or renamed(error, self.operation)
+            with self._lock:
+                if not self._over and self._error is None and self._deliver is not None:
+                    try:
+                        with torch.no_grad():
+                            self._deliver(results)
+                    except HvdlabError as error:
+                        self._error = error
+                self._over = True
+                self._deliver = None
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def is_ended(self) -> bool:
+        """Whether the core is done with it. Any thread; never blocks, and delivers nothing."""
+        return all(handle.done() for handle in self.handles)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, and its outputs are there if it ended well. Never blocks."""
+        if not self.is_ended():
+            return False
+        with contextlib.suppress(HvdlabError):
+            self._settle(None)
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error if self.is_completed() else None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    # -- the future ---------------------------------------------------------------------------------------------------
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is the list of outputs. An error comes out of it as a ``RuntimeError`` with our text."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._root = torch.futures.Future()
+            # An error has to come out of a callback: what Future.set_exception sets is a value for C++, and DDP crashes on it.
+            self._future = self._root.then(self._value)
+            self._left = len(self.handles)
+        if self._on_future is not None:
+            self._on_future(self)
+        for handle in self.handles:
+            if not handle.add_hook(self._one_ended):
+                self._one_ended(None, None)
+        if not self.handles:
+            self._end_future()
+        return self._future
+
+    def _value(self, _: object) -> Any:
+        try:
+            self._settle(None)
+        except CollectiveError as error:
+            self._engine.sent_through_native.append(error)
+            raise
+        return self._outputs
+
+    def _one_ended(self, result: Result | None, error: Exception | None, /) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        _futures_threads(os.getpid()).submit(self._end_future)
+
+    def _end_future(self) -> None:
+        """End the future, if there is one. Also by one who has waited: C++ then takes its value without waiting for it."""
+        with self._lock:
+            root, self._root = self._root, None
+        if root is not None:
+            root.set_result(None)

@@ -1,0 +1,241 @@
+"""The world that process groups live in, and the process sets that their members make by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdlab.collectives import context
+from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.settings import Settings
+from hvdlab.torch.c10d.naming import is_local
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+_ASK, _ANSWER = "c10d.process_set.ask", "c10d.process_set.answer"
+_ATTEMPTS = 20
+
+
+class World:
+    """What this process knows of its world. One for each engine.
+
+    Args:
+        engine: The engine.
+        founded: Whether the world was made for the default group alone.
+    """
+
+    def __init__(self, engine: Engine, *, founded: bool = False) -> None:
+        self.engine = engine
+        self.founded = founded
+        self._registering = threading.Lock()
+        #: The process sets that were asked for, by their ranks.
+        self._sets: dict[tuple[int, ...], Handle] = {}
+        #: How many groups of these ranks their members have made alone.
+        self._made_alone: Counter[tuple[int, ...]] = Counter()
+        self._answered = threading.Condition()
+        #: The ranks that have asked for a set since this one let them know of it.
+        self._answers: dict[tuple[int, ...], set[int]] = {}
+        engine.on_mail(_ASK, self._on_ask)
+        engine.on_mail(_ANSWER, self._on_answer)
+
+    def process_set(self, members: Sequence[int]) -> int:
+        """The process set of these ranks; only they call this. Waits until it is there.
+
+        Sets are kept: groups of the same ranks, and groups that are made again, share one.
+
+        Raises:
+            AbortedError: A rank that is needed died or failed again and again.
+        """
+        engine, ranks = self.engine, tuple(sorted(members))
+        if ranks == engine.ranks():
+            return 0
+        for attempt in range(_ATTEMPTS):
+            if not self._is_added(ranks):
+                self._let_others_ask(ranks)
+            try:
+                return self._register(ranks).wait().process_set
+            except AbortedError:  # something else ended the epoch meanwhile, such as an interrupt elsewhere
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError
+
+    def _let_others_ask(self, ranks: tuple[int, ...]) -> None:
+        """Wait until all other ranks of the world have asked for this set: the core adds it once everyone has.
+
+        Their control threads do, whatever their users are doing. This rank asks after them, since the core would give up
+        on a rank that is missing and whose cell has ended.
+        """
+        engine = self.engine
+        waiting = set(engine.ranks()) - {engine.rank}
+        deadline = Deadline(engine.settings.start_timeout)
+        with self._answered:
+            self._answers.pop(ranks, None)
+        engine.post(_ASK, _encoded(ranks), sorted(waiting))
+        with self._answered:
+            while left := waiting & set(engine.ranks()) - self._answers.get(ranks, set()):
+                if not self._answered.wait(min(1.0, deadline.remaining() or 0.0)) and deadline.expired:
+                    raise StartError(
+                        f"{format_ranks(sorted(left))} did not answer, so that no group can be made."
+                    )
+
+    def name_in_core(self, name: str, members: tuple[int, ...]) -> str:
+        """What the core calls the operations of a group that is being made: the same on all members.
+
+        Args:
+            name: Torch's name of the group.
+            members: Its ranks.
+        """
+        if not is_local(name):
+            return f"c10d.{name}"
+        self._made_alone[members] += 1
+        return f"c10d.{','.join(map(str, members))}.{self._made_alone[members]}"
+
+    def _register(self, ranks: tuple[int, ...]) -> Handle:
+        with self._registering:
+            handle = self._sets.get(ranks)
+            if handle is None or (handle.done() and not self._is_there(handle)):
+                name = f"process_set.add.{','.join(map(str, ranks))}"
+                request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site="dist.new_group")
+                handle = self._sets[ranks] = self.engine.submit(request)
+            return handle
+
+    def _is_there(self, handle: Handle) -> bool:
+        result, _ = handle.outcome()
+        return result is not None and self.engine.knows_process_set(result.process_set)
+
+    def _is_added(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the set is there."""
+        with self._registering:
+            handle = self._sets.get(ranks)
+            return handle is not None and handle.done() and self._is_there(handle)
+
+    def _on_ask(self, sender: int, body: bytes) -> None:
+        """Another rank needs a set. Control thread."""
+        self._register(_decoded(body))
+        self.engine.flush()
+        self.engine.post(_ANSWER, body, [sender])
+
+    def _on_answer(self, sender: int, body: bytes) -> None:
+        """A rank has asked for a set, before its answer came here. Control thread."""
+        with self._answered:
+            self._answers.setdefault(_decoded(body), set()).add(sender)
+            self._answered.notify_all()
+
+
+def _encoded(ranks: tuple[int, ...]) -> bytes:
+    return ",".join(map(str, ranks)).encode()
+
+
+def _decoded(body: bytes) -> tuple[int, ...]:
+    return tuple(map(int, body.split(b",")))
+
+
+_world: World | None = None
+_worlds_founded = 0
+
+
+def world_of_group(store: Any, rank: int, size: int) -> World:
+    """The world that the default group is to live in: a pool's or a launcher's, or one that rank 0 founds.
+
+    Args:
+        store: Torch's store, by which rank 0 says where the coordinator is, if there was none.
+        rank: This rank in the default group.
+        size: Number of its ranks.
+
+    Raises:
+        StartError: There is no coordinator, and none can be started or reached.
+        InvalidRequestError: hvdlab's world has other ranks than the group.
+    """
+    global _world
+    current = _world
+    if (
+        current is not None
+        and current.founded
+        and (current.engine.rank, len(current.engine.ranks())) != (rank, size)
+    ):
+        context.shutdown()  # nothing but a former default group was in that world
+        current = None
+    settings = Settings.from_env()
+    if (
+        not context.is_initialized()
+        and not context.in_rank_of_pool()
+        and settings.coordinator is None
+        and size > 1
+    ):
+        current = _world = _founded(store, rank, size, settings)
+    else:
+        engine = context.init()
+        if current is None or current.engine is not engine:
+            current = _world = World(engine)
+    engine = current.engine
+    if (engine.rank, len(engine.ranks())) != (rank, size):
+        raise InvalidRequestError(
+            f"This process is rank {engine.rank} of {len(engine.ranks())} in hvdlab's world, and rank {rank} of {size} in the "
+            "default process group: give init_process_group no rank and world_size, or the same ones."
+        )
+    return current
+
+
+def current_world() -> World:
+    """The world of the default group. Raises ``NotInitializedError`` if hvdlab was shut down since it was made."""
+    engine = context.engine('dist.new_group(backend="hvdlab")')
+    global _world
+    if _world is None or _world.engine is not engine:
+        _world = World(engine)
+    return _world
+
+
+def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
+    """Rank 0 starts a coordinator, and says where it is in torch's store."""
+    global _worlds_founded
+    key = f"hvdlab.world.{_worlds_founded}"  # the launcher's store may be there for the next world, too
+    _worlds_founded += 1
+    coordinator = _start(store, key, size, settings) if rank == 0 else None
+    try:
+        card = Card.decode(bytes(store.get(key)))
+        if card.error:
+            raise StartError(f"Rank 0 could not start the coordinator: {card.error}")
+        joining = dataclasses.replace(
+            settings, coordinator=card.address, token=card.token, rank=rank, size=size
+        )
+        # All ranks are on this host, or the card would have had no address for them.
+        engine = context.init(
+            dataclasses.replace(joining, local_rank=rank, local_size=size, cross_rank=0, cross_size=1)
+        )
+    finally:
+        if coordinator is not None:
+            coordinator.release()  # it ends after the last rank
+    return World(engine, founded=True)
+
+
+def _start(store: Any, key: str, size: int, settings: Settings) -> CoordinatorProcess:
+    from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+    try:
+        coordinator = CoordinatorProcess.start(size=size, linger=True, timeout=settings.start_timeout)
+    except HvdlabError as error:
+        store.set(key, Card(size, error=str(error)).encode())
+        raise
+    card = Card(size, host_key(), coordinator.address, token=coordinator.token)
+    store.set(key, card.encode())
+    return coordinator
+
+
+def _forget_in_child() -> None:
+    global _world, _worlds_founded
+    _world, _worlds_founded = None, 0
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

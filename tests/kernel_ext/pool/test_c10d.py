@@ -1,0 +1,106 @@
+"""``torch.distributed`` in a pool: groups that outlive cells, and steps that fail, each followed by a good one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
+
+StartPool = Callable[..., Pool]
+
+SETUP = """
+import torch, torch.distributed as dist
+from torch import nn
+import hvdlab.torch.c10d
+dist.init_process_group("hvdlab")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.full((2, 8), float(rank))).square().mean().backward()
+    optimizer.step()
+"""
+GOOD = """
+step()
+sums = [parameter.detach().sum() for parameter in model.parameters()]
+found = [[torch.zeros(()) for _ in range(size)] for _ in sums]
+for each, mine in zip(found, sums):
+    dist.all_gather(each, mine)
+all(torch.equal(each[0], other) for each in found for other in each)
+"""
+MEMBERS = """
+if rank == {}:
+    pass
+else:
+    pair = dist.new_group([r for r in range(size) if r != {}], use_local_synchronization=True)
+    t = torch.ones(1); dist.all_reduce(t, group=pair); assert t.item() == size - 1
+"""
+
+
+class Started:
+    """Knows when all ranks have written something."""
+
+    def __init__(self, size: int) -> None:
+        self._left = set(range(size))
+        self.all = threading.Event()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self._left.discard(rank)
+        if not self._left:
+            self.all.set()
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
+    pool = start_pool(3)
+    assert pool.run(SETUP).errors == {}
+    assert list(pool.run(GOOD)) == [True] * 3  # the group outlives its cell
+    for wrong, kind, told in (
+        ("if rank: dist.all_reduce(torch.ones(2))", "AbortedError", "rank 0 finished its cell without it"),
+        (
+            "if rank: step()\nelse: raise ValueError('bad batch')",
+            "RuntimeError",
+            "rank 0 failed: ValueError: bad batch",
+        ),
+        (
+            "if rank: dist.all_reduce(torch.ones(2))\nelse: dist.broadcast(torch.ones(2), 0)",
+            "MismatchError",
+            "the ranks disagree",
+        ),
+    ):
+        errors = pool.run(wrong).errors
+        assert {1, 2} <= errors.keys(), errors
+        for rank in (1, 2):
+            assert told in errors[rank].evalue, errors
+            assert " of group default_pg" in errors[rank].evalue
+            assert kind == errors[rank].ename
+            # Also where the error has come through DDP's C++, it is known whose it is.
+            assert errors[rank].mismatch or (errors[rank].aborted and errors[rank].culprits == (0,))
+        assert list(pool.run(GOOD)) == [True] * 3, wrong
+    for absent in (2, 0):  # a rank that is no member need not call anything
+        assert pool.run(MEMBERS.format(absent, absent)).errors == {}
+    started = Started(3)
+    # All but rank 0 wait in C++, without the interpreter's lock.
+    run = pool.start_run("print('in', flush=True)\nwhile rank == 0: pass\nstep()", out=started)
+    assert started.all.wait(PATIENCE)
+    run.interrupt()
+    assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
+    assert list(pool.run(GOOD)) == [True] * 3

@@ -1,0 +1,500 @@
+"""``torch.distributed`` on hvdlab: every operation against the Gloo backend on the same ranks, training, groups, failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
+from hvdlab.collectives.errors import (
+    AbortedError,
+    InvalidRequestError,
+    MismatchError,
+    UnsupportedError,
+)
+from ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+Tensors = list[torch.Tensor]
+Group = Any
+
+
+def _begin(size: int, path: str) -> None:
+    """The default group of hvdlab's, and one of Gloo's beside it."""
+    rank = int(os.environ["HVDLAB_RANK"])
+    store = dist.FileStore(path, size)
+    dist.init_process_group("hvdlab", store=store, rank=rank, world_size=size)
+    _GROUPS["gloo"] = dist.new_group(backend="gloo")
+
+
+_GROUPS: dict[str, Group] = {}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(request.param, init=False, imports=["hvdlab.torch", "torch.distributed.fsdp"]) as ranks:
+        ranks.run(_begin, ranks.size, str(tmp_path_factory.mktemp("store") / "file"), timeout=60)
+        yield ranks
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers that differ between ranks, and which every dtype holds exactly."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(op: Any, dtype: torch.dtype) -> Callable[[Group, int, int], Tensors]:
+    def case(group: Group, rank: int, size: int) -> Tensors:
+        tensor = values(rank, 3, 4, dtype=dtype)
+        dist.all_reduce(tensor, op=op, group=group)
+        return [tensor]
+
+    return case
+
+
+def _transposed(group: Group, rank: int, size: int) -> Tensors:
+    tensor = values(rank, 3, 4)
+    dist.all_reduce(tensor.t(), group=group)
+    return [tensor]
+
+
+def _asynchronous(group: Group, rank: int, size: int) -> Tensors:
+    tensors = [values(rank + i, 5) for i in range(10)]
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+        work.wait()
+        assert work.is_completed()
+    return tensors
+
+
+def _future(group: Group, rank: int, size: int) -> Tensors:
+    work = dist.all_reduce(values(rank, 5), group=group, async_op=True)
+    value = work.get_future().then(lambda future: future.value()[0] * 2).wait()
+    return [value]
+
+
+def _broadcast(dtype: torch.dtype) -> Callable[[Group, int, int], Tensors]:
+    def case(group: Group, rank: int, size: int) -> Tensors:
+        tensors = []
+        for root in range(size):
+            tensor = values(rank, 2, 3, dtype=dtype).t()
+            dist.broadcast(tensor, root, group=group)
+            tensors.append(tensor)
+        return tensors
+
+    return case
+
+
+def _gathers(dtype: torch.dtype) -> Callable[[Group, int, int], Tensors]:
+    def case(group: Group, rank: int, size: int) -> Tensors:
+        given = values(rank, 2, 3, dtype=dtype)
+        outputs = [torch.zeros_like(given) for _ in range(size)]
+        dist.all_gather(outputs, given, group=group)
+        whole = torch.zeros(2 * size, 3, dtype=dtype)
+        dist.all_gather_into_tensor(whole, given, group=group)
+        return [*outputs, whole]
+
+    return case
+
+
+def _to_root(group: Group, rank: int, size: int) -> Tensors:
+    found: Tensors = []
+    for root in range(size):
+        given = values(rank, 4)
+        outputs = [torch.zeros(4) for _ in range(size)] if rank == root else None
+        dist.gather(given, outputs, dst=root, group=group)
+        dist.reduce(given, root, group=group)
+        output = torch.zeros(4)
+        dist.scatter(output, outputs, src=root, group=group)
+        found += [*(outputs or []), output, *([given] if rank == root else [])]
+    return found
+
+
+def _reduce_scatters(group: Group, rank: int, size: int) -> Tensors:
+    output, single = torch.zeros(3), torch.zeros(2, 3)
+    dist.reduce_scatter(output, [values(rank + i, 3) for i in range(size)], group=group)
+    dist.reduce_scatter_tensor(single, values(rank, 2 * size, 3), op=dist.ReduceOp.MAX, group=group)
+    return [output, single]
+
+
+def _exchanges(dtype: torch.dtype) -> Callable[[Group, int, int], Tensors]:
+    def case(group: Group, rank: int, size: int) -> Tensors:
+        even = torch.zeros(2 * size, 2, dtype=dtype)
+        dist.all_to_all_single(even, values(rank, 2 * size, 2, dtype=dtype), group=group)
+        sends = [(rank + to) % 3 for to in range(size)]
+        receives = [(rank + of) % 3 for of in range(size)]
+        uneven = torch.zeros(sum(receives), 2, dtype=dtype)
+        given = values(rank, sum(sends), 2, dtype=dtype)
+        dist.all_to_all_single(uneven, given, receives, sends, group=group)
+        return [even, uneven]
+
+    return case
+
+
+def _objects(group: Group, rank: int, size: int) -> Tensors:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank}, group=group)
+    assert everyone == [{"rank": each, "text": "x" * each} for each in range(size)]
+    sent = [f"from {rank}", rank]
+    dist.broadcast_object_list(sent, src=size - 1, group=group)
+    assert sent == [f"from {size - 1}", size - 1]
+    one: list[Any] = [None]
+    dist.scatter_object_list(one, [f"to {each}" for each in range(size)], src=0, group=group)
+    assert one == [f"to {rank}"]
+    dist.barrier(group=group)
+    return []
+
+
+def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    first, second, ring = torch.zeros(3), torch.zeros(2, dtype=torch.int16), torch.zeros(4)
+    # Tags are received in the other order.
+    works = [
+        dist.isend(values(rank, 3), after, group=group, tag=1),
+        dist.isend(values(rank, 2, dtype=torch.int16), after, group=group, tag=2),
+        dist.irecv(second, before, group=group, tag=2),
+        dist.irecv(first, before, group=group, tag=1),
+    ]
+    for work in works:
+        work.wait()
+    operations = [
+        dist.P2POp(dist.isend, values(rank, 4), after, group=group),
+        dist.P2POp(dist.irecv, ring, before, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    if rank == 0:
+        dist.send(ring, 1, group=group)
+    elif rank == 1:
+        dist.recv(ring, 0, group=group)
+    return [first, second, ring]
+
+
+def _empty(group: Group, rank: int, size: int) -> Tensors:
+    nothing = torch.zeros(0)
+    dist.all_reduce(nothing, group=group)
+    dist.broadcast(nothing, 0, group=group)
+    return [nothing]
+
+
+OPS = dist.ReduceOp
+MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
+    **{
+        f"all_reduce {name} {dtype}": _all_reduce(op, dtype)
+        for name, op in {"sum": OPS.SUM, "min": OPS.MIN, "max": OPS.MAX, "product": OPS.PRODUCT}.items()
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8)
+    },
+    **{
+        f"all_reduce {name}": _all_reduce(op, torch.int32)
+        for name, op in {"band": OPS.BAND, "bor": OPS.BOR, "bxor": OPS.BXOR}.items()
+    },
+    "all_reduce complex": _all_reduce(OPS.SUM, torch.complex64),
+    "not contiguous": _transposed,
+    "asynchronous": _asynchronous,
+    "future": _future,
+    **{f"broadcast {d}": _broadcast(d) for d in (torch.float32, torch.bool, torch.complex64)},
+    **{f"all_gather {d}": _gathers(d) for d in (torch.float32, torch.int64, torch.complex64)},
+    "root": _to_root,
+    "reduce_scatter": _reduce_scatters,
+    **{f"all_to_all {d}": _exchanges(d) for d in (torch.float32, torch.int64)},
+    "objects": _objects,
+    "point to point": _point_to_point,
+    "empty": _empty,
+}
+
+
+def _differences() -> list[str]:
+    """Which cases of the matrix are not as with Gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for name, case in MATRIX.items():
+        outcomes = []
+        for group in (_GROUPS["gloo"], dist.group.WORLD):
+            try:
+                outcomes.append(case(group, rank, size))
+            except Exception as error:  # noqa: BLE001  (the test shows it, and which case it is)
+                outcomes.append([])
+                found.append(f"{name} of {group.name()}: {type(error).__name__}: {error}")
+        reference, ours = outcomes
+        if not all(torch.equal(a, b) for a, b in zip(reference, ours, strict=True)):
+            found.append(f"{name}: {ours}, and Gloo {reference}")
+    return found
+
+
+def test_every_operation_is_as_with_gloo(world: Ranks) -> None:
+    assert world.run(_differences, timeout=120) == [[]] * world.size
+
+
+def _beyond_gloo() -> None:
+    """What Gloo does not have: averages, scaled sums, dtypes that only move, uneven lists, coalesced forms, truth values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = range(size)
+    mean, scaled, truth = values(rank, 4), values(rank, 4), torch.tensor([rank == 0, False])
+    dist.all_reduce(mean, op=OPS.AVG)
+    dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(0.5))
+    dist.all_reduce(truth)
+    whole = sum(values(each, 4) for each in ranks)
+    torch.testing.assert_close(mean, whole / size)
+    assert torch.equal(scaled, whole * 0.5)
+    assert truth.tolist() == [True, False]
+    strided = values(rank, 8)
+    dist.all_reduce(strided[::2])  # Gloo takes the elements between them instead
+    expected = values(rank, 8)
+    expected[::2] = sum(values(each, 8) for each in ranks)[::2]  # type: ignore[index]
+    assert torch.equal(strided, expected)
+    brain = values(rank, 4).bfloat16()
+    dist.all_reduce(brain)
+    assert torch.equal(brain, whole.bfloat16())
+    for dtype in (
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.complex128,
+        torch.bfloat16,
+    ):
+        given = values(rank, 2, 3).to(dtype)
+        outputs = [torch.zeros(2, 3).to(dtype) for _ in ranks]
+        dist.all_gather(outputs, given)
+        lists = [torch.zeros(2, 3).to(dtype) for _ in ranks]
+        dist.all_to_all(lists, [given] * size)
+        dist.broadcast(given, size - 1)
+        for each in ranks:
+            expected = values(each, 2, 3).to(dtype).view(torch.uint8)
+            assert all(torch.equal(found[each].view(torch.uint8), expected) for found in (outputs, lists))
+        assert torch.equal(given.view(torch.uint8), outputs[-1].view(torch.uint8))
+    uneven = [torch.zeros(each + 1) for each in ranks]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+    assert [part.tolist() for part in uneven] == [[float(each)] * (each + 1) for each in ranks]
+    part = torch.zeros(rank + 1)
+    dist.reduce_scatter(part, [torch.full((each + 1,), float(rank)) for each in ranks])
+    assert part.tolist() == [sum(ranks)] * (rank + 1)
+    several = [values(rank, 2), values(rank, 3)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in several:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert [t.tolist() for t in several] == [sum(values(e, n) for e in ranks).tolist() for n in (2, 3)]
+
+
+def _functional() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = sum(values(each, size) for each in range(size))
+    assert torch.equal(functional.all_reduce(values(rank, size), "sum", dist.group.WORLD) + 0, whole)
+    shard = functional.reduce_scatter_tensor(values(rank, size), "sum", 0, dist.group.WORLD)
+    assert torch.equal(functional.all_gather_tensor(shard, 0, dist.group.WORLD) + 0, whole)
+
+
+def test_what_gloo_has_not_and_functional_collectives(world: Ranks) -> None:
+    world.run(_beyond_gloo, timeout=60)
+    world.run(_functional, timeout=60)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def _groups(path: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Members alone come here, the last two ranks and then the first two, in any order; rank 1 of 3 is in both.
+    last, first = [size - 2, size - 1], [1, 0]
+    for ranks in (last, first) if rank == size - 1 else (first, last):
+        if rank in ranks:
+            group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"of {sorted(ranks)}")
+            tensor = torch.full((3,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0] == sum(ranks)
+            if rank == max(ranks):
+                broken = pytest.raises(MismatchError, match=r"broadcast #2 of group of \[")
+                with broken:
+                    dist.broadcast(tensor, max(ranks), group=group)
+            else:
+                with pytest.raises(MismatchError, match=r"all_reduce #2 of group of \["):
+                    dist.all_reduce(tensor, group=group)
+            dist.barrier(group=group)
+            dist.destroy_process_group(group)
+    dist.barrier()
+    with pytest.raises(InvalidRequestError, match="destroyed"):
+        group.allreduce([tensor])
+
+
+def _again(path: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("hvdlab", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor[0] == size
+    _GROUPS["gloo"] = dist.new_group(backend="gloo")
+
+
+def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> None:
+    world.run(_groups, str(tmp_path / "file"), timeout=60)
+    world.run(_again, str(tmp_path / "file"), timeout=60)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _trained() -> None:
+    """DDP and ``fully_shard`` against one process with the batches of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, replicated, sharded = _model(), DistributedDataParallel(_model()), _model()
+    mesh = init_device_mesh("cpu", (size,))
+    for module in (sharded[0], sharded[2], sharded):  # type: ignore[index]
+        fully_shard(module, mesh=mesh)
+    generator = torch.Generator().manual_seed(1)
+    xs, ys = torch.randn(4 * size, 8, generator=generator), torch.randn(4 * size, 4, generator=generator)
+    models = (alone, replicated, sharded)
+    optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in models]
+    own = slice(4 * rank, 4 * rank + 4)
+    for _ in range(3):
+        for model, optimizer, rows in zip(models, optimizers, (slice(None), own, own), strict=True):
+            optimizer.zero_grad()
+            (model(xs[rows]) - ys[rows]).square().mean().backward()
+            optimizer.step()
+    for one, other, part in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(part.full_tensor(), one, atol=1e-5, rtol=1e-4)  # type: ignore[attr-defined]
+
+
+def test_ddp_and_fully_shard_are_one_process_with_all_batches(world: Ranks) -> None:
+    world.run(_trained, timeout=120)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _failures() -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    texts = []
+    tensor = torch.ones(3)
+    for wrong in (
+        lambda: dist.broadcast(tensor, 0) if rank == 0 else dist.all_reduce(tensor),
+        lambda: dist.all_reduce(torch.ones(3 + (rank == 0))),
+        lambda: dist.all_reduce(tensor, op=OPS.MAX if rank == 0 else OPS.MIN),
+        lambda: dist.all_gather([torch.zeros(1 + rank)] * size, torch.zeros(1 + rank)),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            wrong()
+        texts.append(str(caught.value))
+        good = torch.ones(2)
+        dist.all_reduce(good)
+        assert good[0] == size
+    if rank == 0:  # the others skip it
+        with pytest.raises(AbortedError, match="timeout of the process group") as late:
+            dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=0.2))
+        texts.append(str(late.value))
+    _GROUPS["gloo"].barrier().wait()
+    dist.all_reduce(tensor)
+    for refused in (
+        lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+        lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
+        lambda: dist.all_reduce(torch.ones(2), op=OPS.BAND),
+        lambda: dist.recv(torch.ones(2)),
+    ):
+        with pytest.raises(UnsupportedError):
+            refused()
+    with pytest.raises(InvalidRequestError, match="rows"):
+        dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size))
+    dist.all_reduce(tensor)
+    return texts
+
+
+def test_failures_name_operation_number_and_lines_and_the_group_goes_on(world: Ranks) -> None:
+    first = world.run(_failures, timeout=60)[0]
+    assert all("test_c10d.py:" in text and " of group default_pg" in text for text in first), first
+    assert all("#" in text for text in first)
+    assert "broadcast float32[3] from rank 0" in first[0]
+    assert "rank 0 waited" in first[4]
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def _founded(path: str, size: int) -> list[float]:
+    rank = int(os.environ["HVDLAB_RANK"])
+    for name in [name for name in os.environ if name.startswith("HVDLAB_")]:
+        del os.environ[name]
+    dist.init_process_group("hvdlab", init_method=f"file://{path}", rank=rank, world_size=size)
+    tensor = torch.full((2,), float(rank))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist()
+
+
+def test_without_a_launcher_rank_0_starts_a_coordinator(tmp_path: Path) -> None:
+    with Ranks(2, init=False, imports=["hvdlab.torch"]) as ranks:
+        assert ranks.run(_founded, str(tmp_path / "store"), 2, timeout=60) == [[1.0, 1.0]] * 2
+
+
+SCRIPT = """
+import sys, torch
+import torch.distributed as dist
+assert "hvdlab.torch" not in sys.modules and "HVDLAB" in dist.Backend._plugins
+dist.init_process_group("hvdlab")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+assert tensor.item() == 2 and dist.get_backend() == "hvdlab"
+print("done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def with_entry_point(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the entry point of this tree is installed, whatever the installed one has."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [f"{name} = {target}" for name, target in project["entry-points"]["torch.backends"].items()]
+    place = tmp_path / "entries"
+    (place / "hvdlab_entry-1.dist-info").mkdir(parents=True)
+    (place / "hvdlab_entry-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: hvdlab-entry\nVersion: 1\n"
+    )
+    (place / "hvdlab_entry-1.dist-info" / "entry_points.txt").write_text(
+        "\n".join(["[torch.backends]", *lines])
+    )
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_no_import_is_needed_under_hvdlab_run(tmp_path: Path, with_entry_point: dict[str, str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-c",
+        "from hvdlab.runner.command import main; main()",
+        "run",
+        "-np",
+        "2",
+        sys.executable,
+        str(script),
+    ]
+    done = subprocess.run(
+        command, env=with_entry_point, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr

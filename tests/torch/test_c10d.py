@@ -20,6 +20,7 @@ from hvdlab.collectives.errors import (
     AbortedError,
     InvalidRequestError,
     MismatchError,
+    StartError,
     UnsupportedError,
 )
 from ranks import Ranks
@@ -481,20 +482,37 @@ def with_entry_point(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
 
 
-def test_no_import_is_needed_under_hvdlab_run(tmp_path: Path, with_entry_point: dict[str, str]) -> None:
+@pytest.mark.parametrize("launcher", ["hvdlab run", "torchrun"])
+def test_no_import_is_needed_under_a_launcher(
+    tmp_path: Path, with_entry_point: dict[str, str], launcher: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-c",
-        "from hvdlab.runner.command import main; main()",
-        "run",
-        "-np",
-        "2",
-        sys.executable,
-        str(script),
-    ]
+    if launcher == "torchrun":
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+        ]
+    else:
+        main = "from hvdlab.runner.command import main; main()"
+        command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
     done = subprocess.run(
         command, env=with_entry_point, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr
+
+
+def test_ranks_of_other_hosts_need_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlab.collectives.bootstrap.card import Card
+    from hvdlab.collectives.settings import Settings
+    from hvdlab.torch.c10d import world
+
+    store = dist.HashStore()
+    store.set(f"hvdlab.world.{world._worlds_founded}", Card(2, "elsewhere", "unix:/nowhere").encode())
+    with pytest.raises(StartError, match="Rank 1 is on another host than rank 0"):
+        world._founded(store, 1, 2, Settings())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.engine import Engine
@@ -168,12 +169,7 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
         context.shutdown()  # nothing but a former default group was in that world
         current = None
     settings = Settings.from_env()
-    if (
-        not context.is_initialized()
-        and not context.in_rank_of_pool()
-        and settings.coordinator is None
-        and size > 1
-    ):
+    if size > 1 and not context.is_initialized() and not _has_launcher(settings):
         current = _world = _founded(store, rank, size, settings)
     else:
         engine = context.init()
@@ -197,6 +193,14 @@ def current_world() -> World:
     return _world
 
 
+def _has_launcher(settings: Settings) -> bool:
+    """Whether ``hvd.init`` finds a world by itself: that of a pool, of ``hvdlab run`` or of torchrun, also on several hosts."""
+    if context.in_rank_of_pool() or settings.coordinator is not None:
+        return True
+    launched = detect(os.environ)
+    return launched is not None and launched.launcher.name == "torchrun"
+
+
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
     """Rank 0 starts a coordinator, and says where it is in torch's store."""
     global _worlds_founded
@@ -207,6 +211,10 @@ def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
         card = Card.decode(bytes(store.get(key)))
         if card.error:
             raise StartError(f"Rank 0 could not start the coordinator: {card.error}")
+        if card.host != host_key():
+            raise StartError(
+                f"Rank {rank} is on another host than rank 0: over several hosts, start the ranks by `hvdlab run` or torchrun."
+            )
         joining = dataclasses.replace(
             settings, coordinator=card.address, token=card.token, rank=rank, size=size
         )

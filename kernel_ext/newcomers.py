@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
+from hvdlab.collectives.visible import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Synced:
         modules = f"{len(self.modules)} module{'' if len(self.modules) == 1 else 's'}"
         brought = f"{variables} and {modules}, {rough_size(self.nbytes)} in {self.seconds:.1f} s"
         lines = [f"{format_ranks(self.ranks)} {has} what rank {self.source} knows: {brought}"]
-        lines += [f"not brought: {name} ({reason})" for name, reason in self.failed.items()]
+        lines += [f"not brought: {visible(name)} ({visible(reason)})" for name, reason in self.failed.items()]
         return "\n".join(lines)
 
 

@@ -34,9 +34,9 @@ class Sizing:
         wanted = checks.check_size(np)
         with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
-            before = self._base.group.members.ready
+            before = self._base.group.ready()
             self._base.group.want(range(wanted), Deadline(timeout))
-            self._base.came("resize", [rank for rank in range(wanted) if rank not in before])
+            self._base.came("resize", [rank for rank in self._base.group.ready() if rank not in before])
             self._base.note_kept()
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
@@ -74,8 +74,8 @@ class Sizing:
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """Ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
-        return tuple(sorted(self._base.newcomers))
+        """Living ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
+        return tuple(rank for rank in self._base.group.ready() if rank in self._base.newcomers)
 
     def sync(
         self,
@@ -102,7 +102,7 @@ class Sizing:
             What was brought, and what could not be and why.
 
         Raises:
-            InvalidRequestError: No rank came later and none was named, or one does not live. Nothing was sent.
+            InvalidRequestError: No rank came later and none was named, or a rank of the pool is lost. Nothing was sent.
             HvdlabError: A rank failed meanwhile, or could not take the values: it has none of them.
         """
         chosen = self.newcomers if ranks is None else ranks
@@ -118,10 +118,18 @@ class Sizing:
         source = others[0] if source is None else self._chosen([source])[0]
         if source in targets:
             raise InvalidRequestError(f"rank {source} can't get from itself what it knows.")
+        if lost := self.lost:  # a newcomer's hvd.init() would wait for it
+            are = "is" if len(lost) == 1 else "are"
+            raise InvalidRequestError(
+                f"{format_ranks(list(lost))} {are} lost, and the world is complete only with all of its ranks; "
+                "`%hvd_pool repair` or pool.repair() comes first."
+            )
         begin = time.monotonic()
         call = f"bring({source}, {targets!r}, {tuple(without)!r})"
         cell = f"__import__('hvdlab.kernel_ext.rank.syncing', fromlist=['bring']).{call}"
         results = self.run(cell, label="sync", timeout=timeout, store_history=False)
+        if (ran := self._base.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
+            self._base.transcripts.forget(ran.transcript.cell)
         if not results.ok:
             cause = results.root_cause
             raise HvdlabError(

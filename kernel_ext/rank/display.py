@@ -33,12 +33,19 @@ class RankDisplayHook(DisplayHook):
         self._capture = capture
         self.plain = ""
         """``text/plain`` of the last value."""
+        self.remembers = True
+        """Whether the cell that runs is one of the notebook's: its value becomes ``_`` and ``Out[n]``."""
 
     def __call__(self, result: Any = None) -> None:
         """Show the value. After a ``;`` it is not shown, but still is the cell's value."""
         super().__call__(result)  # type: ignore[no-untyped-call]  # as above
         if result is not None and self.quiet():  # type: ignore[no-untyped-call]  # as above
             self.fill_exec_result(result)  # type: ignore[no-untyped-call]  # as above
+
+    def update_user_ns(self, result: Any) -> None:
+        """Keep the value for the user."""
+        if self.remembers:
+            super().update_user_ns(result)  # type: ignore[no-untyped-call]  # as above
 
     def compute_format_data(self, result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """What is shown of a value; of a text too long to be shown only the beginning is formatted."""

@@ -78,7 +78,7 @@ class CellRunner:
         origin.begin(request.cell)
         self._engine.begin_cell(request.cell)
         self._gate.begin()
-        self._hook.plain = ""
+        self._hook.plain, self._hook.remembers = "", request.store_history
         if not looks_back(request.source):
             forget_failure(self._shell)
         self._prompting.cell_begins(request.cell)

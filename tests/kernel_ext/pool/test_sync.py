@@ -104,7 +104,11 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     assert "ranks 2,3 came later, by resize at " in said
     assert "`%hvd_pool sync 2,3` brings them what the others know" in said
 
+    pool.run("'what the user saw last'", ranks=[0, 1], label="[7]")
     done = pool.sync(without=["words"])
+    # It leaves no trace among what the user has run.
+    assert pool.run("_", ranks=[0, 1], store_history=False)[1] == "what the user saw last"
+    assert pool.transcripts.find("sync") is None
     assert (done.source, done.ranks) == (0, (2, 3))
     assert list(done.failed) == ["lock"]
     assert "lock" in done.failed["lock"]
@@ -142,6 +146,11 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     pool.run("mine = 'of 3'", ranks=[3])
     os.kill(pool.status()[1].pid, signal.SIGKILL)
     pool.client.wait_for(lambda membership: 1 not in membership.ranks, timeout=60)
+    pool.resize(5)
+    assert pool.newcomers == (4,)
+    with pytest.raises(InvalidRequestError, match="rank 1 is lost, and the world is complete only with all"):
+        pool.sync()
+    pool.resize(4)
     assert pool.repair() == (1,)
     assert pool.newcomers == (1,)
     assert pool.sync(source=3).ranks == (1,)

@@ -7,7 +7,7 @@ all: they wait in Python, so that Ctrl-C, call sites and errors are as in every 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,9 @@ class TensorFlowAdapter:
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         if not _has_gpu():  # a device scope costs as much as all else here
-            return tf.raw_ops.Empty(shape=shape, dtype=like.dtype)
+            return tf.raw_ops.Empty(shape=_shape_tensor(shape), dtype=like.dtype)
         with tf.device("CPU:0"):
-            return tf.raw_ops.Empty(shape=shape, dtype=like.dtype)
+            return tf.raw_ops.Empty(shape=_shape_tensor(shape), dtype=like.dtype)
 
     def deliver(self, output: Any, into: Any) -> None:
         into.assign(output)
@@ -96,6 +96,12 @@ class TensorFlowAdapter:
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
         return tf.constant(counts, tf.int32)
+
+
+@lru_cache(maxsize=1024)
+def _shape_tensor(shape: tuple[int, ...]) -> Any:
+    """A shape as TensorFlow takes it quickly: of a tuple it makes such a tensor each time, which takes longer than the allocation."""
+    return tf.constant(shape, tf.int32)
 
 
 @cache

@@ -177,8 +177,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         process_set: int | None = None,
         name: str | None = None,
         source: int = -1,
+        opts: Any = None,
     ) -> HvdlabWork:
-        """Submit an operation: the one place that does."""
+        """Submit an operation: the one place that does.
+
+        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker.
+        """
         if self._closed:
             raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
         self._sequence += 1
@@ -197,10 +201,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._with_future.add,
         )
         site = call_site(2)
+        announce = bool(getattr(opts, "asyncOp", True))
         for request in submission.requests:
             request.name, request.site, request.process_set = name or self._name_in_core, site, chosen
             request.anonymous = True
-            work.handles.append(self._engine.submit(request))
+            work.handles.append(self._engine.submit(request, announce=announce))
         return work
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         for tensor in given:
             self._add_allreduce(submission, tensor, operator)
-        return self._go("all_reduce", given, submission)
+        return self._go("all_reduce", given, submission, opts=opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
         return self.allreduce(tensors, opts)
@@ -223,7 +228,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, tensor, operator)
             else:  # only the root's tensor changes
                 self._add_allreduce(submission, tensor.detach().clone(), operator)
-        return self._go("reduce", given, submission)
+        return self._go("reduce", given, submission, opts=opts)
 
     def _add_allreduce(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
         _require_dense(tensor, "all_reduce")
@@ -259,7 +264,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         for output, given in zip(outputs, inputs, strict=True):
             self._add_reduce_scatter(submission, output, given, operator)
-        return self._go("reduce_scatter", list(outputs), submission)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
 
     def _add_reduce_scatter(
         self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
@@ -322,7 +327,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, flat, operator)
                 part = flat[start : start + output.numel()]
                 self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
-        return self._go("reduce_scatter", list(outputs), submission)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
 
     # -- what only moves data -----------------------------------------------------------------------------------------
 
@@ -334,7 +339,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             array, copy = _writable(tensor)
             request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
             submission.add(request, None if root == self._engine.rank else copy)
-        return self._go("broadcast", given, submission)
+        return self._go("broadcast", given, submission, opts=opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
@@ -346,7 +351,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 )
             array, copy = _writable(output)
             self._add_all_gather(submission, given, array, copy)
-        return self._go("all_gather", list(outputs), submission)
+        return self._go("all_gather", list(outputs), submission, opts=opts)
 
     @staticmethod
     def _add_all_gather(
@@ -382,7 +387,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_all_gather(submission, given, _array(gathered), copy)
             else:
                 self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
-        return self._go("all_gather", list(lists), submission)
+        return self._go("all_gather", list(lists), submission, opts=opts)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         return self.allgather([[each[i] for each in lists] for i in range(len(inputs))], inputs, opts)
@@ -439,7 +444,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
         self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
-        return self._go("all_to_all", list(outputs), submission)
+        return self._go("all_to_all", list(outputs), submission, opts=opts)
 
     def all_to_all_single(
         self, output: Any, given: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -448,7 +453,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         sends = self._elements(given, input_splits, "input")
         receives = self._elements(output, output_splits, "output")
         self._add_exchange(submission, [output], [given], sends, receives)
-        return self._go("all_to_all", [output], submission)
+        return self._go("all_to_all", [output], submission, opts=opts)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
         """Elements for each member, from rows of dimension 0."""
@@ -487,7 +492,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
         submission.add(Request(OpKind.BARRIER))
-        return self._go("barrier", [], submission)
+        return self._go("barrier", [], submission, opts=opts)
 
     # -- point to point -----------------------------------------------------------------------------------------------
 

@@ -161,6 +161,7 @@ class HvdlabWork(dist.Work):
             # An error has to come out of a callback: what Future.set_exception sets is a value for C++, and DDP crashes on it.
             self._future = self._root.then(self._value)
             self._left = len(self.handles)
+        self._engine.flush()  # the caller may have said that it waits at once
         if self._on_future is not None:
             self._on_future(self)
         for handle in self.handles:

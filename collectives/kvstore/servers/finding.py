@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -15,6 +16,9 @@ from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.link import ServerLink
 from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.planes.base import PlaneAborted
+
+_NAME_BYTES = 16
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -91,13 +95,28 @@ class Servers:
         return _Known(rank, host, started)
 
     def _exchange(self, own: _Known) -> list[_Known]:
-        data = np.frombuffer(msgspec.json.encode(own), np.uint8).copy()
-        handle = collectives.submit_gather(data, "kv.servers")
+        """What all workers know, by rank. Through the coordinator: planes between hosts are in the clear, and places have secrets.
+
+        A collective tells under which name each worker has put what it knows there. It is also where the workers meet: all of
+        them are in the same epoch after it.
+        """
+        name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
+        handle = collectives.submit_gather(name, "kv.servers")
         collectives.completed([("servers", handle)])
         result = handle.wait()
         assert isinstance(result.output, np.ndarray)
-        ends = np.cumsum([length for (length,) in result.tables])[:-1]
-        return [msgspec.json.decode(part.tobytes(), type=_Known) for part in np.split(result.output, ends)]
+        names = [part.tobytes().hex() for part in result.output.reshape(-1, _NAME_BYTES)]
+        store = self._engine.world_store()
+        store.set(f"kv.servers.{name.tobytes().hex()}", msgspec.json.encode(own))
+        timeout = self._engine.settings.start_timeout
+        try:
+            return [
+                msgspec.json.decode(store.get(f"kv.servers.{each}", timeout), type=_Known) for each in names
+            ]
+        except (PlaneAborted, TimeoutError) as error:
+            raise StartError(
+                f"a worker failed while the workers told each other where the servers are ({error}); create the store again"
+            ) from error
 
     def _link(self, place: Place) -> ServerLink:
         key = place.host, place.index

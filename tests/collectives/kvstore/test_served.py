@@ -19,6 +19,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.messages import Attach, encode
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
@@ -62,6 +63,28 @@ def pulled(kv: Any, key: Any) -> Any:
     kv.pull(key, out=out)
     assert len(set(out.tolist())) == 1
     return out[0]
+
+
+def secrets_go_through_the_coordinator() -> None:
+    engine = context.engine()
+    submit, moved = engine.submit, list[bytes]()
+
+    def watched(request: Any, **how: Any) -> Any:
+        if request.input is not None:
+            moved.append(np.asarray(request.input).tobytes())
+        return submit(request, **how)
+
+    engine.submit = watched  # type: ignore[method-assign]
+    try:
+        kvstore.create("dist_async")
+    finally:
+        del engine.submit  # type: ignore[method-assign]
+    links = list(servers_of(engine)._links.values())
+    assert links
+    assert moved
+    for link in links:
+        assert len(link.place.token) >= 32
+        assert not any(link.place.token.encode() in data for data in moved)
 
 
 def asynchronous() -> None:
@@ -483,6 +506,10 @@ def test_a_dead_worker_ends_what_waits_for_it_and_nothing_else(own_ranks: Ranks)
     own_ranks.kill(2)
     for text in waiting.results():
         assert "rank 2" in text
+
+
+def test_secrets_of_servers_do_not_travel_with_the_data(own_ranks: Ranks) -> None:
+    own_ranks.run(secrets_go_through_the_coordinator)
 
 
 def test_others_go_on_in_an_asynchronous_store(own_ranks: Ranks) -> None:

@@ -129,7 +129,7 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
 	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) --all-extras --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
-	printf 'mpich\ntensorflow-cpu\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
+	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
 		--constraint constraints.txt --generate-hashes --output-file out/lock/all.txt pyproject.toml -
 	# What only torch's build for CUDA needs is a file of its own. `tensorflow`, for which tf_keras asks, would overwrite tensorflow-cpu.
 	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/; left_out = /^tensorflow==/ } \

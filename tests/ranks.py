@@ -28,7 +28,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import forked_workers
+from hvdlab.collectives import api
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE
 
 Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
@@ -254,6 +256,14 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def meet() -> None:
+    """For ranks after something was given up: returns where all of them have heard of it, and what they submit next meets."""
+    while True:
+        with contextlib.suppress(AbortedError):
+            api.barrier()
+            return
 
 
 def _init() -> None:

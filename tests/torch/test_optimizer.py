@@ -21,7 +21,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import DuplicateNameError, InvalidRequestError
 from hvdlab.torch.distributed import DistributedMixin
-from ranks import RankFailed, Ranks
+from ranks import RankFailed, Ranks, meet
 
 BATCH = 3
 
@@ -487,6 +487,7 @@ def test_two_optimizers_without_names(two_ranks: Ranks) -> None:
         RankFailed, match=r"`grad\.group0.* another DistributedOptimizer .* named_parameters="
     ):
         two_ranks.run(_two_without_names, False)
+    two_ranks.run(meet)
     two_ranks.run(_two_without_names, True)
 
 

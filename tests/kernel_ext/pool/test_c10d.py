@@ -86,14 +86,16 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
             "the ranks disagree",
         ),
     ):
-        errors = pool.run(wrong).errors
+        results = pool.run(wrong)
+        errors = results.errors
         assert {1, 2} <= errors.keys(), errors
+        # A rank that came late may have been told of the other, which had been stopped.
+        assert any(told in errors[rank].evalue for rank in (1, 2)), errors
         for rank in (1, 2):
-            assert told in errors[rank].evalue, errors
             assert " of group default_pg" in errors[rank].evalue
             assert kind == errors[rank].ename
             # Also where the error has come through DDP's C++, it is known whose it is.
-            assert errors[rank].mismatch or (errors[rank].aborted and errors[rank].culprits == (0,))
+            assert errors[rank].mismatch or (errors[rank].aborted and results.origin(rank) == {0})
         assert list(pool.run(GOOD)) == [True] * 3, wrong
     for absent in (2, 0):  # a rank that is no member need not call anything
         assert pool.run(MEMBERS.format(absent, absent)).errors == {}

@@ -52,7 +52,7 @@ class Horovod(_RankStore):
             key: An int or a str, the same on all ranks.
             value: An array; only rank 0's matters, but shapes and types must be equal. It is left alone.
             out: An array or a list of arrays, which all get the value.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array.
@@ -71,7 +71,7 @@ class Horovod(_RankStore):
             value: An array, or a list of arrays, each of which is summed over the ranks by itself (they are not added to
                 each other); for a list of keys a list of such.
             out: As many arrays of the same shapes; ``None`` for ``value`` itself, which is overwritten.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or there are not as many outputs as values.
@@ -106,7 +106,7 @@ class BytePS(_RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one; only rank 0's matters, but shapes and types must be equal.
             out: An array or a list of arrays, which all get the value; ``None`` for ``value``, which is overwritten.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
@@ -123,7 +123,7 @@ class BytePS(_RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one.
             out: An array or a list of arrays, which all get the sum; ``None`` for ``value``, which is overwritten.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.

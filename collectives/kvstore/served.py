@@ -185,7 +185,7 @@ class ServerStore(KVStore):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Larger ones go first where work is pending; results never depend on it.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.

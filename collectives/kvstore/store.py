@@ -120,7 +120,7 @@ class KVStore(KVStoreBase):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Larger ones go first where work is pending; results never depend on it.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
@@ -224,7 +224,7 @@ class KVStore(KVStoreBase):
         Args:
             key: An int or a str, or a list of one kind of these.
             out: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
             ignore_sparse: Leave row-sparse values, and outputs, alone; else fill them.
 
         Raises:
@@ -275,7 +275,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             value: An array or a list of arrays; for a list of keys a list of such.
             out: Where the stored values go, as in :meth:`pull`; ``None`` for all arrays of ``value``, which are overwritten.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key, value or output is none.
@@ -295,7 +295,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these, not initialised yet.
             value: As in :meth:`init`.
             out: As in :meth:`pull`.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key, value or output is none; ``out`` must be given.
@@ -316,7 +316,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             out: A :class:`RowSparse` or a list of them; for a list of keys a list of such. Each is changed in place: its
                 indices become the rows asked for, increasing, once each.
-            priority: Larger ones go first where work is pending.
+            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
             row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each.
 
         Raises:

@@ -125,7 +125,9 @@ class Publisher:
                     self._again_from(0, 0)
             elif not news:
                 told = version
-                if self._heard or again:
+                if (self._heard or again) and self._is_behind():
+                    self._flush()  # what could not be sent; there may be no further news
+                elif self._heard or again:
                     self._say_ranks()
                 self._draw_still()
                 picture_due = False
@@ -179,9 +181,12 @@ class Publisher:
             news["failures"] = failures
         return news
 
+    def _is_behind(self) -> bool:
+        """Whether the view lacks something that is to be sent to it."""
+        return self._series.more or (self._with_rows and self._row < self._recording.end)
+
     def _flush(self) -> None:
         """Send what the view has not got, in messages of bounded size."""
-        recording = self._recording
         while not self._closing.is_set():
             if not self._with_rows and not self._with_points:
                 self._say_ranks()
@@ -189,9 +194,7 @@ class Publisher:
             sent = self._send_rows(self._news(), ROWS_PER_MESSAGE if self._with_rows else 0)
             if not sent and not self._pass_over():
                 return
-            if self._since is not None or not (
-                self._series.more or (self._with_rows and self._row < recording.end)
-            ):
+            if self._since is not None or not self._is_behind():
                 return
             self._closing.wait(INTERVAL)
 
@@ -201,7 +204,9 @@ class Publisher:
             self._stuck = self._row
             return True
         if not self._unmade:
-            return False  # it could not be sent: that is tried again when there is news
+            return (
+                False  # it could not be sent: that is tried again when there is news, or after a quiet time
+            )
         first, rows, _ = self._rows(ROWS_PER_MESSAGE if self._with_rows else 0)
         self._row, self._skipped = first + len(rows), self._skipped + len(rows)
         self._say_ranks()

@@ -23,7 +23,7 @@ class Orphans:
 
     def watch(self, children: Iterable[Forked]) -> None:
         """Hold these, as far as they live."""
-        for child in children:
+        for child in tuple(children):  # those of a journal change while its thread reads that one has ended
             if child.pid in self._held:
                 continue
             with contextlib.suppress(OSError):  # no descriptor left: its end will be unknown

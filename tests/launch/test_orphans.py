@@ -1,0 +1,22 @@
+"""Children of a fork server that may end while somebody looks at them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.launch.forkserver import orphans
+from hvdlab.launch.forkserver.messages import Forked
+
+
+def test_a_child_may_end_while_they_are_taken_into_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = {number: Forked(number, 1000 + number) for number in range(3)}
+    seen: list[int] = []
+
+    def opened(pid: int, started: int) -> int:
+        seen.append(pid)
+        children.pop(2, None)  # what the thread does that reads of its end
+        return -1
+
+    monkeypatch.setattr(orphans, "open_process", opened)
+    orphans.Orphans().watch(children.values())
+    assert seen == [1000, 1001, 1002]

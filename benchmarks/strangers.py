@@ -91,7 +91,7 @@ def attack(mark: Path, rate: float) -> None:
         sock.settimeout(0.2)
         with contextlib.suppress(OSError):
             sock.connect(("127.0.0.1", port))
-            visits["let in"] += 1
+            visits["connected"] += 1
             stranger(sock, mark)
         visits["made"] += 1
         held.append(sock)

@@ -15,9 +15,6 @@ from hvdlab.collectives.errors import CauseKind
 BLOCKED_AFTER = 0.5
 """Seconds of waiting after which the coordinator is told that the user's thread is blocked."""
 
-LEADS_FROM = 60.0
-"""Seconds of a timeout from which on the user's thread leads as if there were none."""
-
 
 class Waiter:
     """Waits of one rank's user threads."""
@@ -35,11 +32,10 @@ class Waiter:
         """Wait until the handle has ended; see :meth:`Handle.wait`. Raises ``InvalidRequestError`` in a completion hook."""
         self._hooks.refuse_to_wait()
         try:
-            if timeout is None or timeout >= LEADS_FROM:
+            if timeout is None:
                 left = self._leader.lead(handle, BLOCKED_AFTER)
             else:
-                # Who leads may find itself in the middle of an operation, which does not look at the clock. A limit that
-                # is there only so that nothing waits for ever is worth less than the quicker way.
+                # Who leads may find itself in the middle of an operation, which does not look at the clock.
                 self._guarded.flush_direct()
                 left = min(BLOCKED_AFTER, max(timeout, 0.0))
             if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):

@@ -10,7 +10,7 @@ without manners, floods, also within TLS) goes round all of these ports, so many
 On one machine the strangers themselves need processors, which they would not take from ranks if they came from another one. So there are
 three kinds of blocks, by turns and the other way round: ``quiet``; ``decoy``, in which the same strangers visit as many ports of a process that
 has nothing to do with the pool; and ``attacked``. The figure is the median over rounds of a step's time attacked against decoy,
-with the interval in which that median lies with 95 % (bootstrap); attacked against quiet is told as well.
+with the interval in which that median lies with 95 % (bootstrap); attacked against quiet is printed as well.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class _Said(NullSink):
 
 
 def waiting_cell(name: str) -> str:
-    """What is told under a cell: that ranks wait, a news about the pool, and a question."""
+    """What a cell shows below itself: that ranks wait, news of the pool, and a question."""
     sink = _Said()
     run = CellRun("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)

@@ -326,7 +326,7 @@ def test_a_rank_that_only_was_stopped_renders_no_traceback_of_ipython(
     assert not rendered
     assert "line 3, in step" in text
     assert "rank 2 failed" in text
-    # Whoever is told about here: once, and what IPython keeps for its history is not another time.
+    # An error that is this rank's own is rendered once, and not a second time for the history of IPython.
     for raised in (aborted(), RuntimeError("own")):
         rank.shell.user_ns["error"] = raised
         rendered.clear()

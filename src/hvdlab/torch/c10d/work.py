@@ -187,7 +187,7 @@ class HvdlabWork(dist.Work):
         _futures_threads(os.getpid()).submit(self._end_future)
 
     def _end_future(self) -> None:
-        """End the future, if there is one. Also by one who has waited: C++ then takes its value without waiting for it."""
+        """End the future, if there is one. A wait that has returned ends it, too: C++ then takes its value without waiting."""
         with self._lock:
             root, self._root = self._root, None
         if root is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import tempfile
 import time
 import uuid
@@ -123,8 +124,16 @@ class LiveKernel:
         """Take messages until ``reached()``."""
         deadline = time.monotonic() + timeout
         while not reached():
-            message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                last = [(round(at - deadline + timeout, 1), *what) for at, *what in self._latest()]
+                raise AssertionError(f"not reached within {timeout} s; the last messages: {last}") from None
             self._take(message)
+
+    def _latest(self) -> list[tuple[float, str, dict[str, Any]]]:
+        every = [one for cell in self.cells.values() for one in cell.messages] + self.others
+        return sorted(every, key=lambda one: one[0])[-12:]
 
     def _take(self, message: dict[str, Any]) -> None:
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))

@@ -19,7 +19,7 @@ from torch import nn
 
 import hvdlab.torch as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import DuplicateNameError, InvalidRequestError
+from hvdlab.collectives.errors import AbortedError, DuplicateNameError, InvalidRequestError
 from hvdlab.torch.distributed import DistributedMixin
 from ranks import RankFailed, Ranks, meet
 
@@ -473,9 +473,10 @@ def _two_without_names(named: bool) -> None:
         torch.stack([net(batch(0, 1)).sum() for net in nets]).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-    except DuplicateNameError:
-        # The other one may have begun what this one never will.
+    except (AbortedError, DuplicateNameError):
+        # The other one may have begun what this one never will, or do so when it has heard of the end of this.
         context.engine().withdraw("this rank gave up")
+        meet()
         raise
     finally:
         for optimizer in optimizers:
@@ -487,7 +488,6 @@ def test_two_optimizers_without_names(two_ranks: Ranks) -> None:
         RankFailed, match=r"`grad\.group0.* another DistributedOptimizer .* named_parameters="
     ):
         two_ranks.run(_two_without_names, False)
-    two_ranks.run(meet)
     two_ranks.run(_two_without_names, True)
 
 

@@ -244,9 +244,9 @@ def test_survivors_of_a_kill_raise_at_once_and_go_on(three: Ranks) -> None:
 
 
 def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
-    with Waiting(two) as both:
+    with Waiting(two) as one:
         waiting = two.start(keep_reducing, 1 << 22)
-        both.until(2)
+        one.until(1)
     two.kill(1)
     error, gone = waiting.outcomes(PATIENCE)
     assert isinstance(error, AbortedError)
@@ -256,9 +256,21 @@ def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
 
 
 def keep_reducing(count: int) -> None:
+    engine = context.engine()
+
+    def watch() -> None:
+        if engine.rank == 1:
+            while not any(one.executing for one in engine.pending()):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        # Without the other one no operation comes to its end, so this rank is in the middle of one when that one is killed.
+        while not any(one.seconds > 0.3 for one in engine.pending()):
+            time.sleep(0.001)
+        engine.post("waiting", b"")
+
     x = np.ones(count, np.float32)
     api.allreduce_(x, "big", op=api.Max)
-    context.engine().post("waiting", b"")
+    threading.Thread(target=watch, daemon=True).start()
     while True:
         api.allreduce_(x, "big", op=api.Max)
 

@@ -30,11 +30,9 @@ Tensors = list[torch.Tensor]
 Group = Any
 
 
-def _begin(size: int, path: str) -> None:
+def _begin() -> None:
     """The default group of hvdlab's, and one of Gloo's beside it."""
-    rank = int(os.environ["HVDLAB_RANK"])
-    store = dist.FileStore(path, size)
-    dist.init_process_group("hvdlab", store=store, rank=rank, world_size=size)
+    dist.init_process_group("hvdlab")
     _GROUPS["gloo"] = dist.new_group(backend="gloo")
 
 
@@ -42,9 +40,9 @@ _GROUPS: dict[str, Group] = {}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, init=False, imports=["hvdlab.torch", "torch.distributed.fsdp"]) as ranks:
-        ranks.run(_begin, ranks.size, str(tmp_path_factory.mktemp("store") / "file"), timeout=60)
+        ranks.run(_begin, timeout=60)
         yield ranks
 
 
@@ -507,12 +505,13 @@ def test_no_import_is_needed_under_a_launcher(
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr
 
 
-def test_ranks_of_other_hosts_need_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_hosts_need_a_launcher() -> None:
+    from hvdlab.collectives import context
     from hvdlab.collectives.bootstrap.card import Card
     from hvdlab.collectives.settings import Settings
     from hvdlab.torch.c10d import world
 
     store = dist.HashStore()
-    store.set(f"hvdlab.world.{world._worlds_founded}", Card(2, "elsewhere", "unix:/nowhere").encode())
+    store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, "elsewhere", "unix:/nowhere").encode())
     with pytest.raises(StartError, match="Rank 1 is on another host than rank 0"):
         world._founded(store, 1, 2, Settings())

@@ -114,10 +114,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
         self._set = world.process_set(members)
+        self._epoch, self._processes = self._present()
         self._name_in_core = world.name_in_core(name, self._members)
         #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
-        _interrupt_with(self)
+        world.with_futures.add(self)
 
     # -- what torch asks about it -------------------------------------------------------------------------------------
 
@@ -166,6 +167,19 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             text = f"rank {self._engine.rank} was interrupted"
             self._engine.withdraw(text, self._set, CauseKind.INTERRUPTED)
 
+    def _present(self) -> tuple[int, tuple[object, ...]]:
+        """The world's epoch, and the processes that are the group's ranks in it."""
+        epoch, processes = self._engine.processes()
+        return epoch, tuple(process for process in processes if process[0] in self._members)
+
+    def has_its_ranks(self) -> bool:
+        """Whether the processes that made the group are still its ranks: not if one was lost, or replaced."""
+        epoch, processes = self._present()
+        if processes == self._processes:
+            self._epoch = epoch
+            return True
+        return False
+
     # -- submitting ---------------------------------------------------------------------------------------------------
 
     def _go(
@@ -185,6 +199,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         if self._closed:
             raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
+        if self._engine.epoch() != self._epoch and not self.has_its_ranks():
+            raise InvalidRequestError(
+                f"{operation}: {name_of_group(self._name, self._description, self._members)} has lost ranks since it was made. "
+                'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
+            )
         self._sequence += 1
         label = (
             f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
@@ -537,26 +556,6 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     )
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-# -- interrupts -------------------------------------------------------------------------------------------------------
-
-_groups: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HvdlabProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _interrupt_with(group: HvdlabProcessGroup) -> None:
-    """Tell the group when the notebook interrupts this rank: a wait in C++ does not see that."""
-    engine = group._engine
-    groups = _groups.get(engine)
-    if groups is None:
-        known = _groups[engine] = groups = weakref.WeakSet()
-
-        def interrupt() -> None:
-            for each in list(known):
-                each.interrupted()
-
-        engine.on_interrupt(interrupt)
-    groups.add(group)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -89,15 +89,15 @@ class HvdlabWork(dist.Work):
         """
         seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
         try:
-            self._settle(seconds)
+            self._complete(seconds)
         except TimeoutError:
             text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
             self._engine.withdraw(text, self._process_set, CauseKind.TIMEOUT)
-            self._settle(None)
+            self._complete(None)
         self._end_future()
         return True
 
-    def _settle(self, seconds: float | None) -> None:
+    def _complete(self, seconds: float | None) -> None:
         """Wait for the core, deliver, and raise what it failed with. ``TimeoutError`` leaves all as it is."""
         results: list[Result] = []
         if not self._over:
@@ -127,7 +127,7 @@ class HvdlabWork(dist.Work):
         if not self.is_ended():
             return False
         with contextlib.suppress(HvdlabError):
-            self._settle(None)
+            self._complete(None)
         return True
 
     def is_success(self) -> bool:
@@ -173,7 +173,7 @@ class HvdlabWork(dist.Work):
 
     def _value(self, _: object) -> Any:
         try:
-            self._settle(None)
+            self._complete(None)
         except CollectiveError as error:
             self._engine.sent_through_native.append(error)
             raise

@@ -181,6 +181,41 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
     return [first, second, ring]
 
 
+def _any_source(group: Group, rank: int, size: int) -> Tensors:
+    """Rank 0 receives from all others, in any order, with two tags; the sum of what came is the same with any."""
+    found: Tensors = []
+    for tag in (5, 6):
+        if rank:
+            works = [dist.isend(values(rank + i, 3), 0, group=group, tag=tag) for i in range(2)]
+            for work in works:
+                work.wait()
+        else:
+            outputs, sources = [torch.zeros(3) for _ in range(2 * (size - 1))], []
+            for output in outputs[:-1]:
+                sources.append(dist.recv(output, group=group, tag=tag))
+            last = dist.irecv(outputs[-1], group=group, tag=tag)
+            last.wait()
+            assert last.is_completed()
+            sources.append(last._source_rank())
+            assert sorted(sources) == sorted(2 * list(range(1, size)))
+            seen: dict[int, int] = {}
+            for source, output in zip(sources, outputs, strict=True):
+                # Messages of one rank come in the order in which they were sent.
+                assert torch.equal(output, values(source + seen.get(source, 0), 3))
+                seen[source] = seen.get(source, 0) + 1
+            found.append(torch.stack(outputs).sum(0))
+    # A receive that names its source takes the message before one that does not.
+    if rank == 1:
+        dist.send(torch.tensor([1.0]), 0, group=group, tag=5)
+        dist.send(torch.tensor([2.0]), 0, group=group, tag=5)
+    elif rank == 0:
+        one, two = torch.zeros(1), torch.zeros(1)
+        dist.recv(one, 1, group=group, tag=5)
+        assert dist.recv(two, group=group, tag=5) == 1
+        found += [one, two]
+    return found
+
+
 def _empty(group: Group, rank: int, size: int) -> Tensors:
     nothing = torch.zeros(0)
     dist.all_reduce(nothing, group=group)
@@ -210,6 +245,7 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
     **{f"all_to_all {d}": _exchanges(d) for d in (torch.float32, torch.int64)},
     "objects": _objects,
     "point to point": _point_to_point,
+    "any source": _any_source,
     "empty": _empty,
 }
 
@@ -412,10 +448,11 @@ def _failures() -> list[str]:
         lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: dist.all_reduce(torch.ones(2), op=OPS.BAND),
-        lambda: dist.recv(torch.ones(2)),
     ):
         with pytest.raises(UnsupportedError):
             refused()
+    with pytest.raises(AbortedError, match="no rank has sent anything with tag 9"):
+        dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
     with pytest.raises(InvalidRequestError, match="rows"):
         dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size))
     dist.all_reduce(tensor)

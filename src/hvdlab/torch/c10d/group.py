@@ -30,6 +30,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.sites import call_site
 from hvdlab.torch.adapter import ADAPTER, DTYPES
+from hvdlab.torch.c10d.any_source import AnySourceWork
 from hvdlab.torch.c10d.naming import name_of_group
 from hvdlab.torch.c10d.work import Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
@@ -114,8 +115,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
         self._set = world.process_set(members)
-        self._epoch, self._processes = self._present()
         self._name_in_core = world.name_in_core(name, self._members)
+        self._epoch, self._processes = self._present()
+        # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
+        space = world.store.space if world.store is not None else ""
+        self._counted_as = f"{space}.{self._name_in_core}"
         #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
         world.with_futures.add(self)
@@ -163,9 +167,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def interrupted(self) -> None:
         """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
-        if not self._closed and any(not work.is_ended() for work in list(self._with_future)):
+        if self._closed:
+            return
+        for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
             text = f"rank {self._engine.rank} was interrupted"
-            self._engine.withdraw(text, self._set, CauseKind.INTERRUPTED)
+            self._engine.withdraw(text, chosen, CauseKind.INTERRUPTED)
 
     def _present(self) -> tuple[int, tuple[object, ...]]:
         """The world's epoch, and the processes that are the group's ranks in it."""
@@ -197,6 +203,23 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         If ``opts`` say that the caller waits at once, that wait announces it, which is quicker.
         """
+        self._require_usable(operation)
+        chosen = self._set if process_set is None else process_set
+        work = HvdlabWork(
+            self._engine,
+            chosen,
+            self._label(operation),
+            outputs,
+            submission.deliver(),
+            self._seconds,
+            source,
+            self._with_future.add,
+        )
+        announce = bool(getattr(opts, "asyncOp", True))
+        self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), announce=announce)
+        return work
+
+    def _require_usable(self, operation: str) -> None:
         if self._closed:
             raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
         if self._engine.epoch() != self._epoch and not self.has_its_ranks():
@@ -204,28 +227,28 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{operation}: {name_of_group(self._name, self._description, self._members)} has lost ranks since it was made. "
                 'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
             )
+
+    def _label(self, operation: str) -> str:
+        """What errors call the next operation."""
         self._sequence += 1
-        label = (
+        return (
             f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
         )
-        chosen = self._set if process_set is None else process_set
-        work = HvdlabWork(
-            self._engine,
-            chosen,
-            label,
-            outputs,
-            submission.deliver(),
-            self._seconds,
-            source,
-            self._with_future.add,
-        )
-        site = call_site(2)
-        announce = bool(getattr(opts, "asyncOp", True))
+
+    def _submit(
+        self,
+        work: HvdlabWork,
+        submission: _Submission,
+        process_set: int,
+        name: str,
+        site: str,
+        *,
+        announce: bool,
+    ) -> None:
         for request in submission.requests:
-            request.name, request.site, request.process_set = name or self._name_in_core, site, chosen
+            request.name, request.site, request.process_set = name, site, process_set
             request.anonymous = True
             work.handles.append(self._engine.submit(request, announce=announce))
-        return work
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -516,37 +539,99 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
-        return self._pair("send", _listed(tensors), self.rank(), target, tag)
+        self._require_other("send", target)
+        work = self._pair("send", _listed(tensors), self.rank(), target, tag)
+        self._count(self._world.any_source.sends, work, target, tag)
+        return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
-        return self._pair("recv", _listed(tensors), source, self.rank(), tag)
+        self._require_other("recv", source)
+        # Counted first: what is submitted from now on takes the message after this one.
+        self._world.any_source.receives(self._counted_as, self._members[source], tag)
+        work = self._pair("recv", _listed(tensors), source, self.rank(), tag)
+        self._count(self._world.any_source.receives, work, source, tag, counted=True)
+        return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
-        raise UnsupportedError(
-            "recv needs the rank to receive from: give src=. From any source is not supported."
+        """Receive the next message with this tag of any rank; ``source_rank`` says of which, once it is there."""
+        self._require_usable("recv")
+        given, site, counts = _listed(tensors), call_site(1), self._world.any_source
+        for tensor in given:
+            _require_dense(tensor, "recv")
+
+        def submit(work: AnySourceWork, rank: int) -> None:
+            source = self._members.index(rank)
+            submission, chosen = self._moved(given, source, sends=False), self._pair_set(source, self.rank())
+            work.set_source(chosen, submission.deliver(), source)
+            self._count(counts.receives, work, source, tag, counted=True)
+            self._submit(
+                work, submission, chosen, self._pair_name(source, self.rank(), tag), site, announce=False
+            )
+            self._engine.flush()
+
+        label, members = self._label("recv from any rank"), self._members
+        work = AnySourceWork(
+            counts,
+            self._counted_as,
+            members,
+            tag,
+            submit,
+            self._engine,
+            self._set,
+            label,
+            given,
+            None,
+            self._seconds,
         )
+        counts.add(self._counted_as, members, tag, work)
+        return work
+
+    def _require_other(self, operation: str, other: int) -> None:
+        if other == self.rank():
+            raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
+
+    def _count(
+        self,
+        count: Callable[[str, int, int, int], None],
+        work: HvdlabWork,
+        other: int,
+        tag: int,
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Let receives from any source know of a message; one that is given up does not count."""
+        group, rank = self._counted_as, self._members[other]
+        if not counted:
+            count(group, rank, tag, 1)
+        work.on_failure = functools.partial(count, group, rank, tag, -1)
 
     def _pair(
         self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
     ) -> HvdlabWork:
         """A broadcast within the process set of the two, with a name for each direction and tag."""
-        if source == target:
-            raise InvalidRequestError(f"{operation}: rank {source} can't send to itself.")
-        submission, sends = _Submission(), operation == "send"
-        for tensor in tensors:
-            _require_dense(tensor, operation)
-            array, copy = _writable(tensor)
-            root = self._members[source]
-            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
-            submission.add(request, None if sends else copy)
         return self._go(
             operation,
             tensors,
-            submission,
-            process_set=self._world.process_set((self._members[source], self._members[target])),
-            name=f"{self._name_in_core}.{source}>{target}.{tag}",
+            self._moved(tensors, source, sends=operation == "send"),
+            process_set=self._pair_set(source, target),
+            name=self._pair_name(source, target, tag),
             source=source,
         )
+
+    def _moved(self, tensors: list[torch.Tensor], source: int, *, sends: bool) -> _Submission:
+        submission, root = _Submission(), self._members[source]
+        for tensor in tensors:
+            _require_dense(tensor, "send" if sends else "recv")
+            array, copy = _writable(tensor)
+            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+            submission.add(request, None if sends else copy)
+        return submission
+
+    def _pair_set(self, source: int, target: int) -> int:
+        return self._world.process_set((self._members[source], self._members[target]))
+
+    def _pair_name(self, source: int, target: int, tag: int) -> str:
+        return f"{self._name_in_core}.{source}>{target}.{tag}"
 
     # Names of torch before 2.13.
     _allgather_base, _reduce_scatter_base, alltoall_base = (

@@ -251,7 +251,7 @@ def _ended(ask: Ask, cause: Cause) -> AbortedError:
 
 
 # Torch's stubs know a part of its methods.
-_Store: Any = dist.Store  # type: ignore[name-defined]
+_Store: Any = dist.Store  # type: ignore[attr-defined]
 
 
 class HvdlabStore(_Store):  # type: ignore[misc]
@@ -264,11 +264,14 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         space: What the values belong to, equal on all ranks.
         members: The ranks that use it; the first keeps the values.
         timeout: Limit of waits that give none.
+
+    Attributes:
+        space: As given.
     """
 
     def __init__(self, link: StoreLink, space: str, members: Sequence[int], timeout: timedelta) -> None:
         super().__init__()
-        self._link, self._space, self._members = link, space, tuple(members)
+        self._link, self.space, self._members = link, space, tuple(members)
         self._timeout = timeout
         #: Copies that C++ has asked for, which it does not keep alive.
         self._clones: list[HvdlabStore] = []
@@ -276,7 +279,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
     def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> Answer:
         limit = self._timeout.total_seconds() if seconds is None else seconds
         return self._link.ask(
-            self._members[0], self._members, self._space, operation, limit, keys=keys, **what
+            self._members[0], self._members, self.space, operation, limit, keys=keys, **what
         )
 
     def open(self) -> None:
@@ -344,7 +347,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     def clone(self) -> HvdlabStore:
         """Another one with the same values."""
-        copy = HvdlabStore(self._link, self._space, self._members, self._timeout)
+        copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
         self._clones.append(copy)
         return copy
 

@@ -25,7 +25,7 @@ Deliver = Callable[[Sequence[Result]], None]
 
 
 @cache
-def _futures_threads(pid: int) -> ThreadPoolExecutor:
+def futures_threads(pid: int) -> ThreadPoolExecutor:
     """Where futures end: their callbacks may wait for further futures, which no thread of the engine may.
 
     Of one process, since a forked child has none of its parent's threads.
@@ -68,11 +68,18 @@ class HvdlabWork(dist.Work):
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
+        #: Called once if it failed, for one who counts operations.
+        self.on_failure: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         #: How many handles the future still waits for.
         self._left = 0
+
+    @property
+    def process_set(self) -> int:
+        """Id of the process set that it is an operation of."""
+        return self._process_set
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -115,6 +122,9 @@ class HvdlabWork(dist.Work):
                         self._error = error
                 self._over = True
                 self._deliver = None
+            failed, self.on_failure = self.on_failure, None
+            if failed is not None and self._error is not None:
+                failed()
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -184,7 +194,7 @@ class HvdlabWork(dist.Work):
             self._left -= 1
             if self._left:
                 return
-        _futures_threads(os.getpid()).submit(self._end_future)
+        futures_threads(os.getpid()).submit(self._end_future)
 
     def _end_future(self) -> None:
         """End the future, if there is one. A wait that has returned ends it, too: C++ then takes its value without waiting."""

@@ -21,6 +21,7 @@ from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.settings import Settings
+from hvdlab.torch.c10d.any_source import AnySource
 from hvdlab.torch.c10d.naming import is_local
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
 
@@ -48,6 +49,7 @@ class World:
         founded: Whether the world was made for the default group alone.
         link: By which this rank asks for values of a store, and gives those that it keeps.
         store: The default group's, if that is not one of torch's. C++ does not keep it alive.
+        any_source: Which messages there are for receives from any source.
         with_futures: The groups that are told when the notebook interrupts this rank.
     """
 
@@ -56,6 +58,7 @@ class World:
         self.founded = False
         self.link = StoreLink(engine)
         self.store: HvdlabStore | None = None
+        self.any_source = AnySource(engine)
         self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         engine.on_interrupt(self._on_interrupt)
         self._registering = threading.Lock()

@@ -216,6 +216,27 @@ def _any_source(group: Group, rank: int, size: int) -> Tensors:
     return found
 
 
+def _sparse(group: Group, rank: int, size: int) -> Tensors:
+    """Each rank has other indices, one of them none at all; with dense dimensions, and values that are not coalesced."""
+    found = []
+    for dense in ((), (2,)):
+        count = 0 if rank == size - 1 else 3
+        indices = torch.tensor([[rank, 0, rank], [1, 2, 1]])[:, :count]
+        tensor = torch.sparse_coo_tensor(indices, values(rank, count, *dense), (size + 1, 3, *dense))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.is_coalesced()
+        found += [tensor.to_dense(), tensor.indices()]
+    return found
+
+
+def _coalesced(group: Group, rank: int, size: int) -> Tensors:
+    tensors = [values(rank, 3), values(rank, 2, 2)]
+    dist.all_reduce_coalesced(tensors, group=group)
+    outputs = [[torch.zeros(3), torch.zeros(2)] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, [values(rank, 3), values(rank, 2)], group=group)
+    return [*tensors, *(output for row in outputs for output in row)]
+
+
 def _empty(group: Group, rank: int, size: int) -> Tensors:
     nothing = torch.zeros(0)
     dist.all_reduce(nothing, group=group)
@@ -246,6 +267,8 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
     "objects": _objects,
     "point to point": _point_to_point,
     "any source": _any_source,
+    "sparse": _sparse,
+    "coalesced": _coalesced,
     "empty": _empty,
 }
 
@@ -260,16 +283,149 @@ def _differences() -> list[str]:
             try:
                 outcomes.append(case(group, rank, size))
             except Exception as error:  # noqa: BLE001  (the test shows it, and which case it is)
-                outcomes.append([])
                 found.append(f"{name} of {group.name()}: {type(error).__name__}: {error}")
+        if len(outcomes) < 2:
+            continue
         reference, ours = outcomes
         if not all(torch.equal(a, b) for a, b in zip(reference, ours, strict=True)):
             found.append(f"{name}: {ours}, and Gloo {reference}")
     return found
 
 
+def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], object]]:
+    """Calls that each rank sees to be wrong by itself."""
+    ones, other = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    outputs = [torch.zeros(3) for _ in range(size)]
+    return {
+        "root": lambda: dist.broadcast(ones, size, group=group),
+        "bitwise float": lambda: dist.all_reduce(ones, op=OPS.BAND, group=group),
+        "sparse max": lambda: dist.all_reduce(torch.eye(2).to_sparse(), op=OPS.MAX, group=group),
+        "sparse broadcast": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0, group=group),
+        "few outputs": lambda: dist.all_gather(outputs[:-1], ones, group=group),
+        "outputs' dtype": lambda: dist.all_gather(outputs, other, group=group),
+        "few parts": lambda: dist.reduce_scatter(ones, outputs[:-1], group=group),
+        "size": lambda: dist.all_gather_into_tensor(torch.zeros(3 * size + 1), ones, group=group),
+        "dtype": lambda: dist.all_gather_into_tensor(torch.zeros(3 * size), other, group=group),
+        "splits": lambda: dist.all_to_all_single(
+            torch.zeros(4), torch.zeros(4), [1] * size, [4] * size, group=group
+        ),
+        "rows": lambda: dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size), group=group),
+        "few lists": lambda: dist.all_to_all(outputs[:-1], outputs[:-1], group=group),
+        "gather": lambda: dist.gather(ones, outputs[:-1] if rank == 0 else None, dst=0, group=group),
+        "to oneself": lambda: dist.send(ones, rank, group=group),
+        "no tensor": lambda: dist.all_reduce([1.0], group=group),
+    }
+
+
+def _other_errors() -> list[str]:
+    """Which wrong calls raise an error that code written for Gloo's would not catch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for name in _wrong_calls(None, rank, size):
+        kinds: list[type[Exception] | None] = []
+        for group in (_GROUPS["gloo"], dist.group.WORLD):
+            if name == "gather" and rank:  # the root alone can see it
+                continue
+            try:
+                _wrong_calls(group, rank, size)[name]()
+                kinds.append(None)
+            except Exception as error:  # noqa: BLE001  (its type is what is compared)
+                kinds.append(type(error))
+        if kinds and kinds[0] is not None and not (kinds[1] is not None and issubclass(kinds[1], kinds[0])):
+            found.append(f"{name}: {kinds[1]} in place of {kinds[0]}")
+    for group in (_GROUPS["gloo"], dist.group.WORLD):
+        dist.barrier(group=group)
+    return found
+
+
 def test_every_operation_is_as_with_gloo(world: Ranks) -> None:
     assert world.run(_differences, timeout=120) == [[]] * world.size
+
+
+def test_wrong_calls_raise_what_gloo_raises(world: Ranks) -> None:
+    assert world.run(_other_errors, timeout=60) == [[]] * world.size
+
+
+def _profiled(group: Group) -> list[tuple[str, bool, list[list[int]], int]]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensor, outputs = torch.ones(3, 4), [torch.zeros(3, 4) for _ in range(size)]
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, 0, group=group, async_op=True).wait()
+        dist.all_gather(outputs, tensor, group=group)
+        dist.reduce(tensor, 0, group=group)
+        dist.gather(tensor, outputs if rank == 0 else None, group=group)
+        dist.scatter(tensor, outputs if rank == 0 else None, group=group)
+        dist.all_to_all_single(torch.zeros(size), torch.ones(size), group=group)
+        dist.barrier(group=group)
+        if rank == 0:
+            dist.send(tensor, 1, group=group)
+        elif rank == 1:
+            dist.recv(tensor, group=group)
+    prefix = f"{group.name()}:"
+    events = [event for event in profile.function_events if event.name.startswith(prefix)]
+    return [
+        (event.name.removeprefix(prefix), event.is_async, event.input_shapes, event.count) for event in events
+    ]
+
+
+def _profiles_differ() -> list[Any]:
+    ours, reference = _profiled(dist.group.WORLD), _profiled(_GROUPS["gloo"])
+    return [] if sorted(ours) == sorted(reference) else [ours, reference]
+
+
+def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
+    assert world.run(_profiles_differ, timeout=60) == [[]] * world.size
+
+
+def _unsorted() -> list[str]:
+    """The matrix on groups whose ranks are in another order."""
+    found = []
+    ranks = list(range(dist.get_world_size()))
+    for order in {tuple(ranks[::-1]), (*ranks[1:], ranks[0])}:
+        ours = dist.new_group(list(order), sort_ranks=False)
+        reference = dist.new_group(list(order), backend="gloo", sort_ranks=False)
+        rank = dist.get_rank(ours)
+        assert order[rank] == dist.get_rank()
+        for name in (
+            "all_gather torch.float32",
+            "uneven",
+            "reduce_scatter",
+            "all_to_all torch.int64",
+            "groups' roots",
+        ):
+            case = {**MATRIX, "uneven": _uneven, "groups' roots": _group_roots}[name]
+            for a, b in zip(case(reference, rank, len(order)), case(ours, rank, len(order)), strict=True):
+                if not torch.equal(a, b):
+                    found.append(f"{name} {order}: {b}, and Gloo {a}")
+    return found
+
+
+def _group_roots(group: Group, rank: int, size: int) -> Tensors:
+    found: Tensors = []
+    for root in range(size):
+        given = values(rank, 4)
+        outputs = [torch.zeros(4) for _ in range(size)] if rank == root else None
+        dist.gather(given, outputs, group_dst=root, group=group)
+        output = torch.zeros(4)
+        dist.scatter(output, outputs, group_src=root, group=group)
+        dist.broadcast(given, group_src=root, group=group)
+        found += [*(outputs or []), output, given]
+    return found
+
+
+def _uneven(group: Group, rank: int, size: int) -> Tensors:
+    """Lists whose tensors differ: to each member as many elements as its number."""
+    outputs = [torch.zeros(rank + 1) for _ in range(size)]
+    inputs = [torch.full((to + 1,), float(rank)) for to in range(size)]
+    if group.name() == "gloo":  # which has no all_to_all of lists: what comes is known
+        return [torch.full((rank + 1,), float(of)) for of in range(size)]
+    dist.all_to_all(outputs, inputs, group=group)
+    return outputs
+
+
+def test_groups_in_any_order_of_ranks(world: Ranks) -> None:
+    assert world.run(_unsorted, timeout=60) == [[]] * world.size
 
 
 def _beyond_gloo() -> None:
@@ -445,7 +601,6 @@ def _failures() -> list[str]:
     _GROUPS["gloo"].barrier().wait()
     dist.all_reduce(tensor)
     for refused in (
-        lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: dist.all_reduce(torch.ones(2), op=OPS.BAND),
     ):
@@ -453,6 +608,8 @@ def _failures() -> list[str]:
             refused()
     with pytest.raises(AbortedError, match="no rank has sent anything with tag 9"):
         dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
+    with pytest.raises(InvalidRequestError, match="times the elements"):  # by which Gloo ends the process
+        dist.reduce_scatter_tensor(torch.zeros(4), torch.zeros(3 * size))
     with pytest.raises(InvalidRequestError, match="rows"):
         dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size))
     dist.all_reduce(tensor)

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -53,6 +53,7 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 """Of truth values a sum is *any* and a product *all*, as NCCL has it."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
+_T = TypeVar("_T")
 Copy = Callable[[Result], None]
 """Takes the result of one request to the user's tensor."""
 
@@ -106,14 +107,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, world: World, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
     ) -> None:
         super().__init__(rank, size)
-        if list(members) != sorted(members):
-            raise UnsupportedError(
-                f"A process group's ranks must be in ascending order, not {list(members)}; leave out sort_ranks=False."
-            )
         self._engine, self._members = world.engine, tuple(members)
         self._world, self._name, self._description = world, name, ""
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
+        #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
+        self._order = sorted(range(size), key=lambda member: members[member])
+        if self._order == list(range(size)):
+            self._order = []
         self._set = world.process_set(members)
         self._name_in_core = world.name_in_core(name, self._members)
         self._epoch, self._processes = self._present()
@@ -198,10 +199,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         name: str | None = None,
         source: int = -1,
         opts: Any = None,
+        inputs: Any = None,
     ) -> HvdlabWork:
-        """Submit an operation: the one place that does.
+        """Submit an operation.
 
-        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker.
+        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker. ``inputs`` are what profilers
+        show, if that is not the outputs.
         """
         self._require_usable(operation)
         chosen = self._set if process_set is None else process_set
@@ -216,6 +219,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._with_future.add,
         )
         announce = bool(getattr(opts, "asyncOp", True))
+        work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
         self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), announce=announce)
         return work
 
@@ -227,6 +231,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{operation}: {name_of_group(self._name, self._description, self._members)} has lost ranks since it was made. "
                 'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
             )
+
+    def _root(self, opts: Any) -> int:
+        """The root's number in the group: torch gives it in an object of options, or as a number."""
+        root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
+        if not 0 <= root < self.size():
+            raise InvalidRequestError(f"There is no root {root} in a group of {self.size()} ranks.")
+        return root
 
     def _label(self, operation: str) -> str:
         """What errors call the next operation."""
@@ -257,7 +268,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         operator = _operator(opts)
         submission = _Submission()
         for tensor in given:
-            self._add_allreduce(submission, tensor, operator)
+            if tensor.layout is torch.sparse_coo:
+                self._add_sparse(submission, tensor, operator)
+            else:
+                self._add_allreduce(submission, tensor, operator)
         return self._go("all_reduce", given, submission, opts=opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
@@ -266,7 +280,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
         given, submission, operator = _listed(tensors), _Submission(), _operator(opts)
         for tensor in given:
-            if _root(opts) == self.rank():
+            if self._root(opts) == self.rank():
                 self._add_allreduce(submission, tensor, operator)
             else:  # only the root's tensor changes
                 self._add_allreduce(submission, tensor.detach().clone(), operator)
@@ -282,6 +296,46 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         request = Request(OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(_real(tensor)))
         _set_operator(request, operator, tensor)
         submission.add(request, copy)
+
+    def _add_sparse(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
+        """Gather all indices and values, and add up what has the same index. The result is coalesced."""
+        if not any(operator == one for one in (_Types.SUM, _Types.AVG)):
+            raise UnsupportedError("all_reduce of sparse tensors only works with ReduceOp.SUM and AVG.")
+        own = tensor.detach().cpu().coalesce()
+        shape = torch.tensor([own.shape])
+        parts = (own.indices().t().contiguous(), own.values().contiguous())
+        gathered = torch.empty((self.size(), shape.numel()), dtype=shape.dtype)
+        submission.add(
+            Request(OpKind.ALLGATHER, input=_array(shape), output=_array(gathered), dtype=_dtype(shape))
+        )
+        landings = [self._add_rows(submission, _real(part)) for part in parts]
+
+        def copy(result: Result) -> None:
+            if not bool((gathered == shape).all()):
+                raise _other_shapes(gathered.tolist())
+            (indices,), (values,) = landings
+            if tensor.is_complex():
+                values = torch.view_as_complex(values)
+            total = torch.sparse_coo_tensor(
+                indices.t(), values, tensor.shape, check_invariants=True
+            ).coalesce()
+            tensor.copy_(total / self.size() if operator == _Types.AVG else total)
+
+        submission.copies[-1] = copy
+
+    @staticmethod
+    def _add_rows(submission: _Submission, part: torch.Tensor) -> list[torch.Tensor]:
+        """Gather tensors of which each rank has as many rows as it likes; the list has the result, once it is there."""
+        landing: list[torch.Tensor] = []
+
+        def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:
+            landing.append(torch.empty(shape, dtype=part.dtype))
+            return ADAPTER.host_view(landing[0])
+
+        request = Request(OpKind.ALLGATHER, input=_array(part), dtype=ADAPTER.dtype(part))
+        request.allocate = allocate
+        submission.add(request)
+        return landing
 
     def _add_folded(
         self,
@@ -306,7 +360,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         for output, given in zip(outputs, inputs, strict=True):
             self._add_reduce_scatter(submission, output, given, operator)
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=inputs)
 
     def _add_reduce_scatter(
         self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
@@ -326,6 +380,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         source = (
             _plain(_real(given)).reshape(size, -1) if given.numel() else _plain(_real(given)).reshape(size, 0)
         )
+        if self._order:
+            source = source[self._order]
         array, copy = _writable(_real(output), reducing=True)
         request = Request(
             OpKind.REDUCESCATTER,
@@ -369,13 +425,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, flat, operator)
                 part = flat[start : start + output.numel()]
                 self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=lists)
 
     # -- what only moves data -----------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
         given, submission = _listed(tensors), _Submission()
-        root = self._members[_root(opts)]
+        root = self._members[self._root(opts)]
         for tensor in given:
             _require_dense(tensor, "broadcast")
             array, copy = _writable(tensor)
@@ -391,9 +447,28 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     f"all_gather: the output ({output.dtype}, {output.numel()} elements) must have {self.size()} times the "
                     f"elements of the input ({given.dtype}, {given.numel()} elements)."
                 )
+            if self._order and output.numel():
+                rows = torch.empty(self.size(), given.numel(), dtype=given.dtype)
+                copy: Copy | None = functools.partial(self._copy_rows, rows, output)
+                self._add_all_gather(submission, given, _array(rows), copy)
+                continue
             array, copy = _writable(output)
             self._add_all_gather(submission, given, array, copy)
-        return self._go("all_gather", list(outputs), submission, opts=opts)
+        return self._go("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
+
+    def _copy_rows(self, rows: torch.Tensor, output: torch.Tensor, result: Result) -> None:
+        """Rows that came in the order of the ranks, in the order of the group."""
+        ordered = torch.empty_like(rows)
+        ordered[self._order] = rows
+        output.detach().copy_(ordered.view(output.shape))
+
+    def _ordered(self, of_members: Sequence[_T]) -> Sequence[_T]:
+        """What there is for each member, in the order of the core; what is not for each member is left as it is."""
+        return (
+            [of_members[member] for member in self._order]
+            if self._order and len(of_members) == len(self._order)
+            else of_members
+        )
 
     @staticmethod
     def _add_all_gather(
@@ -425,11 +500,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 )
             if len(set(counts)) == 1 and counts[0] == given.numel():
                 gathered = torch.empty(sum(counts), dtype=given.dtype)
-                copy = functools.partial(_scatter_into, outputs, gathered)
+                copy = functools.partial(_scatter_into, self._ordered(outputs), gathered)
                 self._add_all_gather(submission, given, _array(gathered), copy)
             else:
                 self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
-        return self._go("all_gather", list(lists), submission, opts=opts)
+        return self._go("all_gather", list(lists), submission, opts=opts, inputs=inputs)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         return self.allgather([[each[i] for each in lists] for i in range(len(inputs))], inputs, opts)
@@ -444,6 +519,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         root: int = -1,
     ) -> None:
         """One alltoall of the core: ``sends`` elements of the inputs, one behind the other, to each member."""
+        inputs, outputs, sends = self._ordered(inputs), self._ordered(outputs), self._ordered(sends)
+        receives = None if receives is None else self._ordered(receives)
         tensors = (*inputs, *outputs)
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -486,7 +563,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
         self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
-        return self._go("all_to_all", list(outputs), submission, opts=opts)
+        return self._go("all_to_all", list(outputs), submission, opts=opts, inputs=inputs)
 
     def all_to_all_single(
         self, output: Any, given: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -494,8 +571,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         sends = self._elements(given, input_splits, "input")
         receives = self._elements(output, output_splits, "output")
-        self._add_exchange(submission, [output], [given], sends, receives)
-        return self._go("all_to_all", [output], submission, opts=opts)
+        if self._order:
+            flat: Any = given.detach().reshape(-1)
+            landing: Any = torch.empty(output.numel(), dtype=output.dtype)
+            self._add_exchange(submission, landing.split(receives), flat.split(sends), sends)
+            self._then_copy(submission, lambda: landing, output)
+        else:
+            self._add_exchange(submission, [output], [given], sends, receives)
+        return self._go("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
         """Elements for each member, from rows of dimension 0."""
@@ -512,24 +595,24 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [count * math.prod(tensor.shape[1:]) for count in counts]
 
     def gather(self, lists: Any, inputs: Any, opts: Any) -> HvdlabWork:
-        given, root = _listed(inputs)[0], _root(opts)
+        given, root = _listed(inputs)[0], self._root(opts)
         outputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
         if root == self.rank() and len(outputs) != self.size():
             raise InvalidRequestError(f"gather: the root needs {self.size()} outputs, not {len(outputs)}.")
         submission = _Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
-        return self._go("gather", [outputs], submission)
+        return self._go("gather", [outputs], submission, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
-        root, output = _root(opts), _listed(outputs)[0]
+        root, output = self._root(opts), _listed(outputs)[0]
         inputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
         if root == self.rank() and len(inputs) != self.size():
             raise InvalidRequestError(f"scatter: the root needs {self.size()} inputs, not {len(inputs)}.")
         submission = _Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
-        return self._go("scatter", [output], submission)
+        return self._go("scatter", [output], submission, inputs=inputs)
 
     def barrier(self, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
@@ -583,6 +666,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             None,
             self._seconds,
         )
+        work.record("hvdlab:recvAnySource", given)
         counts.add(self._counted_as, members, tag, work)
         return work
 
@@ -644,11 +728,6 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def _root(opts: Any) -> int:
-    """The root's number in the group: torch gives it in an object of options, or as a number."""
-    return 0 if opts is None else int(getattr(opts, "rootRank", opts))
 
 
 def _operator(opts: Any) -> Any:
@@ -735,6 +814,14 @@ def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None
     request.op = op
     if name == "PREMUL_SUM":
         request.prescale = float(operator.__getstate__()[1])
+
+
+def _other_shapes(shapes: Sequence[Sequence[int]]) -> MismatchError:
+    said = [
+        Disagreement((member,), f"a sparse tensor of shape {shape}", "this call")
+        for member, shape in enumerate(shapes)
+    ]
+    return MismatchError("all_reduce", 0, said)
 
 
 def _unexpected(received: Sequence[int], expected: Sequence[int], width: int, rank: int) -> MismatchError:

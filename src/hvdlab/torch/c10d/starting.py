@@ -62,9 +62,9 @@ def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
     engine = context.init()
     require_whole_world(engine, given.get("rank", -1), given.get("world_size", -1))
     timeout = given.get("timeout") or dist.distributed_c10d.default_pg_timeout
+    world = context.companion(World)  # before others can send to it
     space = _met(engine, timeout)
     ranks = engine.ranks()
-    world = context.companion(World)
     world.store = HvdlabStore(world.link, space, ranks, timeout)
     if engine.rank == ranks[0]:
         world.store.open()

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
+
+_profilers: Any = torch.autograd
 
 Deliver = Callable[[Sequence[Result]], None]
 """Takes the results of an operation's requests to the user's tensors."""
@@ -70,6 +73,8 @@ class HvdlabWork(dist.Work):
         self._over = False
         #: Called once if it failed, for one who counts operations.
         self.on_failure: Callable[[], None] | None = None
+        #: The profiler's event, which ends with the operation.
+        self._event: Any = None
         self._lock = threading.Lock()
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -80,6 +85,12 @@ class HvdlabWork(dist.Work):
     def process_set(self) -> int:
         """Id of the process set that it is an operation of."""
         return self._process_set
+
+    def record(self, name: str, tensors: Any) -> None:
+        """Show it in torch's profiler, if one runs: an event from now to its end, with the shapes of the tensors."""
+        if _profilers._profiler_enabled():
+            flat = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)]
+            self._event = _profilers._record_function_with_args_enter(name, *flat)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -122,6 +133,11 @@ class HvdlabWork(dist.Work):
                         self._error = error
                 self._over = True
                 self._deliver = None
+            event, self._event = self._event, None
+            if event is not None:
+                # On another thread than the one that began it: the profiler takes it for asynchronous then.
+                end = futures_threads(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
+                end.result()
             failed, self.on_failure = self.on_failure, None
             if failed is not None and self._error is not None:
                 failed()

@@ -192,10 +192,14 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
             context.shutdown()  # nothing but a former default group was in that world
     settings = Settings.from_env()
     if size > 1 and not context.is_initialized() and not _has_launcher(settings):
-        return _founded(store, rank, size, settings)
-    engine = context.init()
-    require_whole_world(engine, rank, size)
-    return context.companion(World)
+        world = _founded(store, rank, size, settings)
+    else:
+        engine = context.init()
+        require_whole_world(engine, rank, size)
+        world = context.companion(World)
+    # From here on any rank may send mail about groups, which is lost where nothing expects it yet.
+    world.engine.run(Request(OpKind.BARRIER, "init_process_group.ready"))
+    return world
 
 
 def require_whole_world(engine: Engine, rank: int, size: int) -> None:

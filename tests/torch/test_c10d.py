@@ -1,4 +1,4 @@
-"""``torch.distributed`` on hvdlab: every operation against the Gloo backend on the same ranks, training, groups, failures."""
+"""``torch.distributed`` on hvdlab: every operation against the Gloo backend on the same ranks, groups, failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
 from hvdlab.collectives.errors import (
@@ -41,7 +40,7 @@ _GROUPS: dict[str, Group] = {}
 
 @pytest.fixture(scope="module", params=[2, 3])
 def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, init=False, imports=["hvdlab.torch", "torch.distributed.fsdp"]) as ranks:
+    with Ranks(request.param, init=False, imports=["hvdlab.torch"]) as ranks:
         ranks.run(_begin, timeout=60)
         yield ranks
 
@@ -535,44 +534,6 @@ def _again(path: str) -> None:
 def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> None:
     world.run(_groups, str(tmp_path / "file"), timeout=60)
     world.run(_again, str(tmp_path / "file"), timeout=60)
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def _trained() -> None:
-    """DDP and ``fully_shard`` against one process with the batches of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone, replicated, sharded = _model(), DistributedDataParallel(_model()), _model()
-    mesh = init_device_mesh("cpu", (size,))
-    for module in (sharded[0], sharded[2], sharded):  # type: ignore[index]
-        fully_shard(module, mesh=mesh)
-    generator = torch.Generator().manual_seed(1)
-    xs, ys = torch.randn(4 * size, 8, generator=generator), torch.randn(4 * size, 4, generator=generator)
-    models = (alone, replicated, sharded)
-    optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in models]
-    own = slice(4 * rank, 4 * rank + 4)
-    for _ in range(3):
-        for model, optimizer, rows in zip(models, optimizers, (slice(None), own, own), strict=True):
-            optimizer.zero_grad()
-            (model(xs[rows]) - ys[rows]).square().mean().backward()
-            optimizer.step()
-    for one, other, part in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(part.full_tensor(), one, atol=1e-5, rtol=1e-4)  # type: ignore[attr-defined]
-
-
-def test_ddp_and_fully_shard_are_one_process_with_all_batches(world: Ranks) -> None:
-    world.run(_trained, timeout=120)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ def register() -> None:
         backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
         ours = _through_world(module.init_process_group)
         module.init_process_group = module.distributed_c10d.init_process_group = ours
+        monitored = _of_any_backend(module.monitored_barrier)
+        module.monitored_barrier = module.distributed_c10d.monitored_barrier = monitored
 
 
 def _through_world(original: Any) -> Any:
@@ -43,6 +45,20 @@ def _through_world(original: Any) -> Any:
             original(*args, **kwargs)
 
     return init_process_group
+
+
+def _of_any_backend(original: Any) -> Any:
+    """``monitored_barrier``, which torch refuses for groups of other backends than Gloo before it asks them."""
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        chosen = sys.modules["torch.distributed"].group.WORLD if group is None else group
+        if type(chosen).__module__.startswith("hvdlab."):
+            chosen.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
 
 
 def _create(options: Any, _: object) -> Any:

@@ -400,6 +400,32 @@ def _unsorted() -> list[str]:
     return found
 
 
+def _aborted() -> None:
+    """Rank 1 gives up what rank 0 waits for, in the group and between the two."""
+    rank = dist.get_rank()
+    tensor = torch.ones(2)
+    if rank == 0:
+        dist.send(tensor, 1)
+        works = [dist.irecv(tensor, 1), dist.all_reduce(tensor, async_op=True)]
+        _GROUPS["gloo"].barrier().wait()
+        for work in works:
+            with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
+                work.wait()
+    else:
+        if rank == 1:
+            dist.recv(tensor, 0)
+        _GROUPS["gloo"].barrier().wait()
+        if rank == 1:
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+    _GROUPS["gloo"].barrier().wait()
+
+
+def test_abort_gives_up_messages_as_well(world: Ranks) -> None:
+    world.run(_aborted, timeout=60)
+    world.catch_up()
+    world.run(dist.barrier, timeout=60)
+
+
 def _group_roots(group: Group, rank: int, size: int) -> Tensors:
     found: Tensors = []
     for root in range(size):
@@ -559,7 +585,13 @@ def _failures() -> list[str]:
         with pytest.raises(AbortedError, match="timeout of the process group") as late:
             dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=0.2))
         texts.append(str(late.value))
-    _GROUPS["gloo"].barrier().wait()
+        with pytest.raises(
+            AbortedError, match=r"monitored_barrier #.* timeout of the process group"
+        ) as missing:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        assert missing.value.pending.missing == tuple(range(1, size))
+    dist.monitored_barrier(_GROUPS["gloo"])
+    dist.monitored_barrier()
     dist.all_reduce(tensor)
     for refused in (
         lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),

@@ -117,6 +117,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._order = []
         self._set = world.process_set(members)
         self._name_in_core = world.name_in_core(name, self._members)
+        #: Process sets of this rank and one other, which have exchanged messages.
+        self._pairs: set[int] = set()
         self._epoch, self._processes = self._present()
         # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
         space = world.store.space if world.store is not None else ""
@@ -150,6 +152,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
+        """The group itself: it is its only backend, for tensors of all devices."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
 
@@ -160,7 +170,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Give up what is in flight, on all ranks; the group goes on."""
-        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._set)
+        for process_set in {self._set, *self._pairs}:
+            self._engine.withdraw(f"rank {self._engine.rank} called abort()", process_set)
 
     def shutdown(self) -> None:
         """Take no more operations. The process set stays, for groups of the same ranks."""
@@ -619,6 +630,20 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(Request(OpKind.BARRIER))
         return self._go("barrier", [], submission, opts=opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that waits no longer than this, by default the group's timeout.
+
+        Args:
+            timeout: Limit of the wait.
+            wait_all_ranks: Has no effect: an error always names all ranks that are missing.
+
+        Raises:
+            AbortedError: A rank did not come in time; on all ranks that wait. The group goes on.
+        """
+        submission = _Submission()
+        submission.add(Request(OpKind.BARRIER))
+        self._go("monitored_barrier", [], submission).wait(timeout or timedelta(0))
+
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
@@ -712,7 +737,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return submission
 
     def _pair_set(self, source: int, target: int) -> int:
-        return self._world.process_set((self._members[source], self._members[target]))
+        pair = self._world.process_set((self._members[source], self._members[target]))
+        self._pairs.add(pair)
+        return pair
 
     def _pair_name(self, source: int, target: int, tag: int) -> str:
         return f"{self._name_in_core}.{source}>{target}.{tag}"

@@ -6,7 +6,8 @@ import atexit
 import dataclasses
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
@@ -16,6 +17,8 @@ from hvdlab.collectives.settings import TOKEN, Settings
 if TYPE_CHECKING:
     from hvdlab.collectives.bootstrap.find import Found
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
+
+Companion = TypeVar("Companion")
 
 
 class _Context:
@@ -30,6 +33,10 @@ class _Context:
         self.forked_by: int | None = None  # the rank that this process was forked by
         #: The coordinator that the environment named, if any, and the secret that was taken out of it.
         self.secret: tuple[str | None, str] = (None, "")
+        #: What bindings keep beside an engine, by what makes it; of the engine that is named first.
+        self.companions: tuple[Engine | None, dict[Any, Any]] = (None, {})
+        #: How many worlds this process has looked for in a store that outlives them.
+        self.worlds_sought = 0
 
 
 _context = _Context()
@@ -138,6 +145,7 @@ def shutdown() -> None:
     """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
     with _context.lock:
         engine, _context.engine = _context.engine, None
+        _context.companions = (None, {})
         coordinator, _context.coordinator = _context.coordinator, None
         if engine is not None and engine is not _context.adopted:
             engine.close()
@@ -178,6 +186,34 @@ def engine(what: str = "hvdlab") -> Engine:
     return found
 
 
+def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Companion:
+    """What a binding keeps beside the engine of this process: made once for each engine, and forgotten with it.
+
+    Args:
+        make: Makes it. It is also what it is found by.
+        what: What the user called, for the error.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
+    present = engine(what)
+    with _context.lock:
+        if _context.companions[0] is not present:
+            _context.companions = (present, {})
+        kept = _context.companions[1]
+        if make not in kept:
+            kept[make] = make(present)
+        found: Companion = kept[make]
+        return found
+
+
+def next_world() -> int:
+    """How many worlds this process has looked for by this way before: ranks that look for the same one get the same number."""
+    with _context.lock:
+        _context.worlds_sought += 1
+        return _context.worlds_sought - 1
+
+
 def _forget_in_child() -> None:
     # The coordinator process and the engine belong to the parent.
     _context.lock = threading.RLock()
@@ -185,6 +221,7 @@ def _forget_in_child() -> None:
     if parents is not None:
         _context.forked_by = parents.rank
     _context.engine = _context.adopted = _context.coordinator = _context.found = None
+    _context.companions, _context.worlds_sought = (None, {}), 0
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

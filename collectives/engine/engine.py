@@ -135,6 +135,21 @@ class Engine(Groups):
             bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
         self._begin_mpi()
 
+    def on_world(self, callback: Callable[[], None]) -> None:
+        """Call this on the control thread when ranks of the world have come, left or died; it must not block."""
+        self._dispatcher.world.watchers.append(lambda world: callback())
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
+        return self._dispatcher.world.alive
+
+    def death_of(self, rank: int) -> str:
+        """How a rank has ended, as far as is known; empty if it lives, or has left in order."""
+        last = self._dispatcher.world.last
+        deaths = last.deaths if last is not None else ()
+        return next((death.reason for death in deaths if death.rank == rank), "")
+
     def world_store(self) -> KeyValue:
         """Values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
         return self._dispatcher.store(0, self._guarded.state.sets[0].epoch)

@@ -30,6 +30,18 @@ class Groups:
         group = self._guarded.state.sets.get(process_set)
         return group.ranks if group is not None else ()
 
+    def epoch(self) -> int:
+        """The world's epoch: as long as it is the same, so are the world's members."""
+        group = self._guarded.state.sets.get(0)
+        return group.epoch if group is not None else -1
+
+    def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
+        """The world's epoch, and the processes that are its members: rank, host, and process id. A rank's successor is another."""
+        group = self._guarded.state.sets.get(0)
+        if group is None:
+            return -1, ()
+        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+
     def plane(self, process_set: int = 0) -> str:
         """Name of the data plane of a process set; empty if this rank does not know it."""
         group = self._guarded.state.sets.get(process_set)

@@ -5,6 +5,8 @@ It costs well under a millisecond, as it imports nothing: all else is imported w
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from typing import Any
 
@@ -20,6 +22,43 @@ def register() -> None:
     backend: Any = getattr(module, "Backend", None)
     if backend is not None and NAME.upper() not in backend._plugins:
         backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        ours = _through_world(module.init_process_group)
+        module.init_process_group = module.distributed_c10d.init_process_group = ours
+        monitored = _of_any_backend(module.monitored_barrier)
+        module.monitored_barrier = module.distributed_c10d.monitored_barrier = monitored
+
+
+def _through_world(original: Any) -> Any:
+    """``init_process_group``, which in a world that is there needs none of torch's stores.
+
+    Torch asks a backend for a group only after its own rendezvous, where rank 0 would wait in C++ for the other ranks, and
+    has no other place to come in before that.
+    """
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if "HVDLAB_COORDINATOR" in os.environ or "hvdlab.collectives.context" in sys.modules:
+            from hvdlab.torch.c10d.starting import init_process_group
+
+            init_process_group(original, *args, **kwargs)
+        else:
+            original(*args, **kwargs)
+
+    return init_process_group
+
+
+def _of_any_backend(original: Any) -> Any:
+    """``monitored_barrier``, which torch refuses for groups of other backends than Gloo before it asks them."""
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        chosen = sys.modules["torch.distributed"].group.WORLD if group is None else group
+        if type(chosen).__module__.startswith("hvdlab."):
+            chosen.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            original(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
 
 
 def _create(options: Any, _: object) -> Any:

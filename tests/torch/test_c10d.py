@@ -1,4 +1,4 @@
-"""``torch.distributed`` on hvdlab: every operation against the Gloo backend on the same ranks, training, groups, failures."""
+"""``torch.distributed`` on hvdlab: every operation against the Gloo backend on the same ranks, groups, failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
 from hvdlab.collectives.errors import (
@@ -30,11 +29,9 @@ Tensors = list[torch.Tensor]
 Group = Any
 
 
-def _begin(size: int, path: str) -> None:
+def _begin() -> None:
     """The default group of hvdlab's, and one of Gloo's beside it."""
-    rank = int(os.environ["HVDLAB_RANK"])
-    store = dist.FileStore(path, size)
-    dist.init_process_group("hvdlab", store=store, rank=rank, world_size=size)
+    dist.init_process_group("hvdlab")
     _GROUPS["gloo"] = dist.new_group(backend="gloo")
 
 
@@ -42,9 +39,9 @@ _GROUPS: dict[str, Group] = {}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(request.param, init=False, imports=["hvdlab.torch", "torch.distributed.fsdp"]) as ranks:
-        ranks.run(_begin, ranks.size, str(tmp_path_factory.mktemp("store") / "file"), timeout=60)
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, init=False, imports=["hvdlab.torch"]) as ranks:
+        ranks.run(_begin, timeout=60)
         yield ranks
 
 
@@ -183,6 +180,62 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
     return [first, second, ring]
 
 
+def _any_source(group: Group, rank: int, size: int) -> Tensors:
+    """Rank 0 receives from all others, in any order, with two tags; the sum of what came is the same with any."""
+    found: Tensors = []
+    for tag in (5, 6):
+        if rank:
+            works = [dist.isend(values(rank + i, 3), 0, group=group, tag=tag) for i in range(2)]
+            for work in works:
+                work.wait()
+        else:
+            outputs, sources = [torch.zeros(3) for _ in range(2 * (size - 1))], []
+            for output in outputs[:-1]:
+                sources.append(dist.recv(output, group=group, tag=tag))
+            last = dist.irecv(outputs[-1], group=group, tag=tag)
+            last.wait()
+            assert last.is_completed()
+            sources.append(last._source_rank())
+            assert sorted(sources) == sorted(2 * list(range(1, size)))
+            seen: dict[int, int] = {}
+            for source, output in zip(sources, outputs, strict=True):
+                # Messages of one rank come in the order in which they were sent.
+                assert torch.equal(output, values(source + seen.get(source, 0), 3))
+                seen[source] = seen.get(source, 0) + 1
+            found.append(torch.stack(outputs).sum(0))
+    # A receive that names its source takes the message before one that does not.
+    if rank == 1:
+        dist.send(torch.tensor([1.0]), 0, group=group, tag=5)
+        dist.send(torch.tensor([2.0]), 0, group=group, tag=5)
+    elif rank == 0:
+        one, two = torch.zeros(1), torch.zeros(1)
+        dist.recv(one, 1, group=group, tag=5)
+        assert dist.recv(two, group=group, tag=5) == 1
+        found += [one, two]
+    return found
+
+
+def _sparse(group: Group, rank: int, size: int) -> Tensors:
+    """Each rank has other indices, one of them none at all; with dense dimensions, and values that are not coalesced."""
+    found = []
+    for dense in ((), (2,)):
+        count = 0 if rank == size - 1 else 3
+        indices = torch.tensor([[rank, 0, rank], [1, 2, 1]])[:, :count]
+        tensor = torch.sparse_coo_tensor(indices, values(rank, count, *dense), (size + 1, 3, *dense))
+        dist.all_reduce(tensor, group=group)
+        assert tensor.is_coalesced()
+        found += [tensor.to_dense(), tensor.indices()]
+    return found
+
+
+def _coalesced(group: Group, rank: int, size: int) -> Tensors:
+    tensors = [values(rank, 3), values(rank, 2, 2)]
+    dist.all_reduce_coalesced(tensors, group=group)
+    outputs = [[torch.zeros(3), torch.zeros(2)] for _ in range(size)]
+    dist.all_gather_coalesced(outputs, [values(rank, 3), values(rank, 2)], group=group)
+    return [*tensors, *(output for row in outputs for output in row)]
+
+
 def _empty(group: Group, rank: int, size: int) -> Tensors:
     nothing = torch.zeros(0)
     dist.all_reduce(nothing, group=group)
@@ -212,6 +265,9 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
     **{f"all_to_all {d}": _exchanges(d) for d in (torch.float32, torch.int64)},
     "objects": _objects,
     "point to point": _point_to_point,
+    "any source": _any_source,
+    "sparse": _sparse,
+    "coalesced": _coalesced,
     "empty": _empty,
 }
 
@@ -226,16 +282,175 @@ def _differences() -> list[str]:
             try:
                 outcomes.append(case(group, rank, size))
             except Exception as error:  # noqa: BLE001  (the test shows it, and which case it is)
-                outcomes.append([])
                 found.append(f"{name} of {group.name()}: {type(error).__name__}: {error}")
+        if len(outcomes) < 2:
+            continue
         reference, ours = outcomes
         if not all(torch.equal(a, b) for a, b in zip(reference, ours, strict=True)):
             found.append(f"{name}: {ours}, and Gloo {reference}")
     return found
 
 
+def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], object]]:
+    """Calls that each rank sees to be wrong by itself."""
+    ones, other = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    outputs = [torch.zeros(3) for _ in range(size)]
+    return {
+        "root": lambda: dist.broadcast(ones, size, group=group),
+        "bitwise float": lambda: dist.all_reduce(ones, op=OPS.BAND, group=group),
+        "sparse max": lambda: dist.all_reduce(torch.eye(2).to_sparse(), op=OPS.MAX, group=group),
+        "sparse broadcast": lambda: dist.broadcast(torch.eye(2).to_sparse(), 0, group=group),
+        "few outputs": lambda: dist.all_gather(outputs[:-1], ones, group=group),
+        "outputs' dtype": lambda: dist.all_gather(outputs, other, group=group),
+        "few parts": lambda: dist.reduce_scatter(ones, outputs[:-1], group=group),
+        "size": lambda: dist.all_gather_into_tensor(torch.zeros(3 * size + 1), ones, group=group),
+        "dtype": lambda: dist.all_gather_into_tensor(torch.zeros(3 * size), other, group=group),
+        "splits": lambda: dist.all_to_all_single(
+            torch.zeros(4), torch.zeros(4), [1] * size, [4] * size, group=group
+        ),
+        "rows": lambda: dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size), group=group),
+        "few lists": lambda: dist.all_to_all(outputs[:-1], outputs[:-1], group=group),
+        "gather": lambda: dist.gather(ones, outputs[:-1] if rank == 0 else None, dst=0, group=group),
+        "to oneself": lambda: dist.send(ones, rank, group=group),
+        "no tensor": lambda: dist.all_reduce([1.0], group=group),
+    }
+
+
+def _other_errors() -> list[str]:
+    """Which wrong calls raise an error that code written for Gloo's would not catch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for name in _wrong_calls(None, rank, size):
+        kinds: list[type[Exception] | None] = []
+        for group in (_GROUPS["gloo"], dist.group.WORLD):
+            if name == "gather" and rank:  # the root alone can see it
+                continue
+            try:
+                _wrong_calls(group, rank, size)[name]()
+                kinds.append(None)
+            except Exception as error:  # noqa: BLE001  (its type is what is compared)
+                kinds.append(type(error))
+        if kinds and kinds[0] is not None and not (kinds[1] is not None and issubclass(kinds[1], kinds[0])):
+            found.append(f"{name}: {kinds[1]} in place of {kinds[0]}")
+    for group in (_GROUPS["gloo"], dist.group.WORLD):
+        dist.barrier(group=group)
+    return found
+
+
 def test_every_operation_is_as_with_gloo(world: Ranks) -> None:
     assert world.run(_differences, timeout=120) == [[]] * world.size
+
+
+def test_wrong_calls_raise_what_gloo_raises(world: Ranks) -> None:
+    assert world.run(_other_errors, timeout=60) == [[]] * world.size
+
+
+def _profiled(group: Group) -> list[tuple[str, bool, list[list[int]], int]]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensor, outputs = torch.ones(3, 4), [torch.zeros(3, 4) for _ in range(size)]
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, 0, group=group, async_op=True).wait()
+        dist.all_gather(outputs, tensor, group=group)
+        dist.reduce(tensor, 0, group=group)
+        dist.gather(tensor, outputs if rank == 0 else None, group=group)
+        dist.scatter(tensor, outputs if rank == 0 else None, group=group)
+        dist.all_to_all_single(torch.zeros(size), torch.ones(size), group=group)
+        dist.barrier(group=group)
+        if rank == 0:
+            dist.send(tensor, 1, group=group)
+        elif rank == 1:
+            dist.recv(tensor, group=group)
+    prefix = f"{group.name()}:"
+    events = [event for event in profile.function_events if event.name.startswith(prefix)]
+    return [
+        (event.name.removeprefix(prefix), event.is_async, event.input_shapes, event.count) for event in events
+    ]
+
+
+def _profiles_differ() -> list[Any]:
+    ours, reference = _profiled(dist.group.WORLD), _profiled(_GROUPS["gloo"])
+    return [] if sorted(ours) == sorted(reference) else [ours, reference]
+
+
+def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
+    assert world.run(_profiles_differ, timeout=60) == [[]] * world.size
+
+
+def _unsorted() -> list[str]:
+    """The matrix on groups whose ranks are in another order."""
+    found = []
+    ranks = list(range(dist.get_world_size()))
+    for order in {tuple(ranks[::-1]), (*ranks[1:], ranks[0])}:
+        ours = dist.new_group(list(order), sort_ranks=False)
+        reference = dist.new_group(list(order), backend="gloo", sort_ranks=False)
+        rank = dist.get_rank(ours)
+        assert order[rank] == dist.get_rank()
+        for name in (
+            "all_gather torch.float32",
+            "uneven",
+            "reduce_scatter",
+            "all_to_all torch.int64",
+            "groups' roots",
+        ):
+            case = {**MATRIX, "uneven": _uneven, "groups' roots": _group_roots}[name]
+            for a, b in zip(case(reference, rank, len(order)), case(ours, rank, len(order)), strict=True):
+                if not torch.equal(a, b):
+                    found.append(f"{name} {order}: {b}, and Gloo {a}")
+    return found
+
+
+def _aborted() -> None:
+    """Rank 1 gives up what rank 0 waits for, in the group and between the two."""
+    rank = dist.get_rank()
+    tensor = torch.ones(2)
+    if rank == 0:
+        dist.send(tensor, 1)
+        works = [dist.irecv(tensor, 1), dist.all_reduce(tensor, async_op=True)]
+        _GROUPS["gloo"].barrier().wait()
+        for work in works:
+            with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
+                work.wait()
+    else:
+        if rank == 1:
+            dist.recv(tensor, 0)
+        _GROUPS["gloo"].barrier().wait()
+        if rank == 1:
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+    _GROUPS["gloo"].barrier().wait()
+
+
+def test_abort_gives_up_messages_as_well(world: Ranks) -> None:
+    world.run(_aborted, timeout=60)
+    world.catch_up()
+    world.run(dist.barrier, timeout=60)
+
+
+def _group_roots(group: Group, rank: int, size: int) -> Tensors:
+    found: Tensors = []
+    for root in range(size):
+        given = values(rank, 4)
+        outputs = [torch.zeros(4) for _ in range(size)] if rank == root else None
+        dist.gather(given, outputs, group_dst=root, group=group)
+        output = torch.zeros(4)
+        dist.scatter(output, outputs, group_src=root, group=group)
+        dist.broadcast(given, group_src=root, group=group)
+        found += [*(outputs or []), output, given]
+    return found
+
+
+def _uneven(group: Group, rank: int, size: int) -> Tensors:
+    """Lists whose tensors differ: to each member as many elements as its number."""
+    outputs = [torch.zeros(rank + 1) for _ in range(size)]
+    inputs = [torch.full((to + 1,), float(rank)) for to in range(size)]
+    if group.name() == "gloo":  # which has no all_to_all of lists: what comes is known
+        return [torch.full((rank + 1,), float(of)) for of in range(size)]
+    dist.all_to_all(outputs, inputs, group=group)
+    return outputs
+
+
+def test_groups_in_any_order_of_ranks(world: Ranks) -> None:
+    assert world.run(_unsorted, timeout=60) == [[]] * world.size
 
 
 def _beyond_gloo() -> None:
@@ -347,44 +562,6 @@ def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> 
     world.run(_again, str(tmp_path / "file"), timeout=60)
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
-
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def _trained() -> None:
-    """DDP and ``fully_shard`` against one process with the batches of all ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone, replicated, sharded = _model(), DistributedDataParallel(_model()), _model()
-    mesh = init_device_mesh("cpu", (size,))
-    for module in (sharded[0], sharded[2], sharded):  # type: ignore[index]
-        fully_shard(module, mesh=mesh)
-    generator = torch.Generator().manual_seed(1)
-    xs, ys = torch.randn(4 * size, 8, generator=generator), torch.randn(4 * size, 4, generator=generator)
-    models = (alone, replicated, sharded)
-    optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in models]
-    own = slice(4 * rank, 4 * rank + 4)
-    for _ in range(3):
-        for model, optimizer, rows in zip(models, optimizers, (slice(None), own, own), strict=True):
-            optimizer.zero_grad()
-            (model(xs[rows]) - ys[rows]).square().mean().backward()
-            optimizer.step()
-    for one, other, part in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(part.full_tensor(), one, atol=1e-5, rtol=1e-4)  # type: ignore[attr-defined]
-
-
-def test_ddp_and_fully_shard_are_one_process_with_all_batches(world: Ranks) -> None:
-    world.run(_trained, timeout=120)
-
-
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -408,16 +585,24 @@ def _failures() -> list[str]:
         with pytest.raises(AbortedError, match="timeout of the process group") as late:
             dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=0.2))
         texts.append(str(late.value))
-    _GROUPS["gloo"].barrier().wait()
+        with pytest.raises(
+            AbortedError, match=r"monitored_barrier #.* timeout of the process group"
+        ) as missing:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+        assert missing.value.pending.missing == tuple(range(1, size))
+    dist.monitored_barrier(_GROUPS["gloo"])
+    dist.monitored_barrier()
     dist.all_reduce(tensor)
     for refused in (
-        lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: dist.all_reduce(torch.ones(2), op=OPS.BAND),
-        lambda: dist.recv(torch.ones(2)),
     ):
         with pytest.raises(UnsupportedError):
             refused()
+    with pytest.raises(AbortedError, match="no rank has sent anything with tag 9"):
+        dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
+    with pytest.raises(InvalidRequestError, match="times the elements"):  # by which Gloo ends the process
+        dist.reduce_scatter_tensor(torch.zeros(4), torch.zeros(3 * size))
     with pytest.raises(InvalidRequestError, match="rows"):
         dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size))
     dist.all_reduce(tensor)
@@ -507,12 +692,13 @@ def test_no_import_is_needed_under_a_launcher(
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr
 
 
-def test_ranks_of_other_hosts_need_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_hosts_need_a_launcher() -> None:
+    from hvdlab.collectives import context
     from hvdlab.collectives.bootstrap.card import Card
     from hvdlab.collectives.settings import Settings
     from hvdlab.torch.c10d import world
 
     store = dist.HashStore()
-    store.set(f"hvdlab.world.{world._worlds_founded}", Card(2, "elsewhere", "unix:/nowhere").encode())
+    store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, "elsewhere", "unix:/nowhere").encode())
     with pytest.raises(StartError, match="Rank 1 is on another host than rank 0"):
         world._founded(store, 1, 2, Settings())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
 from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
+from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 
@@ -37,6 +36,34 @@ for each, mine in zip(found, sums):
     dist.all_gather(each, mine)
 all(torch.equal(each[0], other) for each in found for other in each)
 """
+FAILS_BEFORE = """
+import torch.distributed as dist
+
+import hvdlab.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    raise ValueError("no data")
+dist.init_process_group("hvdlab")
+"""
+ABSENT = """
+import torch.distributed as dist
+import hvdlab.torch as hvd
+hvd.init()
+print("in", flush=True)
+while hvd.rank() == 1: pass
+dist.init_process_group("hvdlab")
+"""
+DEFAULT = """
+import os
+os.environ["HVDLAB_C10D"] = "1"
+dist.destroy_process_group()
+dist.init_process_group()
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+assert dist.get_backend() == "hvdlab" and tensor.item() == size
+dist.destroy_process_group()
+del os.environ["HVDLAB_C10D"]
+"""
 MEMBERS = """
 if rank == {}:
     pass
@@ -46,32 +73,28 @@ else:
 """
 
 
-class Started:
-    """Knows when all ranks have written something."""
-
-    def __init__(self, size: int) -> None:
-        self._left = set(range(size))
-        self.all = threading.Event()
-
-    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        self._left.discard(rank)
-        if not self._left:
-            self.all.set()
-
-    def done(self, rank: int, done: CellDone | None) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-
 def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
     pool = start_pool(3)
+    errors = pool.run(FAILS_BEFORE).errors
+    assert errors[1].ename == "ValueError"
+    for rank in (0, 2):
+        assert errors[rank].ename == "AbortedError"
+        assert "init_process_group" in errors[rank].evalue
+        assert "rank 1 failed: ValueError: no data" in errors[rank].evalue
+    waiting = Recorder()
+    run = pool.start_run(ABSENT, out=waiting)  # rank 1 never comes
+    waiting.wait_for("in", range(3), PATIENCE)
+    run.interrupt()
+    assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
     assert pool.run(SETUP).errors == {}
+    again = Recorder()
+    assert pool.run("dist.init_process_group('hvdlab')", out=again).errors == {}
+    assert "the default process group of 3 ranks is there already" in again.text[0]
+    assert list(again.text) == [0]
     assert list(pool.run(GOOD)) == [True] * 3  # the group outlives its cell
     for wrong, kind, told in (
         ("if rank: dist.all_reduce(torch.ones(2))", "AbortedError", "rank 0 finished its cell without it"),
@@ -99,10 +122,22 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         assert list(pool.run(GOOD)) == [True] * 3, wrong
     for absent in (2, 0):  # a rank that is no member need not call anything
         assert pool.run(MEMBERS.format(absent, absent)).errors == {}
-    started = Started(3)
+    started = Recorder()
     # All but rank 0 wait in C++, without the interpreter's lock.
     run = pool.start_run("print('in', flush=True)\nwhile rank == 0: pass\nstep()", out=started)
-    assert started.all.wait(PATIENCE)
+    started.wait_for("in", range(3), PATIENCE)
     run.interrupt()
     assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
+    assert list(pool.run(GOOD)) == [True] * 3
+    default = Recorder()
+    assert pool.run(DEFAULT, out=default).errors == {}
+    assert "this group is hvdlab's in place of Gloo's" in default.text[0]
+    assert pool.run(SETUP).errors == {}
+    assert set(pool.run("if rank == 1: import os; os.kill(os.getpid(), 9)\ndist.barrier()").errors) >= {0, 2}
+    pool.repair()
+    lost = pool.run("dist.barrier()", ranks=[0, 2]).errors
+    assert all("has lost ranks since it was made" in lost[rank].evalue for rank in (0, 2))
+    anew = Recorder()
+    assert pool.run(SETUP, out=anew).errors == {}
+    assert "of 3 ranks has other ranks now, and is made anew with 3" in anew.text[0]
     assert list(pool.run(GOOD)) == [True] * 3

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -30,6 +30,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.sites import call_site
 from hvdlab.torch.adapter import ADAPTER, DTYPES
+from hvdlab.torch.c10d.any_source import AnySourceWork
 from hvdlab.torch.c10d.naming import name_of_group
 from hvdlab.torch.c10d.work import Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
@@ -52,6 +53,7 @@ _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 """Of truth values a sum is *any* and a product *all*, as NCCL has it."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
+_T = TypeVar("_T")
 Copy = Callable[[Result], None]
 """Takes the result of one request to the user's tensor."""
 
@@ -105,19 +107,25 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, world: World, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
     ) -> None:
         super().__init__(rank, size)
-        if list(members) != sorted(members):
-            raise UnsupportedError(
-                f"A process group's ranks must be in ascending order, not {list(members)}; leave out sort_ranks=False."
-            )
         self._engine, self._members = world.engine, tuple(members)
         self._world, self._name, self._description = world, name, ""
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
+        #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
+        self._order = sorted(range(size), key=lambda member: members[member])
+        if self._order == list(range(size)):
+            self._order = []
         self._set = world.process_set(members)
         self._name_in_core = world.name_in_core(name, self._members)
+        #: Process sets of this rank and one other, which have exchanged messages.
+        self._pairs: set[int] = set()
+        self._epoch, self._processes = self._present()
+        # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
+        space = world.store.space if world.store is not None else ""
+        self._counted_as = f"{space}.{self._name_in_core}"
         #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
-        _interrupt_with(self)
+        world.with_futures.add(self)
 
     # -- what torch asks about it -------------------------------------------------------------------------------------
 
@@ -144,6 +152,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
+        """The group itself: it is its only backend, for tensors of all devices."""
+        return self
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
 
@@ -154,7 +170,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Give up what is in flight, on all ranks; the group goes on."""
-        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._set)
+        for process_set in {self._set, *self._pairs}:
+            self._engine.withdraw(f"rank {self._engine.rank} called abort()", process_set)
 
     def shutdown(self) -> None:
         """Take no more operations. The process set stays, for groups of the same ranks."""
@@ -162,9 +179,24 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def interrupted(self) -> None:
         """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
-        if not self._closed and any(not work.is_ended() for work in list(self._with_future)):
+        if self._closed:
+            return
+        for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
             text = f"rank {self._engine.rank} was interrupted"
-            self._engine.withdraw(text, self._set, CauseKind.INTERRUPTED)
+            self._engine.withdraw(text, chosen, CauseKind.INTERRUPTED)
+
+    def _present(self) -> tuple[int, tuple[object, ...]]:
+        """The world's epoch, and the processes that are the group's ranks in it."""
+        epoch, processes = self._engine.processes()
+        return epoch, tuple(process for process in processes if process[0] in self._members)
+
+    def has_its_ranks(self) -> bool:
+        """Whether the processes that made the group are still its ranks: not if one was lost, or replaced."""
+        epoch, processes = self._present()
+        if processes == self._processes:
+            self._epoch = epoch
+            return True
+        return False
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
@@ -178,35 +210,67 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         name: str | None = None,
         source: int = -1,
         opts: Any = None,
+        inputs: Any = None,
     ) -> HvdlabWork:
-        """Submit an operation: the one place that does.
+        """Submit an operation.
 
-        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker.
+        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker. ``inputs`` are what profilers
+        show, if that is not the outputs.
         """
-        if self._closed:
-            raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
-        self._sequence += 1
-        label = (
-            f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
-        )
+        self._require_usable(operation)
         chosen = self._set if process_set is None else process_set
         work = HvdlabWork(
             self._engine,
             chosen,
-            label,
+            self._label(operation),
             outputs,
             submission.deliver(),
             self._seconds,
             source,
             self._with_future.add,
         )
-        site = call_site(2)
         announce = bool(getattr(opts, "asyncOp", True))
+        work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
+        self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), announce=announce)
+        return work
+
+    def _require_usable(self, operation: str) -> None:
+        if self._closed:
+            raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
+        if self._engine.epoch() != self._epoch and not self.has_its_ranks():
+            raise InvalidRequestError(
+                f"{operation}: {name_of_group(self._name, self._description, self._members)} has lost ranks since it was made. "
+                'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
+            )
+
+    def _root(self, opts: Any) -> int:
+        """The root's number in the group: torch gives it in an object of options, or as a number."""
+        root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
+        if not 0 <= root < self.size():
+            raise InvalidRequestError(f"There is no root {root} in a group of {self.size()} ranks.")
+        return root
+
+    def _label(self, operation: str) -> str:
+        """What errors call the next operation."""
+        self._sequence += 1
+        return (
+            f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
+        )
+
+    def _submit(
+        self,
+        work: HvdlabWork,
+        submission: _Submission,
+        process_set: int,
+        name: str,
+        site: str,
+        *,
+        announce: bool,
+    ) -> None:
         for request in submission.requests:
-            request.name, request.site, request.process_set = name or self._name_in_core, site, chosen
+            request.name, request.site, request.process_set = name, site, process_set
             request.anonymous = True
             work.handles.append(self._engine.submit(request, announce=announce))
-        return work
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +279,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         operator = _operator(opts)
         submission = _Submission()
         for tensor in given:
-            self._add_allreduce(submission, tensor, operator)
+            if tensor.layout is torch.sparse_coo:
+                self._add_sparse(submission, tensor, operator)
+            else:
+                self._add_allreduce(submission, tensor, operator)
         return self._go("all_reduce", given, submission, opts=opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
@@ -224,7 +291,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
         given, submission, operator = _listed(tensors), _Submission(), _operator(opts)
         for tensor in given:
-            if _root(opts) == self.rank():
+            if self._root(opts) == self.rank():
                 self._add_allreduce(submission, tensor, operator)
             else:  # only the root's tensor changes
                 self._add_allreduce(submission, tensor.detach().clone(), operator)
@@ -240,6 +307,46 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         request = Request(OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(_real(tensor)))
         _set_operator(request, operator, tensor)
         submission.add(request, copy)
+
+    def _add_sparse(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
+        """Gather all indices and values, and add up what has the same index. The result is coalesced."""
+        if not any(operator == one for one in (_Types.SUM, _Types.AVG)):
+            raise UnsupportedError("all_reduce of sparse tensors only works with ReduceOp.SUM and AVG.")
+        own = tensor.detach().cpu().coalesce()
+        shape = torch.tensor([own.shape])
+        parts = (own.indices().t().contiguous(), own.values().contiguous())
+        gathered = torch.empty((self.size(), shape.numel()), dtype=shape.dtype)
+        submission.add(
+            Request(OpKind.ALLGATHER, input=_array(shape), output=_array(gathered), dtype=_dtype(shape))
+        )
+        landings = [self._add_rows(submission, _real(part)) for part in parts]
+
+        def copy(result: Result) -> None:
+            if not bool((gathered == shape).all()):
+                raise _other_shapes(gathered.tolist())
+            (indices,), (values,) = landings
+            if tensor.is_complex():
+                values = torch.view_as_complex(values)
+            total = torch.sparse_coo_tensor(
+                indices.t(), values, tensor.shape, check_invariants=True
+            ).coalesce()
+            tensor.copy_(total / self.size() if operator == _Types.AVG else total)
+
+        submission.copies[-1] = copy
+
+    @staticmethod
+    def _add_rows(submission: _Submission, part: torch.Tensor) -> list[torch.Tensor]:
+        """Gather tensors of which each rank has as many rows as it likes; the list has the result, once it is there."""
+        landing: list[torch.Tensor] = []
+
+        def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:
+            landing.append(torch.empty(shape, dtype=part.dtype))
+            return ADAPTER.host_view(landing[0])
+
+        request = Request(OpKind.ALLGATHER, input=_array(part), dtype=ADAPTER.dtype(part))
+        request.allocate = allocate
+        submission.add(request)
+        return landing
 
     def _add_folded(
         self,
@@ -264,7 +371,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         for output, given in zip(outputs, inputs, strict=True):
             self._add_reduce_scatter(submission, output, given, operator)
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=inputs)
 
     def _add_reduce_scatter(
         self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
@@ -284,6 +391,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         source = (
             _plain(_real(given)).reshape(size, -1) if given.numel() else _plain(_real(given)).reshape(size, 0)
         )
+        if self._order:
+            source = source[self._order]
         array, copy = _writable(_real(output), reducing=True)
         request = Request(
             OpKind.REDUCESCATTER,
@@ -327,13 +436,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, flat, operator)
                 part = flat[start : start + output.numel()]
                 self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts)
+        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=lists)
 
     # -- what only moves data -----------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
         given, submission = _listed(tensors), _Submission()
-        root = self._members[_root(opts)]
+        root = self._members[self._root(opts)]
         for tensor in given:
             _require_dense(tensor, "broadcast")
             array, copy = _writable(tensor)
@@ -349,9 +458,28 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     f"all_gather: the output ({output.dtype}, {output.numel()} elements) must have {self.size()} times the "
                     f"elements of the input ({given.dtype}, {given.numel()} elements)."
                 )
+            if self._order and output.numel():
+                rows = torch.empty(self.size(), given.numel(), dtype=given.dtype)
+                copy: Copy | None = functools.partial(self._copy_rows, rows, output)
+                self._add_all_gather(submission, given, _array(rows), copy)
+                continue
             array, copy = _writable(output)
             self._add_all_gather(submission, given, array, copy)
-        return self._go("all_gather", list(outputs), submission, opts=opts)
+        return self._go("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
+
+    def _copy_rows(self, rows: torch.Tensor, output: torch.Tensor, result: Result) -> None:
+        """Rows that came in the order of the ranks, in the order of the group."""
+        ordered = torch.empty_like(rows)
+        ordered[self._order] = rows
+        output.detach().copy_(ordered.view(output.shape))
+
+    def _ordered(self, of_members: Sequence[_T]) -> Sequence[_T]:
+        """What there is for each member, in the order of the core; what is not for each member is left as it is."""
+        return (
+            [of_members[member] for member in self._order]
+            if self._order and len(of_members) == len(self._order)
+            else of_members
+        )
 
     @staticmethod
     def _add_all_gather(
@@ -383,11 +511,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 )
             if len(set(counts)) == 1 and counts[0] == given.numel():
                 gathered = torch.empty(sum(counts), dtype=given.dtype)
-                copy = functools.partial(_scatter_into, outputs, gathered)
+                copy = functools.partial(_scatter_into, self._ordered(outputs), gathered)
                 self._add_all_gather(submission, given, _array(gathered), copy)
             else:
                 self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
-        return self._go("all_gather", list(lists), submission, opts=opts)
+        return self._go("all_gather", list(lists), submission, opts=opts, inputs=inputs)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         return self.allgather([[each[i] for each in lists] for i in range(len(inputs))], inputs, opts)
@@ -402,6 +530,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         root: int = -1,
     ) -> None:
         """One alltoall of the core: ``sends`` elements of the inputs, one behind the other, to each member."""
+        inputs, outputs, sends = self._ordered(inputs), self._ordered(outputs), self._ordered(sends)
+        receives = None if receives is None else self._ordered(receives)
         tensors = (*inputs, *outputs)
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -444,7 +574,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
         self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
-        return self._go("all_to_all", list(outputs), submission, opts=opts)
+        return self._go("all_to_all", list(outputs), submission, opts=opts, inputs=inputs)
 
     def all_to_all_single(
         self, output: Any, given: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -452,8 +582,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = _Submission()
         sends = self._elements(given, input_splits, "input")
         receives = self._elements(output, output_splits, "output")
-        self._add_exchange(submission, [output], [given], sends, receives)
-        return self._go("all_to_all", [output], submission, opts=opts)
+        if self._order:
+            flat: Any = given.detach().reshape(-1)
+            landing: Any = torch.empty(output.numel(), dtype=output.dtype)
+            self._add_exchange(submission, landing.split(receives), flat.split(sends), sends)
+            self._then_copy(submission, lambda: landing, output)
+        else:
+            self._add_exchange(submission, [output], [given], sends, receives)
+        return self._go("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
         """Elements for each member, from rows of dimension 0."""
@@ -470,64 +606,143 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [count * math.prod(tensor.shape[1:]) for count in counts]
 
     def gather(self, lists: Any, inputs: Any, opts: Any) -> HvdlabWork:
-        given, root = _listed(inputs)[0], _root(opts)
+        given, root = _listed(inputs)[0], self._root(opts)
         outputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
         if root == self.rank() and len(outputs) != self.size():
             raise InvalidRequestError(f"gather: the root needs {self.size()} outputs, not {len(outputs)}.")
         submission = _Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
-        return self._go("gather", [outputs], submission)
+        return self._go("gather", [outputs], submission, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
-        root, output = _root(opts), _listed(outputs)[0]
+        root, output = self._root(opts), _listed(outputs)[0]
         inputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
         if root == self.rank() and len(inputs) != self.size():
             raise InvalidRequestError(f"scatter: the root needs {self.size()} inputs, not {len(inputs)}.")
         submission = _Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
-        return self._go("scatter", [output], submission)
+        return self._go("scatter", [output], submission, inputs=inputs)
 
     def barrier(self, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
         submission.add(Request(OpKind.BARRIER))
         return self._go("barrier", [], submission, opts=opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that waits no longer than this, by default the group's timeout.
+
+        Args:
+            timeout: Limit of the wait.
+            wait_all_ranks: Has no effect: an error always names all ranks that are missing.
+
+        Raises:
+            AbortedError: A rank did not come in time; on all ranks that wait. The group goes on.
+        """
+        submission = _Submission()
+        submission.add(Request(OpKind.BARRIER))
+        self._go("monitored_barrier", [], submission).wait(timeout or timedelta(0))
+
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
-        return self._pair("send", _listed(tensors), self.rank(), target, tag)
+        self._require_other("send", target)
+        work = self._pair("send", _listed(tensors), self.rank(), target, tag)
+        self._count(self._world.any_source.sends, work, target, tag)
+        return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
-        return self._pair("recv", _listed(tensors), source, self.rank(), tag)
+        self._require_other("recv", source)
+        # Counted first: what is submitted from now on takes the message after this one.
+        self._world.any_source.receives(self._counted_as, self._members[source], tag)
+        work = self._pair("recv", _listed(tensors), source, self.rank(), tag)
+        self._count(self._world.any_source.receives, work, source, tag, counted=True)
+        return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
-        raise UnsupportedError(
-            "recv needs the rank to receive from: give src=. From any source is not supported."
+        """Receive the next message with this tag of any rank; ``source_rank`` says of which, once it is there."""
+        self._require_usable("recv")
+        given, site, counts = _listed(tensors), call_site(1), self._world.any_source
+        for tensor in given:
+            _require_dense(tensor, "recv")
+
+        def submit(work: AnySourceWork, rank: int) -> None:
+            source = self._members.index(rank)
+            submission, chosen = self._moved(given, source, sends=False), self._pair_set(source, self.rank())
+            work.set_source(chosen, submission.deliver(), source)
+            self._count(counts.receives, work, source, tag, counted=True)
+            self._submit(
+                work, submission, chosen, self._pair_name(source, self.rank(), tag), site, announce=False
+            )
+            self._engine.flush()
+
+        label, members = self._label("recv from any rank"), self._members
+        work = AnySourceWork(
+            counts,
+            self._counted_as,
+            members,
+            tag,
+            submit,
+            self._engine,
+            self._set,
+            label,
+            given,
+            None,
+            self._seconds,
         )
+        work.record("hvdlab:recvAnySource", given)
+        counts.add(self._counted_as, members, tag, work)
+        return work
+
+    def _require_other(self, operation: str, other: int) -> None:
+        if other == self.rank():
+            raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
+
+    def _count(
+        self,
+        count: Callable[[str, int, int, int], None],
+        work: HvdlabWork,
+        other: int,
+        tag: int,
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Let receives from any source know of a message; one that is given up does not count."""
+        group, rank = self._counted_as, self._members[other]
+        if not counted:
+            count(group, rank, tag, 1)
+        work.on_failure = functools.partial(count, group, rank, tag, -1)
 
     def _pair(
         self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
     ) -> HvdlabWork:
         """A broadcast within the process set of the two, with a name for each direction and tag."""
-        if source == target:
-            raise InvalidRequestError(f"{operation}: rank {source} can't send to itself.")
-        submission, sends = _Submission(), operation == "send"
-        for tensor in tensors:
-            _require_dense(tensor, operation)
-            array, copy = _writable(tensor)
-            root = self._members[source]
-            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
-            submission.add(request, None if sends else copy)
         return self._go(
             operation,
             tensors,
-            submission,
-            process_set=self._world.process_set((self._members[source], self._members[target])),
-            name=f"{self._name_in_core}.{source}>{target}.{tag}",
+            self._moved(tensors, source, sends=operation == "send"),
+            process_set=self._pair_set(source, target),
+            name=self._pair_name(source, target, tag),
             source=source,
         )
+
+    def _moved(self, tensors: list[torch.Tensor], source: int, *, sends: bool) -> _Submission:
+        submission, root = _Submission(), self._members[source]
+        for tensor in tensors:
+            _require_dense(tensor, "send" if sends else "recv")
+            array, copy = _writable(tensor)
+            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+            submission.add(request, None if sends else copy)
+        return submission
+
+    def _pair_set(self, source: int, target: int) -> int:
+        pair = self._world.process_set((self._members[source], self._members[target]))
+        self._pairs.add(pair)
+        return pair
+
+    def _pair_name(self, source: int, target: int, tag: int) -> str:
+        return f"{self._name_in_core}.{source}>{target}.{tag}"
 
     # Names of torch before 2.13.
     _allgather_base, _reduce_scatter_base, alltoall_base = (
@@ -539,32 +754,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-# -- interrupts -------------------------------------------------------------------------------------------------------
-
-_groups: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HvdlabProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _interrupt_with(group: HvdlabProcessGroup) -> None:
-    """Tell the group when the notebook interrupts this rank: a wait in C++ does not see that."""
-    engine = group._engine
-    groups = _groups.get(engine)
-    if groups is None:
-        known = _groups[engine] = groups = weakref.WeakSet()
-
-        def interrupt() -> None:
-            for each in list(known):
-                each.interrupted()
-
-        engine.on_interrupt(interrupt)
-    groups.add(group)
-
-
 # -- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def _root(opts: Any) -> int:
-    """The root's number in the group: torch gives it in an object of options, or as a number."""
-    return 0 if opts is None else int(getattr(opts, "rootRank", opts))
 
 
 def _operator(opts: Any) -> Any:
@@ -651,6 +841,14 @@ def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None
     request.op = op
     if name == "PREMUL_SUM":
         request.prescale = float(operator.__getstate__()[1])
+
+
+def _other_shapes(shapes: Sequence[Sequence[int]]) -> MismatchError:
+    said = [
+        Disagreement((member,), f"a sparse tensor of shape {shape}", "this call")
+        for member, shape in enumerate(shapes)
+    ]
+    return MismatchError("all_reduce", 0, said)
 
 
 def _unexpected(received: Sequence[int], expected: Sequence[int], width: int, rank: int) -> MismatchError:

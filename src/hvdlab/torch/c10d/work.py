@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
@@ -20,12 +21,14 @@ from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
 
+_profilers: Any = torch.autograd
+
 Deliver = Callable[[Sequence[Result]], None]
 """Takes the results of an operation's requests to the user's tensors."""
 
 
 @cache
-def _futures_threads(pid: int) -> ThreadPoolExecutor:
+def futures_threads(pid: int) -> ThreadPoolExecutor:
     """Where futures end: their callbacks may wait for further futures, which no thread of the engine may.
 
     Of one process, since a forked child has none of its parent's threads.
@@ -68,11 +71,26 @@ class HvdlabWork(dist.Work):
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
+        #: Called once if it failed, for one who counts operations.
+        self.on_failure: Callable[[], None] | None = None
+        #: The profiler's event, which ends with the operation.
+        self._event: Any = None
         self._lock = threading.Lock()
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         #: How many handles the future still waits for.
         self._left = 0
+
+    @property
+    def process_set(self) -> int:
+        """Id of the process set that it is an operation of."""
+        return self._process_set
+
+    def record(self, name: str, tensors: Any) -> None:
+        """Show it in torch's profiler, if one runs: an event from now to its end, with the shapes of the tensors."""
+        if _profilers._profiler_enabled():
+            flat = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)]
+            self._event = _profilers._record_function_with_args_enter(name, *flat)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -89,15 +107,15 @@ class HvdlabWork(dist.Work):
         """
         seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
         try:
-            self._settle(seconds)
+            self._complete(seconds)
         except TimeoutError:
             text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
             self._engine.withdraw(text, self._process_set, CauseKind.TIMEOUT)
-            self._settle(None)
+            self._complete(None)
         self._end_future()
         return True
 
-    def _settle(self, seconds: float | None) -> None:
+    def _complete(self, seconds: float | None) -> None:
         """Wait for the core, deliver, and raise what it failed with. ``TimeoutError`` leaves all as it is."""
         results: list[Result] = []
         if not self._over:
@@ -115,6 +133,14 @@ class HvdlabWork(dist.Work):
                         self._error = error
                 self._over = True
                 self._deliver = None
+            event, self._event = self._event, None
+            if event is not None:
+                # On another thread than the one that began it: the profiler takes it for asynchronous then.
+                end = futures_threads(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
+                end.result()
+            failed, self.on_failure = self.on_failure, None
+            if failed is not None and self._error is not None:
+                failed()
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -127,7 +153,7 @@ class HvdlabWork(dist.Work):
         if not self.is_ended():
             return False
         with contextlib.suppress(HvdlabError):
-            self._settle(None)
+            self._complete(None)
         return True
 
     def is_success(self) -> bool:
@@ -173,7 +199,7 @@ class HvdlabWork(dist.Work):
 
     def _value(self, _: object) -> Any:
         try:
-            self._settle(None)
+            self._complete(None)
         except CollectiveError as error:
             self._engine.sent_through_native.append(error)
             raise
@@ -184,7 +210,7 @@ class HvdlabWork(dist.Work):
             self._left -= 1
             if self._left:
                 return
-        _futures_threads(os.getpid()).submit(self._end_future)
+        futures_threads(os.getpid()).submit(self._end_future)
 
     def _end_future(self) -> None:
         """End the future, if there is one. A wait that has returned ends it, too: C++ then takes its value without waiting."""

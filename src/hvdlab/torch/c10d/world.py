@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives import context
 from hvdlab.collectives.bootstrap.card import Card
@@ -20,7 +21,9 @@ from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.settings import Settings
+from hvdlab.torch.c10d.any_source import AnySource
 from hvdlab.torch.c10d.naming import is_local
+from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -29,17 +32,35 @@ _ASK, _ANSWER = "c10d.process_set.ask", "c10d.process_set.answer"
 _ATTEMPTS = 20
 
 
+class Interruptible(Protocol):
+    """A group whose operations C++ may wait for."""
+
+    def interrupted(self) -> None:
+        """The notebook interrupts this rank. Control thread."""
+
+
 class World:
-    """What this process knows of its world. One for each engine.
+    """What this process knows of its world. One for each engine, kept beside it.
 
     Args:
         engine: The engine.
+
+    Attributes:
         founded: Whether the world was made for the default group alone.
+        link: By which this rank asks for values of a store, and gives those that it keeps.
+        store: The default group's, if that is not one of torch's. C++ does not keep it alive.
+        any_source: Which messages there are for receives from any source.
+        with_futures: The groups that are told when the notebook interrupts this rank.
     """
 
-    def __init__(self, engine: Engine, *, founded: bool = False) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.founded = founded
+        self.founded = False
+        self.link = StoreLink(engine)
+        self.store: HvdlabStore | None = None
+        self.any_source = AnySource(engine)
+        self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        engine.on_interrupt(self._on_interrupt)
         self._registering = threading.Lock()
         #: The process sets that were asked for, by their ranks.
         self._sets: dict[tuple[int, ...], Handle] = {}
@@ -48,8 +69,13 @@ class World:
         self._answered = threading.Condition()
         #: The ranks that have asked for a set since this one let them know of it.
         self._answers: dict[tuple[int, ...], set[int]] = {}
+        engine.on_world(self._on_world)
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
+
+    def _on_interrupt(self) -> None:
+        for group in list(self.with_futures):
+            group.interrupted()
 
     def process_set(self, members: Sequence[int]) -> int:
         """The process set of these ranks; only they call this. Waits until it is there.
@@ -85,8 +111,8 @@ class World:
             self._answers.pop(ranks, None)
         engine.post(_ASK, _encoded(ranks), sorted(waiting))
         with self._answered:
-            while left := waiting & set(engine.ranks()) - self._answers.get(ranks, set()):
-                if not self._answered.wait(min(1.0, deadline.remaining() or 0.0)) and deadline.expired:
+            while left := waiting & set(engine.living) - self._answers.get(ranks, set()):
+                if not self._answered.wait(deadline.remaining()) and deadline.expired:
                     raise StartError(
                         f"{format_ranks(sorted(left))} did not answer, so that no group can be made."
                     )
@@ -122,6 +148,11 @@ class World:
             handle = self._sets.get(ranks)
             return handle is not None and handle.done() and self._is_there(handle)
 
+    def _on_world(self) -> None:
+        """A rank that was waited for may be gone. Control thread."""
+        with self._answered:
+            self._answered.notify_all()
+
     def _on_ask(self, sender: int, body: bytes) -> None:
         """Another rank needs a set. Control thread."""
         self._register(_decoded(body))
@@ -143,10 +174,6 @@ def _decoded(body: bytes) -> tuple[int, ...]:
     return tuple(map(int, body.split(b",")))
 
 
-_world: World | None = None
-_worlds_founded = 0
-
-
 def world_of_group(store: Any, rank: int, size: int) -> World:
     """The world that the default group is to live in: a pool's or a launcher's, or one that rank 0 founds.
 
@@ -159,43 +186,45 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
         StartError: There is no coordinator, and none can be started or reached.
         InvalidRequestError: hvdlab's world has other ranks than the group.
     """
-    global _world
-    current = _world
-    if (
-        current is not None
-        and current.founded
-        and (current.engine.rank, len(current.engine.ranks())) != (rank, size)
-    ):
-        context.shutdown()  # nothing but a former default group was in that world
-        current = None
+    if context.is_initialized():
+        current = context.companion(World)
+        if current.founded and (current.engine.rank, len(current.engine.ranks())) != (rank, size):
+            context.shutdown()  # nothing but a former default group was in that world
     settings = Settings.from_env()
     if size > 1 and not context.is_initialized() and not _has_launcher(settings):
-        current = _world = _founded(store, rank, size, settings)
+        world = _founded(store, rank, size, settings)
     else:
         engine = context.init()
-        if current is None or current.engine is not engine:
-            current = _world = World(engine)
-    engine = current.engine
-    if (engine.rank, len(engine.ranks())) != (rank, size):
+        require_whole_world(engine, rank, size)
+        world = context.companion(World)
+    # From here on any rank may send mail about groups, which is lost where nothing expects it yet.
+    world.engine.run(Request(OpKind.BARRIER, "init_process_group.ready"))
+    return world
+
+
+def require_whole_world(engine: Engine, rank: int, size: int) -> None:
+    """Raise ``InvalidRequestError`` if the default group is to have other ranks than the world; -1 is what was not given."""
+    own, ranks = engine.rank, len(engine.ranks())
+    if rank not in (-1, own) or size not in (-1, ranks):
         raise InvalidRequestError(
-            f"This process is rank {engine.rank} of {len(engine.ranks())} in hvdlab's world, and rank {rank} of {size} in the "
+            f"This process is rank {own} of {ranks} in hvdlab's world, and rank {rank} of {size} in the "
             "default process group: give init_process_group no rank and world_size, or the same ones."
         )
-    return current
 
 
 def current_world() -> World:
     """The world of the default group. Raises ``NotInitializedError`` if hvdlab was shut down since it was made."""
-    engine = context.engine('dist.new_group(backend="hvdlab")')
-    global _world
-    if _world is None or _world.engine is not engine:
-        _world = World(engine)
-    return _world
+    return context.companion(World, 'dist.new_group(backend="hvdlab")')
+
+
+def has_coordinator(settings: Settings) -> bool:
+    """Whether this process is a rank of a pool, or of a job of ``hvdlab run``."""
+    return context.in_rank_of_pool() or settings.coordinator is not None
 
 
 def _has_launcher(settings: Settings) -> bool:
     """Whether ``hvd.init`` finds a world by itself: that of a pool, of ``hvdlab run`` or of torchrun, also on several hosts."""
-    if context.in_rank_of_pool() or settings.coordinator is not None:
+    if has_coordinator(settings):
         return True
     launched = detect(os.environ)
     return launched is not None and launched.launcher.name == "torchrun"
@@ -203,9 +232,7 @@ def _has_launcher(settings: Settings) -> bool:
 
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
     """Rank 0 starts a coordinator, and says where it is in torch's store."""
-    global _worlds_founded
-    key = f"hvdlab.world.{_worlds_founded}"  # the launcher's store may be there for the next world, too
-    _worlds_founded += 1
+    key = f"hvdlab.world.{context.next_world()}"  # the launcher's store may be there for the next world, too
     coordinator = _start(store, key, size, settings) if rank == 0 else None
     try:
         card = Card.decode(bytes(store.get(key)))
@@ -219,13 +246,15 @@ def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
             settings, coordinator=card.address, token=card.token, rank=rank, size=size
         )
         # All ranks are on this host, or the card would have had no address for them.
-        engine = context.init(
+        context.init(
             dataclasses.replace(joining, local_rank=rank, local_size=size, cross_rank=0, cross_size=1)
         )
     finally:
         if coordinator is not None:
             coordinator.release()  # it ends after the last rank
-    return World(engine, founded=True)
+    world = context.companion(World)
+    world.founded = True
+    return world
 
 
 def _start(store: Any, key: str, size: int, settings: Settings) -> CoordinatorProcess:
@@ -239,11 +268,3 @@ def _start(store: Any, key: str, size: int, settings: Settings) -> CoordinatorPr
     card = Card(size, host_key(), coordinator.address, token=coordinator.token)
     store.set(key, card.encode())
     return coordinator
-
-
-def _forget_in_child() -> None:
-    global _world, _worlds_founded
-    _world, _worlds_founded = None, 0
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,261 @@
+"""Receives from any source: which rank's message a receive without a source takes.
+
+The core matches a send with the receive of its source. So a rank that receives from any source asks the members to say from then
+on how many messages with this tag they have sent to it, and takes the next of one that has sent more than was received.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, HvdlabError, Pending
+from hvdlab.torch.c10d.work import Deliver, HvdlabWork, futures_threads
+
+_COUNT = "c10d.any_source"
+_SAID_AFTER = 10.0
+"""Seconds after which, and how often, a receive that waits for any rank says so."""
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True):
+    """How many messages a rank has sent to another. ``asks`` instead wants to be told that, now and with each message."""
+
+    group: str
+    tag: int
+    count: int = 0
+    asks: bool = False
+
+
+class Counts:
+    """What one rank knows of the messages of one group: how many it sent, and how many there are for it.
+
+    Sources and targets are ranks of the world. All calls are made with the owner's lock held.
+    """
+
+    def __init__(self) -> None:
+        #: Messages that this rank sent, by target and tag.
+        self.sent: Counter[tuple[int, int]] = Counter()
+        #: Those who want to be told of messages with a tag.
+        self.asked: set[tuple[int, int]] = set()
+        #: Receives that were submitted here, by source and tag.
+        self.received: Counter[tuple[int, int]] = Counter()
+        #: What others said that they have sent to this rank.
+        self.offered: dict[tuple[int, int], int] = {}
+        #: Receives from any source that have none yet, by tag, the oldest first.
+        self.waiting: dict[int, deque[AnySourceWork]] = {}
+        #: Tags with which this rank has asked all members.
+        self.asks: set[int] = set()
+
+    def match(self) -> list[tuple[AnySourceWork, int]]:
+        """Give waiting receives their sources; of several ranks that have sent, the lowest."""
+        found = []
+        for tag, waiting in self.waiting.items():
+            while waiting:
+                ready = [
+                    source
+                    for (source, of_tag), count in sorted(self.offered.items())
+                    if of_tag == tag and count > self.received[source, tag]
+                ]
+                if not ready:
+                    break
+                self.received[ready[0], tag] += 1
+                found.append((waiting.popleft(), ready[0]))
+        return found
+
+
+class AnySource:
+    """The counts of all groups of this rank. One for each engine.
+
+    Args:
+        engine: The rank's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.changed = threading.Condition()
+        self._groups: dict[str, Counts] = {}
+        #: Receives whose source is known, and whether a thread is submitting them.
+        self._matched: deque[tuple[AnySourceWork, int]] = deque()
+        self._submitting = False
+        engine.on_mail(_COUNT, self._on_mail)
+        engine.on_world(self._on_world)
+
+    def _counts(self, group: str) -> Counts:
+        return self._groups.setdefault(group, Counts())
+
+    def sends(self, group: str, target: int, tag: int, change: int = 1) -> None:
+        """A message is sent; ``change`` of -1: one was given up."""
+        with self.changed:
+            counts = self._counts(group)
+            counts.sent[target, tag] += change
+            if (target, tag) in counts.asked:
+                self._say(group, target, tag)
+
+    def receives(self, group: str, source: int, tag: int, change: int = 1) -> None:
+        """A message of this source is received; ``change`` of -1: that was given up."""
+        with self.changed:
+            self._counts(group).received[source, tag] += change
+
+    def add(self, group: str, members: Sequence[int], tag: int, work: AnySourceWork) -> None:
+        """A receive from any member: it gets its source as soon as there is a message."""
+        with self.changed:
+            counts = self._counts(group)
+            counts.waiting.setdefault(tag, deque()).append(work)
+            if tag not in counts.asks:
+                counts.asks.add(tag)
+                others = [member for member in members if member != self._engine.rank]
+                self._engine.post(_COUNT, msgspec.msgpack.encode(Sent(group, tag, asks=True)), others)
+            self._match(counts)
+
+    def remove(self, group: str, tag: int, work: AnySourceWork) -> bool:
+        """A receive is given up. Whether it had no source yet."""
+        with self.changed:
+            waiting = self._counts(group).waiting.get(tag, deque())
+            if work in waiting:
+                waiting.remove(work)
+                return True
+            return False
+
+    def _match(self, counts: Counts) -> None:
+        for work, source in counts.match():
+            self._matched.append((work, source))
+        if self._matched and not self._submitting:
+            # Submitting them may wait for the process set of the two ranks, which the control thread must not.
+            self._submitting = True
+            futures_threads(os.getpid()).submit(self._submit_matched)
+
+    def _submit_matched(self) -> None:
+        """One thread does, so that messages of one rank come in the order of the receives."""
+        while True:
+            with self.changed:
+                if not self._matched:
+                    self._submitting = False
+                    return
+                work, source = self._matched.popleft()
+            work.begin(source)
+
+    def _say(self, group: str, target: int, tag: int) -> None:
+        said = Sent(group, tag, self._counts(group).sent[target, tag])
+        self._engine.post(_COUNT, msgspec.msgpack.encode(said), [target])
+
+    def _on_mail(self, sender: int, body: bytes) -> None:
+        """Control thread."""
+        said = msgspec.msgpack.decode(body, type=Sent)
+        with self.changed:
+            counts = self._counts(said.group)
+            if said.asks:
+                counts.asked.add((sender, said.tag))
+                self._say(said.group, sender, said.tag)
+            else:
+                counts.offered[sender, said.tag] = said.count
+                self._match(counts)
+
+    def _on_world(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+class AnySourceWork(HvdlabWork):
+    """A receive that gets its source later.
+
+    Args:
+        any_source: This rank's counts.
+        group: The group's name in the core.
+        members: The group's ranks.
+        tag: Of the messages.
+        submit: Submits the receive from a source, by filling this object.
+        args, kwargs: See :class:`HvdlabWork`.
+    """
+
+    def __init__(
+        self,
+        any_source: AnySource,
+        group: str,
+        members: Sequence[int],
+        tag: int,
+        submit: Callable[[AnySourceWork, int], None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._any_source, self._group, self._members, self._tag = any_source, group, tuple(members), tag
+        self._submit = submit
+        #: Whether its source is known and it is submitted, or it has failed before.
+        self._begun = False
+
+    def set_source(self, process_set: int, deliver: Deliver | None, source: int) -> None:
+        """It is an operation of this process set, with this rank of the group."""
+        self._process_set, self._deliver, self._source = process_set, deliver, source
+
+    def begin(self, source: int) -> None:
+        """There is a message of this rank. On a thread of its own."""
+        try:
+            self._submit(self, source)
+        except HvdlabError as error:
+            self._error = error
+        with self._any_source.changed:
+            self._begun = True
+            self._any_source.changed.notify_all()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        deadline = Deadline(timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds)
+        try:
+            self._wait_for_source(deadline)
+        except BaseException:
+            self._any_source.remove(self._group, self._tag, self)
+            raise
+        return super().wait(timedelta(seconds=max(deadline.remaining() or 0.0, 1e-3)))
+
+    def _wait_for_source(self, deadline: Deadline) -> None:
+        changed, said = self._any_source.changed, Deadline(_SAID_AFTER)
+        with changed:
+            while not self._begun:
+                lost = sorted(set(self._members) - set(self._engine.living))
+                if lost:
+                    raise self._ended(
+                        CauseKind.RANK_DIED, lost, f"rank {lost[0]} is gone, which might have sent"
+                    )
+                if deadline.expired:
+                    text = f"no rank has sent anything with tag {self._tag} within the timeout of the process group"
+                    raise self._ended(CauseKind.TIMEOUT, [], text)
+                if said.expired:
+                    said = Deadline(_SAID_AFTER)
+                    print(
+                        f"{self.operation}: waits for any rank to send with tag {self._tag}", file=sys.stderr
+                    )
+                limits = [each for each in (deadline.remaining(), said.remaining()) if each is not None]
+                changed.wait(min(limits))
+
+    def _ended(self, kind: CauseKind, ranks: Sequence[int], text: str) -> AbortedError:
+        self._error = AbortedError(
+            Pending(self.operation, f"{self.operation}.noname"), Cause(kind, tuple(ranks), text)
+        )
+        self._begun = self._over = True
+        return self._error
+
+    def is_ended(self) -> bool:
+        return self._begun and super().is_ended()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is None:
+                self._root = torch.futures.Future()
+                self._future = self._root.then(self._value)
+                futures_threads(os.getpid()).submit(self._wait_for_future)
+            return self._future
+
+    def _wait_for_future(self) -> None:
+        try:
+            self.wait()
+        except HvdlabError:  # which the future raises
+            self._end_future()

@@ -1,0 +1,133 @@
+"""``dist.init_process_group`` in a pool and under ``hvdlab run``: the ranks meet in the world that there is.
+
+They meet by a collective, so that whatever ends a collective ends this: a rank that fails or ends without coming, or dies, is
+named, and an interrupt is seen at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import CauseKind, HvdlabError
+from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.sites import call_site
+from hvdlab.torch.c10d.group import HvdlabProcessGroup
+from hvdlab.torch.c10d.naming import renamed
+from hvdlab.torch.c10d.store import HvdlabStore
+from hvdlab.torch.c10d.world import World, has_coordinator, require_whole_world
+from hvdlab.torch_backend import NAME
+
+_SPACE_BYTES = 16
+
+
+def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
+    """What ``dist.init_process_group`` does where there may be a world.
+
+    Args:
+        original: Torch's own. It does all there is to do, unless a group of ours is to be made and no store was named.
+        args, kwargs: Its arguments.
+
+    Raises:
+        AbortedError: A rank failed, died, was interrupted, or ended its cell without calling it; the world goes on.
+        InvalidRequestError: The rank or size is not that of the world.
+    """
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    in_pool = context.in_rank_of_pool()
+    if in_pool and _is_wanted_for_cpu() and given.get("backend") in (None, "gloo", "cpu:gloo"):
+        given["backend"] = NAME
+        if context.init().rank == 0:
+            print("torch.distributed: this group is hvdlab's in place of Gloo's (HVDLAB_C10D=1).")
+    if in_pool and dist.is_initialized() and _is_ours(given) and _stays():
+        return
+    named_store = given.get("store") is not None or given.get("init_method") not in (None, "env://")
+    if (
+        named_store
+        or not _is_ours(given)
+        or not has_coordinator(Settings.from_env())
+        or dist.is_initialized()
+    ):
+        original(**given)
+        return
+    engine = context.init()
+    require_whole_world(engine, given.get("rank", -1), given.get("world_size", -1))
+    timeout = given.get("timeout") or dist.distributed_c10d.default_pg_timeout
+    world = context.companion(World)  # before others can send to it
+    space = _met(engine, timeout)
+    ranks = engine.ranks()
+    world.store = HvdlabStore(world.link, space, ranks, timeout)
+    if engine.rank == ranks[0]:
+        world.store.open()
+    given.pop("init_method", None)
+    original(**{**given, "store": world.store, "rank": ranks.index(engine.rank), "world_size": len(ranks)})
+
+
+def _is_ours(given: dict[str, Any]) -> bool:
+    return NAME in str(given.get("backend", "")).lower()
+
+
+def _is_wanted_for_cpu() -> bool:
+    """Whether groups for CPU tensors are to be ours: where there are accelerators, torch's default is for their tensors, too."""
+    return os.environ.get("HVDLAB_C10D", "0") == "1" and torch.accelerator.current_accelerator() is None
+
+
+def _stays() -> bool:
+    """Say what is with the default group that there is: it stays if its ranks are still the same processes.
+
+    Else it is ended here, with all that were made of it.
+    """
+    group: Any = dist.group.WORLD
+    if not isinstance(group, HvdlabProcessGroup):
+        return False
+    engine = context.init()
+    stays = group.has_its_ranks() and group.size() == len(engine.ranks())
+    if engine.rank == engine.ranks()[0]:
+        if stays:
+            print(
+                f"torch.distributed: the default process group of {group.size()} ranks is there already; "
+                "dist.destroy_process_group() ends it."
+            )
+        else:
+            print(
+                f"torch.distributed: the default process group of {group.size()} ranks has other ranks now, and is made anew with "
+                f"{len(engine.ranks())}; make other groups and wrap models again."
+            )
+    if not stays:
+        dist.destroy_process_group()
+    return stays
+
+
+def _met(engine: Engine, timeout: timedelta) -> str:
+    """Wait for all ranks; what the values that belong to this meeting are known by."""
+    space = np.frombuffer(os.urandom(_SPACE_BYTES), np.uint8).copy()
+    request = Request(
+        OpKind.BROADCAST,
+        "init_process_group",
+        input=space,
+        output=space,
+        dtype=DType.U8,
+        root=engine.ranks()[0],
+        site=call_site(3),
+    )
+    handle = engine.submit(request)
+    seconds = timeout.total_seconds()
+    try:
+        try:
+            handle.wait(seconds)
+        except TimeoutError:
+            text = f"rank {engine.rank} gave up after {seconds:g} s, the timeout of the process group"
+            engine.withdraw(text, 0, CauseKind.TIMEOUT)
+            handle.wait()
+    except HvdlabError as error:
+        raise renamed(error, "init_process_group") from None
+    return space.tobytes().hex()

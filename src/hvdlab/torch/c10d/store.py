@@ -1,0 +1,360 @@
+"""Torch's store over the coordinator: rank 0 keeps the values, and the ranks' control threads carry what is asked.
+
+Nobody connects to anything, and no wait is in C++: an interrupt ends it, and so does the end of any rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitializedError, Pending
+
+_ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
+_REMEMBERED = 256
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank wants of the values.
+
+    Attributes:
+        number: Of this rank's; the answer has it.
+        space: Whose values: of one making of the default group.
+        operation: What to do: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
+            ``count``, ``list``, or ``forget`` what was asked as ``amount``.
+        keys: The keys.
+        values: Their values; of ``compare`` what is expected and what is wanted.
+        amount: What ``add`` adds.
+    """
+
+    number: int
+    space: str
+    operation: str
+    keys: tuple[str, ...] = ()
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What came of it. ``gone`` says that these values are no more: the group was made anew since."""
+
+    number: int
+    values: tuple[bytes, ...] = ()
+    amount: int = 0
+    keys: tuple[str, ...] = ()
+    gone: bool = False
+
+
+class StoreState:
+    """The values. Asks go in, and answers by rank come out; those that wait for keys come out later.
+
+    An ask that comes again, since its sender could not know whether it had arrived, is answered as it was.
+    """
+
+    def __init__(self) -> None:
+        self._spaces: dict[str, dict[str, bytes]] = {}
+        #: Asks whose keys are not all there, with their senders.
+        self._waiting: list[tuple[int, Ask]] = []
+        #: The latest answers to each rank, by the asks' numbers.
+        self._answered: dict[int, OrderedDict[int, Answer]] = {}
+
+    def handle(self, sender: int, ask: Ask) -> list[tuple[int, Answer]]:
+        known = self._answered.setdefault(sender, OrderedDict())
+        if ask.number in known:
+            return [(sender, known[ask.number])]
+        if ask.operation == "forget":
+            self._waiting = [
+                each for each in self._waiting if (each[0], each[1].number) != (sender, ask.amount)
+            ]
+            return []
+        if (sender, ask) in self._waiting:
+            return []
+        if ask.operation == "open":
+            found = self._open(ask.space)
+        else:
+            values = self._spaces.setdefault(ask.space, {})
+            if ask.operation in ("get", "wait") and not all(key in values for key in ask.keys):
+                self._waiting.append((sender, ask))
+                return []
+            found = []
+        found.append((sender, self._answer(ask)))
+        found += self._freed(ask.space)
+        for rank, answer in found:
+            answers = self._answered.setdefault(rank, OrderedDict())
+            answers[answer.number] = answer
+            while len(answers) > _REMEMBERED:
+                answers.popitem(last=False)
+        return found
+
+    def _open(self, space: str) -> list[tuple[int, Answer]]:
+        """A group is made: what was kept for those before it is dropped."""
+        self._spaces = {space: self._spaces.get(space, {})}
+        gone = [(rank, Answer(ask.number, gone=True)) for rank, ask in self._waiting if ask.space != space]
+        self._waiting = [each for each in self._waiting if each[1].space == space]
+        return gone
+
+    def _freed(self, space: str) -> list[tuple[int, Answer]]:
+        values = self._spaces[space]
+        ready = [
+            (rank, ask)
+            for rank, ask in self._waiting
+            if ask.space == space and all(k in values for k in ask.keys)
+        ]
+        self._waiting = [each for each in self._waiting if each not in ready]
+        return [(rank, self._answer(ask)) for rank, ask in ready]
+
+    def _answer(self, ask: Ask) -> Answer:
+        """Do what is asked; the keys that it needs are there."""
+        values, number = self._spaces[ask.space], ask.number
+        key = ask.keys[0] if ask.keys else ""
+        match ask.operation:
+            case "set":
+                values.update(zip(ask.keys, ask.values, strict=True))
+            case "get":
+                return Answer(number, tuple(values[each] for each in ask.keys))
+            case "append":
+                values[key] = values.get(key, b"") + ask.values[0]
+            case "add":
+                total = int(values.get(key, b"0")) + ask.amount
+                values[key] = str(total).encode()
+                return Answer(number, amount=total)
+            case "compare":
+                expected, wanted = ask.values
+                # A key that is not there is set if nothing is expected, and else what was expected comes back.
+                if values.get(key, b"") == expected:
+                    values[key] = wanted
+                return Answer(number, (values.get(key, expected),))
+            case "check":
+                return Answer(number, amount=int(all(each in values for each in ask.keys)))
+            case "delete":
+                return Answer(number, amount=int(values.pop(key, None) is not None))
+            case "count":
+                return Answer(number, amount=len(values))
+            case "list":
+                return Answer(number, keys=tuple(values))
+        return Answer(number)
+
+
+class StoreLink:
+    """A rank's part: it asks, and answers if it is the rank that keeps the values. One for each engine.
+
+    Args:
+        engine: The rank's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._state = StoreState()
+        self._changed = threading.Condition()
+        self._number = 0
+        #: What has no answer yet, by number, with the rank that keeps the values.
+        self._asked: dict[int, tuple[int, Ask]] = {}
+        self._answers: dict[int, Answer] = {}
+        engine.on_mail(_ASK, self._on_ask)
+        engine.on_mail(_ANSWER, self._on_answer)
+        engine.on_world(self._on_change)
+        engine.on_leave(lambda reason: self._on_change())
+        engine.on_reconnected(self._ask_again)
+
+    def ask(
+        self, keeper: int, members: Sequence[int], space: str, operation: str, seconds: float, **what: Any
+    ) -> Answer:
+        """Ask the rank that keeps the values, and wait for its answer.
+
+        Args:
+            keeper: That rank.
+            members: The ranks of the group: the end of any of them ends the wait.
+            space, operation: See :class:`Ask`.
+            seconds: Limit of the wait.
+            what: Further fields of :class:`Ask`.
+
+        Raises:
+            AbortedError: A rank died or left, or the group was made anew.
+            DistStoreError: The keys are not there in time.
+            KeyboardInterrupt: The user interrupted.
+        """
+        with self._changed:
+            self._number += 1
+            number = self._number
+            ask = Ask(number, space, operation, **what)
+            self._asked[number] = keeper, ask
+        deadline = Deadline(seconds)
+        answer: Answer | None = None
+        try:
+            self._engine.post(_ASK, msgspec.msgpack.encode(ask), [keeper])
+            with self._changed:
+                while (answer := self._answers.pop(number, None)) is None:
+                    self._raise_if_ended(ask, members)
+                    if deadline.expired:
+                        raise dist.DistStoreError(
+                            f"{operation}: no rank has set {', '.join(ask.keys)} within {seconds:g} s"
+                        )
+                    self._changed.wait(deadline.remaining())
+        finally:
+            with self._changed:
+                self._asked.pop(number, None)
+                self._answers.pop(number, None)
+            if answer is None:
+                self._engine.post(
+                    _ASK, msgspec.msgpack.encode(Ask(0, space, "forget", amount=number)), [keeper]
+                )
+        assert answer is not None
+        if answer.gone:
+            raise _ended(ask, Cause(CauseKind.MEMBERSHIP, (), "the default process group was made anew"))
+        return answer
+
+    def _raise_if_ended(self, ask: Ask, members: Sequence[int]) -> None:
+        if self._engine.closed:
+            raise NotInitializedError("the process group's store")
+        lost = sorted(set(members) - set(self._engine.living))
+        if lost:
+            reason = self._engine.death_of(lost[0])
+            kind = CauseKind.RANK_DIED if reason else CauseKind.RANK_LEFT
+            text = f"rank {lost[0]} died: {reason}" if reason else f"rank {lost[0]} left the job"
+            raise _ended(ask, Cause(kind, tuple(lost), text))
+
+    def _on_change(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _on_ask(self, sender: int, body: bytes) -> None:
+        """A rank asks this one. Control thread, which is the only one that touches the values."""
+        for rank, answer in self._state.handle(sender, msgspec.msgpack.decode(body, type=Ask)):
+            self._engine.post(_ANSWER, msgspec.msgpack.encode(answer), [rank])
+
+    def _on_answer(self, sender: int, body: bytes) -> None:
+        answer = msgspec.msgpack.decode(body, type=Answer)
+        with self._changed:
+            if answer.number in self._asked:
+                self._answers[answer.number] = answer
+                self._changed.notify_all()
+
+    def _ask_again(self) -> None:
+        """What was on its way when the coordinator died may be lost."""
+        with self._changed:
+            asked = list(self._asked.values())
+        for keeper, ask in asked:
+            self._engine.post(_ASK, msgspec.msgpack.encode(ask), [keeper])
+
+
+def _ended(ask: Ask, cause: Cause) -> AbortedError:
+    name = f"store.{ask.operation}"
+    return AbortedError(Pending(name, ", ".join(ask.keys)), cause)
+
+
+# Torch's stubs know a part of its methods.
+_Store: Any = dist.Store  # type: ignore[attr-defined]
+
+
+class HvdlabStore(_Store):  # type: ignore[misc]
+    """A ``torch.distributed.Store`` for the groups of a pool, or of a job under ``hvdlab run``.
+
+    C++ (of the Gloo backend, say) may use it, too. It needs to be kept alive by Python: C++ does not.
+
+    Args:
+        link: This rank's.
+        space: What the values belong to, equal on all ranks.
+        members: The ranks that use it; the first keeps the values.
+        timeout: Limit of waits that give none.
+
+    Attributes:
+        space: As given.
+    """
+
+    def __init__(self, link: StoreLink, space: str, members: Sequence[int], timeout: timedelta) -> None:
+        super().__init__()
+        self._link, self.space, self._members = link, space, tuple(members)
+        self._timeout = timeout
+        #: Copies that C++ has asked for, which it does not keep alive.
+        self._clones: list[HvdlabStore] = []
+
+    def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> Answer:
+        limit = self._timeout.total_seconds() if seconds is None else seconds
+        return self._link.ask(
+            self._members[0], self._members, self.space, operation, limit, keys=keys, **what
+        )
+
+    def open(self) -> None:
+        """Drop what was kept for groups before. The rank that keeps the values calls it, once all have met."""
+        self._ask("open")
+
+    @property
+    def timeout(self) -> timedelta:
+        """Limit of waits that give none."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._ask("set", key, values=(_bytes(value),))
+
+    def get(self, key: str) -> bytes:
+        """The value, once it is set. Raises ``DistStoreError`` after the timeout."""
+        return self._ask("get", key).values[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins with 0, and return the sum."""
+        return self._ask("add", key, amount=amount).amount
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set a value if the present one (empty for none) is the expected one; returns what it then is."""
+        return self._ask("compare", key, values=(_bytes(expected_value), _bytes(desired_value))).values[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a value."""
+        self._ask("append", key, values=(_bytes(value),))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Raises ``DistStoreError`` after the timeout."""
+        self._ask("wait", *keys, seconds=None if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return bool(self._ask("check", *keys).amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        return bool(self._ask("delete", key).amount)
+
+    def num_keys(self) -> int:
+        """Number of keys."""
+        return self._ask("count").amount
+
+    def list_keys(self) -> list[str]:
+        """All keys."""
+        return list(self._ask("list").keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys, once all are set."""
+        return list(self._ask("get", *keys).values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several values."""
+        self._ask("set", *keys, values=tuple(_bytes(value) for value in values))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> HvdlabStore:
+        """Another one with the same values."""
+        copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
+        self._clones.append(copy)
+        return copy
+
+    # Names by which C++ looks for them.
+    deleteKey, getNumKeys, listKeys = delete_key, num_keys, list_keys
+    setTimeout: Callable[..., None] = set_timeout
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

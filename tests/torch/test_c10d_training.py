@@ -1,0 +1,215 @@
+"""What is built on process groups: every way to train is one process with the batches of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
+from ranks import Ranks
+
+SIZE = 4
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _begin() -> None:
+    dist.init_process_group("hvdlab")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Ranks]:
+    imports = ["hvdlab.torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    with Ranks(SIZE, init=False, imports=imports) as ranks:
+        ranks.run(_begin, timeout=60)
+        yield ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.1)
+
+
+def _replicated() -> Made:
+    model = nn.parallel.DistributedDataParallel(_model())
+    return model, _adam(model)
+
+
+def _zero() -> Made:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(_model())
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+
+def _sharded(*shape: int) -> Callable[[], Made]:
+    def make() -> Made:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), _model()
+        for module in (model[0], model[2], model):  # type: ignore[index]
+            fully_shard(module, mesh=mesh)
+        return model, _adam(model)
+
+    return make
+
+
+def _fsdp1() -> Made:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"), use_orig_params=True)
+    return model, _adam(model)
+
+
+def _parallel() -> Made:
+    """Layers over pairs of ranks, whose replicas are sharded over the pairs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layer"))
+    model = parallelize_module(_model(), mesh["layer"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return model, _adam(model)
+
+
+#: Ways to train, and how many ranks have one batch in common.
+WAYS: dict[str, tuple[Callable[[], Made], int]] = {
+    "DDP": (_replicated, 1),
+    "ZeroRedundancyOptimizer": (_zero, 1),
+    "fully_shard": (_sharded(SIZE), 1),
+    "HSDP": (_sharded(2, SIZE // 2), 1),
+    "FSDP1": (_fsdp1, 1),
+    "tensor parallel and fully_shard": (_parallel, 2),
+}
+
+
+def _full(model: nn.Module) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    whole = (
+        FullyShardedDataParallel.summon_full_params(model)
+        if isinstance(model, FullyShardedDataParallel)
+        else contextlib.nullcontext()
+    )
+    with whole:
+        return [
+            (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+            for each in model.parameters()
+        ]
+
+
+def _trained() -> list[str]:
+    """The ways that end with other parameters than one process."""
+    rank, wrong = dist.get_rank(), []
+    generator = torch.Generator().manual_seed(1)
+    xs, ys = torch.randn(4 * SIZE, 8, generator=generator), torch.randn(4 * SIZE, 4, generator=generator)
+    alone = _model()
+    for name, (model, optimizer), shared in (
+        ("", (alone, _adam(alone)), SIZE),
+        *((name, make(), shared) for name, (make, shared) in WAYS.items()),
+    ):
+        rows = slice(4 * shared * (rank // shared), 4 * shared * (rank // shared + 1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(xs[rows]) - ys[rows]).square().mean().backward()
+            optimizer.step()
+        for one, other in zip(alone.parameters(), _full(model), strict=True):
+            if not torch.allclose(one, other, atol=1e-4, rtol=1e-3):
+                wrong.append(f"{name}: {(one - other).abs().max()}")
+    return wrong
+
+
+def test_every_way_to_train_is_one_process_with_all_batches(world: Ranks) -> None:
+    assert world.run(_trained, timeout=180) == [[]] * SIZE
+
+
+def _joined() -> None:
+    """Rank r has r + 1 batches; those that have no more take part with zeros."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(2)
+    batches = torch.randn(SIZE, SIZE, 4, 8, generator=generator)  # of each step and rank
+    alone, model = _model(), nn.parallel.DistributedDataParallel(_model())
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
+    with model.join():
+        for step in range(rank + 1):
+            optimizers[1].zero_grad()
+            model(batches[step, rank]).square().mean().backward()
+            optimizers[1].step()
+    for step in range(SIZE):
+        optimizers[0].zero_grad()
+        for each in range(step, SIZE):
+            (alone(batches[step, each]).square().mean() / SIZE).backward()
+        optimizers[0].step()
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def _tensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    generator = torch.Generator().manual_seed(3)
+    left, right = torch.randn(6, 5, generator=generator), torch.randn(5, 7, generator=generator)  # not even
+    for placements in (
+        [Shard(0), Shard(1)],
+        [Shard(1), Replicate()],
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(0)],
+    ):
+        one = distribute_tensor(left, mesh, placements)
+        other = distribute_tensor(right, mesh, [Shard(0), Replicate()])
+        torch.testing.assert_close((one @ other).full_tensor(), left @ right)
+        for again in ([Replicate(), Shard(1)], [Shard(1), Shard(0)]):
+            torch.testing.assert_close(one.redistribute(mesh, again).full_tensor(), left)
+    partial = one.from_local(torch.ones(3), mesh, [Partial(), Replicate()])
+    assert partial.full_tensor().tolist() == [2.0] * 3
+
+
+def _saved(path: str) -> None:
+    """A sharded model and its optimizer, saved, and loaded by others that are sharded in another way."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 8), scale * (dist.get_rank() + 1))).square().mean().backward()
+        optimizer.step()
+
+    after: list[list[torch.Tensor]] = []
+    for make in (_sharded(SIZE), _sharded(2, SIZE // 2)):
+        model, optimizer = make()
+        step(model, optimizer, 1.0)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if not after:
+            step(model, optimizer, 2.0)
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            checkpoint.save(state, checkpoint_id=path)
+        else:
+            checkpoint.load(state, checkpoint_id=path)
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        step(model, optimizer, 3.0)  # which needs the optimizer's state, too
+        after.append(_full(model))
+    for one, other in zip(*after, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_uneven_batches_tensors_and_checkpoints(world: Ranks, tmp_path: Path) -> None:
+    world.run(_joined, timeout=60)
+    world.run(_tensors, timeout=60)
+    world.run(_saved, str(tmp_path / "checkpoint"), timeout=60)

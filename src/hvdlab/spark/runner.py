@@ -163,7 +163,7 @@ class Job:
         """Wait until Spark has room for all tasks at once. Raises if it has not, or can't have."""
         while (slots := self._slots()) < self._size:
             left = self._deadline - time.monotonic()
-            if self._context.master.startswith("local") or left <= 0:
+            if _is_local(self._context) or left <= 0:
                 raise StartError(_late(f"it has {slots} task slots for {self._size} ranks", self._timeout))
             self._news.wait(min(left, _LOOKS))
 
@@ -264,9 +264,14 @@ def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | N
     """Where executors reach the coordinator; ``None`` if all of them are this process's."""
     if nics:
         return addresses.of_interfaces([nics] if isinstance(nics, str) else sorted(nics))
-    if context.master == "local" or context.master.startswith("local["):
+    if _is_local(context):
         return None
     return addresses.chosen(os.environ) or addresses.outward([context.getConf().get("spark.driver.host", "")])
+
+
+def _is_local(context: Any) -> bool:
+    """Whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
+    return bool(context.master == "local" or context.master.startswith("local["))
 
 
 def _late(why: str, timeout: float) -> str:

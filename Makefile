@@ -19,7 +19,7 @@ WORKERS ?= 3
 # With RETRY=1, what failed is run once more by itself, and named at the end.
 AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
-.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet clean
+.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet engines clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -114,7 +114,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/bootstrap \
 		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
 
-test-engines: mxnet ## what needs another environment than .venv: MXNet's
+test-engines: mxnet engines ## what needs another environment than .venv: MXNet's, and that of Ray and Spark
 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet
@@ -122,13 +122,25 @@ mxnet: ## key-value stores beside real MXNet, in an environment of its own: it n
 	out/mxnet/bin/python -m pip install --quiet $(OURSELVES)
 	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
 
+# pyspark comes as source: what builds it is installed first, checked as well.
+engines: ## ranks in the tasks of a real Spark, in an environment of its own, which has pandas 2; Spark needs Java 17
+	$(PYTHON) -m venv out/engines
+	out/engines/bin/python -m pip install --quiet --no-index --no-deps "$$(grep -o '^torch==[^ ]*' requirements/engines.txt)" 2>/dev/null || true
+	awk '/^[a-z]/ { builds = /^(pip|setuptools|wheel)==/ } builds' requirements/engines.txt > out/engines/builds.txt
+	out/engines/bin/python -m pip install --quiet $(CHECKED) --requirement out/engines/builds.txt
+	out/engines/bin/python -m pip install --quiet $(CHECKED) --no-build-isolation --requirement requirements/engines.txt
+	out/engines/bin/python -m pip install --quiet $(OURSELVES)
+	out/engines/bin/python -m pytest tests/beside_spark $(PYTEST_ARGS)
+
 COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
+# Ray and Spark have an environment of their own: Spark is not ready for pandas 3.
+EXTRAS := torch tensorflow mpi gpu tls yaml lab test dev
 EVERYWHERE := --universal --python-version 3.11.0 --fork-strategy fewest
 
 lock: ## write constraints.txt and requirements/ for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
-	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) --all-extras --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
+	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) $(addprefix --extra ,$(EXTRAS)) --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
 	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
 		--constraint constraints.txt --generate-hashes --output-file out/lock/all.txt pyproject.toml -
 	# What only torch's build for CUDA needs is a file of its own. `tensorflow`, for which tf_keras asks, would overwrite tensorflow-cpu.
@@ -136,6 +148,10 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 		!left_out { print > ("requirements/" (cuda ? "cuda" : "installed") ".txt") }' out/lock/all.txt
 	printf 'mxnet==1.9.1\nnumpy==1.23.5\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\npip\n' | $(COMPILE) \
 		--python-version 3.11 --generate-hashes --output-file requirements/mxnet.txt $(LOCK_ARGS) pyproject.toml -
+	cp requirements/engines.txt out/lock/engines.txt  # its pins are kept
+	printf "$$(grep -o '^torch==[^ ]*' constraints.txt)\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\nsetuptools\nwheel\npip\n" | \
+		$(COMPILE) --python-version 3.11 --extra ray --extra spark --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
+	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/ } !cuda' out/lock/engines.txt > requirements/engines.txt
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -23,7 +23,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CHECKED = ["requirements/installed.txt", "requirements/cuda.txt", "requirements/mxnet.txt"]
+CHECKED = [
+    "requirements/installed.txt",
+    "requirements/cuda.txt",
+    "requirements/mxnet.txt",
+    "requirements/engines.txt",
+]
 FILES = ["constraints.txt", *CHECKED]
 CLASSIFIER = "Programming Language :: Python :: "
 #: The first release of each promised minor version: what a dependency asks for is most often a lower bound.
@@ -34,7 +39,10 @@ PROMISED = [
     )
     if minor[0].isdigit() and "Only" not in minor
 ]
-EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+#: All extras but those that have an environment of their own, `out/engines`.
+EXTRAS: dict[str, list[str]] = {
+    name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in ("ray", "spark")
+}
 #: What `make install` brings beside the extras, and the one extra that it does not bring.
 BESIDE = ["mpich", "tensorflow-cpu"]
 LEFT_OUT = "gpu"
@@ -215,13 +223,13 @@ def test_what_is_checked_by_digest_is_what_is_pinned(python: str) -> None:
 
 
 def test_what_is_installed_is_checked(tmp_path: Path) -> None:
-    """Each of the Makefile's installations of `.venv` and MXNet's environment asks for digests, or downloads nothing."""
+    """Each of the Makefile's installations of `.venv`, MXNet's environment and that of Ray and Spark asks for digests, or downloads nothing."""
     commands = [
         line
         for line in (ROOT / "Makefile").read_text().splitlines()
-        if re.search(r"^\t.*(\$\(BIN\)|out/mxnet/bin)/python -m pip install", line)
+        if re.search(r"^\t.*(\$\(BIN\)|out/(mxnet|engines)/bin)/python -m pip install", line)
     ]
-    assert len(commands) == 6
+    assert len(commands) == 10
     assert [
         line for line in commands if not re.search(r"\$\((CHECKED|OURSELVES)\)|--no-index --no-deps", line)
     ] == []

@@ -13,6 +13,7 @@ STANDS_FOR = {
     "horovod.tensorflow.util": "hvdlab.tensorflow.functions",
     "horovod.keras": "hvdlab.keras",
     "horovod.mxnet": "hvdlab.mxnet",
+    "horovod.spark": "hvdlab.spark",
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",
     "horovod.common.elastic": "hvdlab.collectives.elastic",
     "horovod.data": "hvdlab.data",
@@ -26,7 +27,10 @@ _FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was 
 
 ABSENT = {
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
-    "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
+    "horovod.spark.torch": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
+    "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
+    "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
+    "horovod.spark.common": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.runner.elastic.discovery": _FIXED,
     "horovod.runner.elastic.driver": _FIXED,
     "horovod.runner.elastic.registration": _FIXED,

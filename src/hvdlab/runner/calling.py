@@ -131,7 +131,7 @@ def run(
         say(warning)
     if use_mpi or mpi_args:
         say("use_mpi= and mpi_args= have no effect: the ranks of a function are started by hvdlab itself.")
-    function = _pickled(func, args, dict(kwargs or {}))
+    function = pickled(func, args, dict(kwargs or {}))
     job = wishes.job([executable or default_python()], function)
     job.environment.update(env or {})
     sink: Sink
@@ -146,7 +146,7 @@ def run(
         raise KeyboardInterrupt
     if done.stopped:
         signal.raise_signal(done.stopped)
-    return _results(done, job.size)
+    return results(done, job.size)
 
 
 def _one(first: str, value: int | None, second: str, other: int | None) -> int | None:
@@ -155,7 +155,7 @@ def _one(first: str, value: int | None, second: str, other: int | None) -> int |
     return other if value is None else value
 
 
-def _pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if not callable(func):
         raise InvalidRequestError(f"hvdlab.run() calls a function, and {func!r} is none.")
     try:
@@ -168,7 +168,7 @@ def _pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         ) from error
 
 
-def _results(done: Done, size: int) -> list[Any]:
+def results(done: Done, size: int) -> list[Any]:
     """What was returned, by rank; raises what went wrong first."""
     # What our own ranks sent over pipes of ours.
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301

@@ -1,0 +1,11 @@
+"""``hvdlab.spark``: ranks in the tasks of a Spark job, also as ``horovod.spark``.
+
+It needs pyspark (``pip install hvdlab[spark]``), which is imported when ranks are started.
+"""
+
+from __future__ import annotations
+
+from hvdlab.spark.distributor import TorchDistributor
+from hvdlab.spark.runner import run
+
+__all__ = ["TorchDistributor", "run"]

@@ -1,0 +1,290 @@
+"""``hvdlab.spark.run``: a function on ranks in the tasks of one barrier stage, which Spark starts all together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TextIO, TypeVar
+
+from hvdlab.collectives import addresses
+from hvdlab.collectives.client import Client, Membership
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.environment import World
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.runner.calling import RankFailedError, pickled, results
+from hvdlab.runner.done import Done
+from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.spark.task import RankEnd, RankTask
+
+T = TypeVar("T")
+
+START_TIMEOUT = 600
+"""Seconds that Spark has to start the tasks, unless the call or ``HOROVOD_SPARK_START_TIMEOUT`` says otherwise."""
+_LOOKS = 0.2
+"""Seconds between two looks at Spark's status, which tells nothing by itself."""
+_AFTER_A_FAILURE = 15.0
+"""Seconds that the other ranks have to end once one has failed."""
+_CLOSING = 5.0
+
+_jobs = itertools.count()
+
+
+def run(
+    fn: Callable[..., T],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Collection[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return what it returned, by rank.
+
+    The tasks are one barrier stage: all run at the same time. Each starts its rank as a process of its own. Tasks of a host
+    get consecutive ranks; the host of task 0 comes first.
+
+    Args:
+        fn: Called on each rank; joins the others by ``hvd.init()``. It may come from a notebook or a closure.
+        args, kwargs: Its arguments; they and what it returns must be picklable.
+        num_proc: Number of ranks; by default ``spark.default.parallelism``.
+        start_timeout: Seconds within which all tasks must run; by default ``HOROVOD_SPARK_START_TIMEOUT``, else 600.
+        use_gloo: Horovod's; it changes nothing.
+        use_mpi: True is refused: Spark's tasks are not started by MPI.
+        extra_mpi_args: Refused as well.
+        env: Variables for the ranks, beside those of Spark's executors. The driver's are not passed on.
+        stdout, stderr: Streams on the driver that get the ranks' output, with ranks in front, when the ranks have ended: the
+            last 4 MiB of each. Without either, output goes line by line to the executors' logs, which with ``local[n]`` is
+            this process's standard error.
+        verbose: 2 also says where the coordinator is and when tasks run.
+        nics: Network interfaces of the driver, of which one must be reached by the executors.
+        prefix_output_with_timestamp: Put the time at which output is written in front of each line.
+        executable: Python interpreter of the ranks; by default the executors'.
+
+    Raises:
+        StartError: pyspark is missing, no SparkContext is active, or Spark did not start all tasks in time, or has too few slots for them.
+        RankFailedError: A rank failed; also an instance of what its function raised, with the rank and its traceback.
+        InvalidRequestError: The arguments make no sense, or the function can't be pickled.
+        RuntimeError: Spark's job failed.
+        KeyboardInterrupt: The call was interrupted; the job was cancelled.
+    """
+    if use_mpi or extra_mpi_args:
+        raise InvalidRequestError(
+            "use_mpi= and extra_mpi_args= ask for MPI, and Spark's tasks start without it; leave them out."
+        )
+    captured = stdout is not None or stderr is not None
+    context = active_context()
+    task = RankTask(
+        pickled(fn, args, dict(kwargs or {})), dict(env or {}), executable or "", captured=captured
+    )
+    job = run_tasks(context, task, num_proc, start_timeout, nics, verbose)
+    if captured:
+        out, err = Writer(stdout or sys.stdout), Writer(stderr or sys.stderr)
+        sink = ConsoleSink(out, err, timestamp=prefix_output_with_timestamp)
+        for end in job.ends:
+            for stream, data in end.output:
+                sink.write(end.rank, stream, data)
+            sink.ended(end.rank)
+    return results(job.done(), len(job.ends))
+
+
+def run_tasks(
+    context: Any,
+    task: RankTask,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    nics: Collection[str] | str | None = None,
+    verbose: int = 1,
+) -> Job:
+    """Run a task on each of so many ranks; the arguments and errors are those of :func:`run`.
+
+    Returns:
+        The job, which has ended; ranks may have failed.
+    """
+    size = context.defaultParallelism if num_proc is None else num_proc
+    if size < 1:
+        raise InvalidRequestError(f"num_proc={size}: there must be at least one rank.")
+    timeout = float(start_timeout or os.environ.get("HOROVOD_SPARK_START_TIMEOUT") or START_TIMEOUT)
+    job = Job(context, size, time.monotonic() + timeout, timeout)
+    job.wait_for_slots()
+    say = _speaker(verbose)
+    with contextlib.ExitStack() as cleanup:
+        address = _driver_address(context, nics)
+        environ = {**os.environ, **task.environment}
+        coordinator = CoordinatorProcess.start(size=size, tcp_host=address, environ=environ)
+        cleanup.callback(coordinator.close, _CLOSING)
+        client = cleanup.enter_context(Client.connect(coordinator.address, coordinator.client_token))
+        client.on_membership(job.on_membership)
+        where = (coordinator.tls_address if address else None) or coordinator.address
+        say(f"coordinator {where}; {size} ranks")
+        world = World(where, coordinator.token, coordinator.certificate if address else None)
+        job.run(replace(task, world=world, client_token=coordinator.client_token), say)
+    return job
+
+
+class Job:
+    """One job of Spark, run on a thread of its own so that this one can watch it.
+
+    Args:
+        context: The SparkContext.
+        size: Number of ranks.
+        deadline: When all tasks must run, by the monotonic clock.
+        timeout: The seconds that were given, for messages.
+
+    Attributes:
+        ends: What the tasks returned, by rank.
+    """
+
+    def __init__(self, context: Any, size: int, deadline: float, timeout: float) -> None:
+        self._context, self._size, self._deadline, self._timeout = context, size, deadline, timeout
+        self._group = f"horovod.spark.run.{next(_jobs)}"
+        #: Set when the job has ended, and when a rank has failed.
+        self._news = threading.Event()
+        self._ended = threading.Event()
+        self.ends: list[RankEnd] = []
+        self._error: Exception | None = None
+        #: Ranks that failed, in the order in which the coordinator learnt it, with the reasons.
+        self._failed: dict[int, str] = {}
+
+    def wait_for_slots(self) -> None:
+        """Wait until Spark has room for all tasks at once. Raises if it has not, or can't have."""
+        while (slots := self._slots()) < self._size:
+            left = self._deadline - time.monotonic()
+            if _is_local(self._context) or left <= 0:
+                raise StartError(_late(f"it has {slots} task slots for {self._size} ranks", self._timeout))
+            self._news.wait(min(left, _LOOKS))
+
+    def _slots(self) -> int:
+        scala = self._context._jsc.sc()
+        return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+
+    def on_membership(self, membership: Membership) -> None:
+        """The coordinator's word of who has failed. On its client's thread."""
+        for death in membership.deaths:
+            self._failed.setdefault(death.rank, death.reason)
+        if self._failed:
+            self._news.set()
+
+    def run(self, task: RankTask, say: Callable[[str], None]) -> None:
+        """Run it and keep what the tasks returned. Cancels the job however this is left."""
+        from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
+
+        thread = InheritableThread(target=self._submit, args=(task,), name=self._group)
+        thread.daemon = True
+        thread.start()
+        try:
+            self._wait_until_started()
+            say("all tasks run")
+            self._news.wait()
+            if not self._ended.wait(_AFTER_A_FAILURE if self._failed else None):
+                (rank, reason), *_ = self._failed.items()
+                error = RankFailedError(f"rank {rank} failed: {reason}")
+                error.rank = rank
+                raise error
+        finally:
+            if not self._ended.is_set():
+                self._context.cancelJobGroup(self._group)
+                self._ended.wait(_CLOSING)
+        if self._error is not None:
+            raise self._job_error() from self._error
+
+    def _submit(self, task: RankTask) -> None:
+        try:
+            self._context.setJobGroup(self._group, "Horovod Spark Run", interruptOnCancel=True)
+            tasks = self._context.parallelize(range(self._size), self._size).barrier().mapPartitions(task)
+            self.ends = sorted(tasks.collect(), key=lambda end: end.rank)
+        except Exception as error:  # noqa: BLE001  # the caller raises it
+            self._error = error
+        finally:
+            self._ended.set()
+            self._news.set()
+
+    def _wait_until_started(self) -> None:
+        while not self._news.wait(_LOOKS):
+            running = sum(stage.numActiveTasks + stage.numCompletedTasks for stage in self._stages())
+            if running >= self._size:
+                return
+            if time.monotonic() > self._deadline:
+                raise StartError(_late(f"{running} of {self._size} run", self._timeout))
+
+    def _stages(self) -> Iterator[Any]:
+        status = self._context.statusTracker()
+        for number in status.getJobIdsForGroup(self._group):
+            job = status.getJobInfo(number)
+            for stage in job.stageIds if job else ():
+                info = status.getStageInfo(stage)
+                if info is not None:
+                    yield info
+
+    def _job_error(self) -> Exception:
+        if self._failed:
+            (rank, reason), *_ = self._failed.items()
+            failed = RankFailedError(f"rank {rank} failed: {reason}")
+            failed.rank = rank
+            return failed
+        return RuntimeError("Spark job has failed, see the error above.")
+
+    def done(self) -> Done:
+        """The job's end as ``hvdlab.run`` has it."""
+        bad = [end.rank for end in self.ends if not end.outcome.ok]
+        first = next((rank for rank in self._failed if rank in bad), bad[0] if bad else None)
+        done = Done()
+        done.outcomes = {end.rank: end.outcome for end in self.ends}
+        done.results = {end.rank: end.result for end in self.ends}
+        if first is not None:
+            done.failed, done.code = first, done.outcomes[first].exit_code
+        return done
+
+
+def active_context() -> Any:
+    try:
+        from pyspark import SparkContext  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise StartError(f"hvdlab.spark needs pyspark ({error}): pip install 'hvdlab[spark]'") from error
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise StartError("Could not find an active SparkContext, are you running in a PySpark session?")
+    return context
+
+
+def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | None:
+    """Where executors reach the coordinator; ``None`` if all of them are this process's."""
+    if nics:
+        return addresses.of_interfaces([nics] if isinstance(nics, str) else sorted(nics))
+    if _is_local(context):
+        return None
+    return addresses.chosen(os.environ) or addresses.outward([context.getConf().get("spark.driver.host", "")])
+
+
+def _is_local(context: Any) -> bool:
+    """Whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
+    return bool(context.master == "local" or context.master.startswith("local["))
+
+
+def _late(why: str, timeout: float) -> str:
+    return (
+        f"Timed out waiting for Spark tasks to start: {why}. Please check that Spark has enough free task slots to run "
+        f"all ranks at the same time (cores, executors, other jobs), ask for fewer by num_proc, or raise start_timeout "
+        f"(now {timeout:g} s)."
+    )
+
+
+def _speaker(verbose: int) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        if verbose >= 2:
+            print(f"hvdlab.spark: {text}", file=sys.stderr, flush=True)
+
+    return say

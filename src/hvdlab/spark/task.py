@@ -1,0 +1,173 @@
+"""What each task of the barrier job runs on an executor: the parent of one rank, which is a process of its own.
+
+A rank needs the main thread, its standard streams and a fresh interpreter, and Spark uses one Python worker for many tasks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.engine.hosts import host_key, place
+from hvdlab.collectives.environment import World, free_port, own_environment, thread_counts
+from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
+from hvdlab.launch.exits import Outcome
+from hvdlab.runner.function import Raised
+from hvdlab.runner.lines import LineAssembler, prefix
+
+KEPT = 4 << 20
+"""Bytes of a rank's output that are kept for the driver's streams: the last ones."""
+
+
+_NO_WORLD = World("", "")
+"""Until there is a coordinator."""
+
+
+@dataclass
+class RankEnd:
+    """What a task returns.
+
+    Attributes:
+        rank: Its rank.
+        outcome: How the rank's process ended.
+        result: The pickled outcome of the function, or empty.
+        output: What the rank wrote, in order, each with the stream (1 or 2), if the driver asked for it.
+    """
+
+    rank: int
+    outcome: Outcome
+    result: bytes = b""
+    output: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """A function for ``RDDBarrier.mapPartitions``.
+
+    Attributes:
+        call: The pickled call of the user's function.
+        environment: Variables for the ranks, beside those of their tasks.
+        executable: Python interpreter of the ranks; empty for the task's.
+        captured: Whether output is returned; else it goes to the task's standard error.
+        gpus: Whether a rank sees only the GPUs that Spark gave to its task.
+        world: What every rank is told; the rendezvous address is chosen by the tasks.
+        client_token: With this the task says to the coordinator how its rank ended. Ranks are not given it.
+    """
+
+    call: bytes
+    environment: Mapping[str, str]
+    executable: str = ""
+    captured: bool = False
+    gpus: bool = False
+    world: World = _NO_WORLD
+    client_token: str = ""
+
+    def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
+        """Run this task's rank to its end. It happens once: Spark gives up a barrier stage with results when a task is lost."""
+        from pyspark import BarrierTaskContext  # pyright: ignore[reportMissingImports]
+
+        context = BarrierTaskContext.get()
+        hosts = [str(key) for key in context.allGather(_host())]
+        order = ranks_by_host(hosts)
+        rank, size = order.index(context.partitionId()), len(order)
+        address = (
+            context.getTaskInfos()[context.partitionId()].address.rpartition(":")[0] or socket.gethostname()
+        )
+        rendezvous = context.allGather(f"{address} {free_port()}")[order[0]].split()
+        world = replace(self.world, master_address=rendezvous[0], master_port=int(rendezvous[1]))
+        where = place(rank, range(size), [hosts[task] for task in order])
+        environment = dict(self.environment)
+        environment |= thread_counts({**os.environ, **environment}, where.local_size)
+        environment |= own_environment(world, rank, size, where)
+        if self.gpus:
+            found = context.resources().get("gpu")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(found.addresses if found else ())
+        yield self._run(rank, environment)
+
+    def _run(self, rank: int, environment: dict[str, str]) -> RankEnd:
+        command = (self.executable or sys.executable, "-m", "hvdlab.runner.function")
+        start = wire.Start(tuple(map(os.fsencode, command)), b"", {}, function=self.call)
+        with Client.connect(
+            self.world.coordinator, self.client_token, certificate=self.world.certificate
+        ) as client:
+            try:
+                child = spawn(start, wire.RankSpec(rank, environment), -1)
+            except SpawnError as error:
+                client.rank_lost(rank, 0, str(error))
+                return RankEnd(rank, Outcome(error.code, 0, str(error)))
+            output = drain(child, captured=self.captured)
+            code, signal = child.reap()
+            end = RankEnd(rank, Outcome(code, signal), b"".join(child.result()), output)
+            if not end.outcome.ok:
+                # The others would wait for a rank that did not come to hvd.init().
+                client.rank_lost(rank, child.pid, _reason(end))
+            return end
+
+
+def _host() -> str:
+    """A YARN container counts as a host of its own, as for Horovod."""
+    container = os.environ.get("CONTAINER_ID", "")
+    return f"{host_key()} {container}".strip()
+
+
+def _reason(end: RankEnd) -> str:
+    found = pickle.loads(end.result) if end.result else None  # noqa: S301  # what our own child wrote for us
+    return f"its function raised {found.line}" if isinstance(found, Raised) else str(end.outcome)
+
+
+def ranks_by_host(hosts: Sequence[str]) -> list[int]:
+    """The task of each rank: tasks of one host get consecutive ranks, and the host of task 0 comes first.
+
+    >>> ranks_by_host(["b", "a", "b"])
+    [0, 2, 1]
+    """
+    first = {host: hosts.index(host) for host in hosts}
+    return sorted(range(len(hosts)), key=lambda task: (first[hosts[task]], task))
+
+
+def drain(child: Child, *, captured: bool) -> list[tuple[int, bytes]]:
+    """Read what a rank writes until it closes its streams. What is not captured goes to this process's standard error.
+
+    Returns:
+        Pieces with their stream, the last :data:`KEPT` bytes; nothing if not captured.
+    """
+    pieces: list[tuple[int, bytes]] = []
+    size = 0
+
+    def lines(stream: int) -> LineAssembler:
+        head = prefix(child.rank, stream)
+        return LineAssembler(lambda line, passing: _write_all(STDERR, head + line + b"\n"))
+
+    shown = {stream: lines(stream) for stream in child.pipes.values()}
+    with DefaultSelector() as selector:
+        for pipe, stream in child.pipes.items():
+            selector.register(pipe, EVENT_READ, stream)
+        while selector.get_map():
+            for key, _ in selector.select():
+                data = os.read(key.fd, wire.PIECE)
+                if not data:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    shown[key.data].finish()
+                elif captured:
+                    pieces.append((key.data, data))
+                    size += len(data)
+                    while size - len(pieces[0][1]) >= KEPT:
+                        size -= len(pieces.pop(0)[1])
+                else:
+                    shown[key.data].feed(data)
+    return pieces
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -27,7 +27,6 @@ _FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was 
 ABSENT = {
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.spark": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
-    "horovod.runner.elastic.discovery": _FIXED,
     "horovod.runner.elastic.driver": _FIXED,
     "horovod.runner.elastic.registration": _FIXED,
     "horovod.runner.elastic.rendezvous": _FIXED,

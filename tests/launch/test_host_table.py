@@ -36,6 +36,7 @@ class Followed:
         self.now = 0.0
         self.said: list[str] = []
         self.usable: dict[str, int] = {}
+        self.aside: frozenset[str] = frozenset()
 
     def handle(self, event: HostEvent, after: float = 1.0) -> Followed:
         self.now += after
@@ -43,9 +44,10 @@ class Followed:
             match effect:
                 case SayOfHosts(text):
                     self.said.append(text)
-                case HostsChanged(slots):
-                    assert slots != self.usable  # else it is no news
-                    self.usable = dict(slots)
+                case HostsChanged(slots, aside):
+                    assert (slots, aside) != (self.usable, self.aside)  # else it is no news
+                    assert not aside & slots.keys()
+                    self.usable, self.aside = dict(slots), aside
         assert self.usable == self.table.usable
         return self
 
@@ -68,6 +70,7 @@ def test_a_host_that_fails_is_put_aside_longer_each_time_and_comes_back() -> Non
     for seconds in (5, 10, 20, 20):
         seen.handle(HostFailed("b", "it refused")).handle(HostFailed("b", "it refused"), 0)
         assert seen.usable == {"a": 1}
+        assert seen.aside == {"b"}
         assert seen.said.pop() == f"b is put aside for {seconds} s: it refused"
         assert not seen.said
         due = seen.table.deadline

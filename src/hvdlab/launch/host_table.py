@@ -94,9 +94,11 @@ class HostsChanged:
 
     Attributes:
         slots: Slots of each; the hosts that were known first come first.
+        aside: Hosts that are there, but put aside.
     """
 
     slots: Mapping[str, int]
+    aside: frozenset[str] = frozenset()
 
 
 HostEffect = SayOfHosts | HostsChanged
@@ -177,6 +179,7 @@ class HostTable:
         self._cooldown, self._source = cooldown, source
         self._hosts: dict[str, _Entry] = {}  # in the order in which they were first found
         self._usable: dict[str, int] = {}
+        self._aside: frozenset[str] = frozenset()
         #: Since when an answer is awaited.
         self._asked: float | None = None
         #: When the source failed last; ``None`` if it never did, or has answered well for long since.
@@ -276,6 +279,7 @@ class HostTable:
                     self._effects.append(SayOfHosts(f"{name} is tried again"))
             if entry.slots and not entry.aside:
                 usable[name] = entry.slots
-        if usable != self._usable:
-            self._usable = usable
-            self._effects.append(HostsChanged(dict(usable)))
+        aside = frozenset(name for name, entry in self._hosts.items() if entry.aside and entry.slots)
+        if (usable, aside) != (self._usable, self._aside):
+            self._usable, self._aside = usable, aside
+            self._effects.append(HostsChanged(dict(usable), aside))

@@ -40,6 +40,14 @@ class StateHandler(Generic[T]):
         """Give it the state of the root, and save that; all ranks call it alike."""
         raise NotImplementedError
 
+    def hand_over(self) -> bool:
+        """Ranks are about to leave: give the others what only those know; all ranks call it alike.
+
+        Returns:
+            Whether the object has to be synchronized after this.
+        """
+        return False
+
     def reset(self) -> None:
         """Training begins again with other ranks."""
 
@@ -66,6 +74,13 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def hand_over(self) -> bool:
+        """Unite the records of what was processed, as long as those of the ranks that leave are there."""
+        mine = (self.value.epoch, self.value.processed_indices)
+        every = allgather_object(mine)
+        self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
+        return True
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank)

@@ -140,11 +140,11 @@ class HostDiscoveryScript(HostDiscovery):
 class _Duck(HostSource):
     """An object that has one of the two methods, but neither base class; or a plain function."""
 
-    def __init__(self, find: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, find: Callable[[], object]) -> None:
         self._find = find
 
     def find(self) -> Mapping[str, int]:
-        return self._find()
+        return checked(self._find())
 
 
 def as_host_source(given: object, slots: int | None = None) -> HostSource:

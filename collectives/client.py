@@ -112,6 +112,10 @@ class Client:
         self._expected = tuple(ranks)
         self._send(m.Expect(self._expected))
 
+    def release(self, ranks: Sequence[int]) -> None:
+        """Let ranks go where elastic training lets the world change, at the next commit; at once if nobody trains."""
+        self._send(m.Release(tuple(ranks)))
+
     def membership(self) -> Membership:
         """The last known membership; what it was at the end if the coordinator is lost."""
         return self._membership

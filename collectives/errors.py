@@ -113,6 +113,10 @@ class DuplicateNameError(InvalidRequestError):
         )
 
 
+class ReleasedError(HvdlabError):
+    """This rank was let go: the others go on without it."""
+
+
 class StartError(HvdlabError):
     """The coordinator, a rank or a plane could not start."""
 

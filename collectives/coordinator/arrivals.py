@@ -113,6 +113,31 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
             state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
 
 
+def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
+    """Let ranks go where elastic training lets the world change; at once if nobody trains, or they are not in it."""
+    expected = set(state.membership.expected or ())
+    going = expected & set(ranks)
+    later = going & set(state.sets.world.members) & state.membership.ranks.keys()
+    if not state.elastic.active:
+        later = set()
+    if going - later:
+        resize(state, tuple(sorted(expected - (going - later))))
+    if later:
+        state.membership.release(later)
+        state.check_admission = True
+
+
+def _let_go(state: CoordinatorState, going: set[int]) -> None:
+    """Ranks that were released have come to where the world may change: it goes on without them, and nothing fails."""
+    left = [rank for rank in state.membership.expected or () if rank not in going]
+    for rank in state.membership.expect(left):
+        state.elastic.drop(rank.rank)
+        state.outbox.send((rank.peer,), m.Leave("its host is not part of the job any more"))
+    for ps in list(state.sets):
+        if going & (set(ps.members) - ps.gone):
+            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+
+
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget what is kept of a rank's connection."""
     del state.by_peer[rank.peer]
@@ -148,7 +173,11 @@ def admit(state: CoordinatorState) -> None:
         new = [rank for rank in new if rank not in cells.idle]
     if any(not membership.ranks[rank].tracked for rank in stay):
         new = [rank for rank in new if rank not in membership.returning]
-    change = state.elastic.consider(stay, new)
+    going = membership.leaving.intersection(stay)
+    change = state.elastic.consider(stay, new, len(going))
+    if going and change is not Change.LATER:
+        _let_go(state, going)
+        stay = [rank for rank in stay if rank not in going]
     membership.wait(tuple(new) if change is Change.LATER else ())
     if change is Change.NOW or (change is Change.FREE and new and membership.complete):
         membership.returning.difference_update(new)

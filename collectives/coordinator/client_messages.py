@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hvdlab.collectives.coordinator.arrivals import lose, resize
+from hvdlab.collectives.coordinator.arrivals import lose, release, resize
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.restoring import on_recall
@@ -27,6 +27,10 @@ def _on_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> N
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     state.restoring.recalled = True
     resize(state, message.ranks)
+
+
+def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
+    release(state, message.ranks)
 
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
@@ -66,6 +70,7 @@ TO_CLIENTS: dict[type, Reaction] = {
     m.Post: _on_post,
     m.Recall: on_recall,
     m.Expect: _on_expect,
+    m.Release: _on_release,
     m.CellStarted: _on_cell_started,
     m.InterruptRanks: _on_interrupt,
     m.RankLost: _on_rank_lost,

@@ -57,14 +57,14 @@ class Elastic:
         self.ready.pop(rank, None)
         self.finished.discard(rank)
 
-    def consider(self, stay: Sequence[int], new: Sequence[int]) -> Change:
-        """Whether the world of ``stay`` may change, with ``new`` ranks that are there."""
+    def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> Change:
+        """Whether the world of ``stay`` may change, with ``new`` ranks that are there; ``leaving`` of ``stay`` leave."""
         if not self.training.isdisjoint(stay):
             return Change.LATER
         wanted = [self.ready[rank].at_least for rank in stay if rank in self.ready]
         if not wanted:
             return Change.FREE if self.finished.isdisjoint(stay) else Change.LATER
-        return Change.NOW if len(stay) + len(new) >= max(wanted) else Change.LATER
+        return Change.NOW if len(stay) + len(new) - leaving >= max(wanted) else Change.LATER
 
     def resume(self) -> list[tuple[int, int]]:
         """All that have regrouped are in training again; returns them with their tickets."""

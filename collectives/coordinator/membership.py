@@ -71,6 +71,7 @@ class Membership:
             again concerns the whole world: one that is back waits until all others have said Bye as well.
         deaths: The last death of each rank that was not replaced.
         waiting: Ranks that elastic training has to let in.
+        leaving: Ranks of the world that are let go where elastic training lets it change.
         changed: Whether clients have to be told.
         urgent: Whether ranks have to be told without delay.
     """
@@ -84,6 +85,7 @@ class Membership:
         self.returning: set[int] = set()
         self.deaths: dict[int, Death] = {}
         self.waiting: tuple[int, ...] = ()
+        self.leaving: set[int] = set()
         self.changed = False
         self.urgent = False
         self.ranks_told_at = -WORLD_INTERVAL
@@ -116,6 +118,7 @@ class Membership:
 
     def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         self._left.pop(rank, None)
+        self.leaving.discard(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
         self.awaited.discard(rank)
         self.deaths.pop(rank, None)
@@ -128,6 +131,7 @@ class Membership:
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
+        self.leaving.intersection_update(self.expected)
         for rank in [rank for rank in self.deaths if rank not in self.expected]:
             del self.deaths[rank]
             self._unexplained.discard(rank)
@@ -142,6 +146,7 @@ class Membership:
     def leave(self, gone: RankPeer) -> None:
         """A rank said Bye."""
         del self.ranks[gone.rank]
+        self.leaving.discard(gone.rank)
         self._left[gone.rank] = gone.pid
         if not gone.tracked and self.expected is not None and gone.rank in self.expected:
             self.returning.add(gone.rank)
@@ -151,6 +156,7 @@ class Membership:
     def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
         """A rank was lost."""
         del self.ranks[gone.rank]
+        self.leaving.discard(gone.rank)
         self.record_death(gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted)
 
     def record_death(
@@ -194,13 +200,19 @@ class Membership:
     def world(self, epoch: int, *, restoring: bool = False) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
-        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring)
+        leaving = tuple(sorted(self.leaving))
+        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring, leaving)
 
     def wait(self, ranks: tuple[int, ...]) -> None:
         """These ranks, and no others, wait to be let in."""
         if ranks != self.waiting:
             self.waiting = ranks
             self.changed = self.urgent = True
+
+    def release(self, ranks: Iterable[int]) -> None:
+        """These ranks are to be let go."""
+        self.leaving.update(ranks)
+        self.changed = self.urgent = True
 
     def audience(self, now: float) -> tuple[int, ...]:
         """Who is to be told of the world now; to be asked once after each round of events."""
@@ -228,4 +240,5 @@ class Membership:
             assert self.awaited <= set(self.expected)
             assert self.deaths.keys() <= set(self.expected)
         assert not self.awaited & self.ranks.keys()
+        assert self.leaving <= self.ranks.keys()
         assert self._unexplained <= self.deaths.keys()

@@ -17,6 +17,7 @@ from hvdlab.collectives.errors import (
     CollectiveError,
     JoinedRanksError,
     MismatchError,
+    ReleasedError,
 )
 
 logger = logging.getLogger("hvdlab.elastic")
@@ -102,7 +103,12 @@ class Attempts:
             self.begin()
             notification_manager.init()
         elif engine is not None:
-            engine.elastic.wait(engine.settings.elastic_timeout)
+            try:
+                engine.elastic.wait(engine.settings.elastic_timeout)
+            except ReleasedError as released:
+                logger.info("leaving: %s", released)
+                context.shutdown()
+                raise SystemExit(0) from None
         if engine is not None:
             logger.info("beginning again with %d ranks", engine.size)
 

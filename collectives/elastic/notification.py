@@ -19,10 +19,9 @@ class Listener(Protocol):
 
 
 class NotificationManager:
-    """Passes on what the coordinator says of the world: that a rank waits to be let in.
+    """Passes on what the coordinator says of the world: that a rank waits to be let in, or leaves with its host.
 
-    Ranks that were lost are not told of here; collectives fail then. Ranks beyond those that the world was started with
-    will be told of in the same way once the coordinator lets the world grow.
+    Ranks that were lost are not told of here; collectives fail then.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,9 @@ class NotificationManager:
         self._listeners: list[Listener] = []
         self._engine: Engine | None = None
         self._unwatch: Callable[[], None] | None = None
+        #: Ranks that states were told wait, and leave.
         self._told: tuple[int, ...] = ()
+        self._told_leaving: tuple[int, ...] = ()
 
     def init(self) -> None:
         """Listen to the engine of this process, if it has one."""
@@ -40,7 +41,7 @@ class NotificationManager:
                 return
             if self._unwatch is not None:
                 self._unwatch()
-            self._engine, self._told = engine, ()
+            self._engine, self._told, self._told_leaving = engine, (), ()
             self._unwatch = None if engine is None else engine.elastic.watch(self._on_world)
 
     def register_listener(self, listener: Listener) -> None:
@@ -62,6 +63,8 @@ class NotificationManager:
         engine = self._engine
         if engine is not None and set(engine.elastic.waiting) - {engine.rank}:
             listener.on_hosts_updated(time.time(), HostUpdateResult.added)
+        if engine is not None and engine.elastic.leaving:
+            listener.on_hosts_updated(time.time(), HostUpdateResult.removed)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Tell all listeners of a change. Any thread."""
@@ -70,11 +73,13 @@ class NotificationManager:
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
 
-    def _on_world(self, waiting: tuple[int, ...]) -> None:
-        come = set(waiting) - set(self._told)
-        self._told = waiting
+    def _on_world(self, waiting: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        come, gone = set(waiting) - set(self._told), set(leaving) - set(self._told_leaving)
+        self._told, self._told_leaving = waiting, leaving
         if come:
             self.handle_hosts_updated(time.time(), HostUpdateResult.added)
+        if gone:
+            self.handle_hosts_updated(time.time(), HostUpdateResult.removed)
 
 
 notification_manager = NotificationManager()

@@ -38,6 +38,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
         * the ``HorovodInternalError``, if trying again makes no sense: a rank's cell has failed or ended, it was
           interrupted, the coordinator is gone, the ranks disagree a second time without a commit in between, or the
           reset limit is reached,
+        * ``SystemExit(0)``, if this rank was let go, since its host leaves the job: the others go on without it,
         * ``StartError``, if the ranks did not come together within ``HOROVOD_ELASTIC_TIMEOUT`` seconds.
     """
 

@@ -77,7 +77,17 @@ class State:
         before, latest, changes = self._agree((before, latest, changes))
         self._last_updated_timestamp = latest
         if latest > before:
-            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+            removed = bool(changes & HostUpdateResult.removed)
+            handed = removed and self._hand_over()
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed and not handed)
+
+    def _hand_over(self) -> bool:
+        """Ranks are about to leave, and can still take part in collectives: give the others what only they know.
+
+        Returns:
+            Whether the ranks that stay have to synchronize their states after this.
+        """
+        return False
 
     def _agree(self, news: News) -> News:
         """The same news on all ranks, which they reach at different times."""

@@ -73,7 +73,7 @@ class Dispatcher:
             m.World: self.world.update,
             m.Mail: self.mailbox.deliver,
             m.Interrupt: self.mailbox.interrupt,
-            m.Leave: self.mailbox.leave,
+            m.Leave: self._on_leave,
             m.RankEvents: self.mailbox.events,
             m.Stalled: self.mailbox.stalled,
         }
@@ -270,6 +270,11 @@ class Dispatcher:
             self._guarded.resume(endpoint, self.world.alive)
         control.renewed()
         self.mailbox.reconnected()
+
+    def _on_leave(self, message: m.Message) -> None:
+        assert isinstance(message, m.Leave)
+        self.world.released(message.reason)
+        self.mailbox.leave(message)
 
     def give_up(self, reason: str) -> None:
         """There is no successor: everything pending fails, and so does whatever is submitted later."""

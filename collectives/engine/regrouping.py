@@ -65,6 +65,7 @@ class Regrouping:
 
         Raises:
             StartError: That did not happen within ``timeout`` seconds, or the coordinator is lost.
+            ReleasedError: This rank was let go: the others begin again without it.
         """
         if self._world.wait_regrouped(self._ticket, timeout):
             return
@@ -77,19 +78,24 @@ class Regrouping:
         )
 
     @property
+    def leaving(self) -> tuple[int, ...]:
+        """Ranks that leave where the world may change."""
+        return self._world.leaving
+
+    @property
     def waiting(self) -> tuple[int, ...]:
         """Ranks that wait to be let in."""
         return self._world.waiting
 
-    def watch(self, callback: Callable[[tuple[int, ...]], None]) -> Callable[[], None]:
-        """Call this on the control thread with the ranks that wait to be let in, whenever the world has changed.
+    def watch(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> Callable[[], None]:
+        """Call this on the control thread whenever the world has changed, with the ranks that wait to be let in and leave.
 
         Returns:
             What ends that.
         """
 
         def watcher(world: m.World) -> None:
-            callback(world.waiting)
+            callback(world.waiting, world.leaving)
 
         self._world.watchers.append(watcher)
         return lambda: self._world.watchers.remove(watcher)

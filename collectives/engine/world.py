@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.errors import ReleasedError, StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -19,6 +19,7 @@ class WorldView:
         self._lost: str | None = None
         self._let_in: set[int] = set()
         self._regrouped = 0
+        self._released: str | None = None
         self.last: m.World | None = None
         self.watchers: list[Callable[[m.World], None]] = []
 
@@ -39,6 +40,12 @@ class WorldView:
             self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
 
+    def released(self, reason: str) -> None:
+        """This rank was told to leave."""
+        with self._changed:
+            self._released = reason
+            self._changed.notify_all()
+
     def regrouped(self, ticket: int) -> None:
         """The ranks of elastic training begin again."""
         with self._changed:
@@ -50,9 +57,16 @@ class WorldView:
 
         Raises:
             StartError: The coordinator is lost.
+            ReleasedError: This rank was let go.
         """
+
+        def answered() -> bool:
+            return self._regrouped == ticket or self._lost is not None or self._released is not None
+
         with self._changed:
-            self._changed.wait_for(lambda: self._regrouped == ticket or self._lost is not None, timeout)
+            self._changed.wait_for(answered, timeout)
+            if self._released is not None:
+                raise ReleasedError(self._released)
             if self._lost is not None:
                 raise StartError(self._lost)
             return self._regrouped == ticket
@@ -86,6 +100,11 @@ class WorldView:
     def waiting(self) -> tuple[int, ...]:
         """Ranks that elastic training has to let in."""
         return self.last.waiting if self.last is not None else ()
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Ranks that are let go where elastic training lets the world change."""
+        return self.last.leaving if self.last is not None else ()
 
     def _others(self, rank: int) -> set[int]:
         return {member.rank for member in self.last.members} - {rank} if self.last is not None else set()

@@ -355,6 +355,12 @@ class Expect(Message, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Release(Message, frozen=True):
+    """Let these ranks go where elastic training lets the world change; at once if nobody trains."""
+
+    ranks: tuple[int, ...]
+
+
 class CellStarted(Message, frozen=True):
     """A cell is about to be sent to these ranks."""
 
@@ -552,6 +558,8 @@ class World(Message, frozen=True):
     """Ranks that live and would be in the world, but for elastic training that has to let them in."""
     restoring: bool = False
     """Whether ranks of a coordinator that died are still awaited: who is not there yet is not known to be dead."""
+    leaving: tuple[int, ...] = ()
+    """Ranks in the world that are let go where elastic training lets it change."""
 
 
 class Regrouped(Message, frozen=True):
@@ -608,7 +616,18 @@ FromRank = (
     | Subscribe
 )
 FromClient = (
-    Hello | Ping | Pong | Bye | Post | Recall | Expect | CellStarted | InterruptRanks | RankLost | Subscribe
+    Hello
+    | Ping
+    | Pong
+    | Bye
+    | Post
+    | Recall
+    | Expect
+    | Release
+    | CellStarted
+    | InterruptRanks
+    | RankLost
+    | Subscribe
 )
 ToPeer = (
     Welcome

@@ -16,6 +16,7 @@ from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfi
 from hvdlab.runner.arguments import parse
 from hvdlab.runner.config import read_config, values
 from hvdlab.runner.flags import FLAGS, Kind
+from hvdlab.runner.plan import MOST_RANKS
 from hvdlab.runner.reference import filled
 from hvdlab.runner.wishes import Wishes
 
@@ -160,10 +161,34 @@ def test_a_variable_that_holds_nonsense() -> None:
         wishes("-np 2", {"HOROVOD_START_TIMEOUT": "long"}).job(["x"])
 
 
-@pytest.mark.parametrize("line", ["-np 2 --host-discovery-script x.sh", "-np 2 --jsrun"])
-def test_what_is_refused(line: str) -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(UnsupportedError):
-        wishes(line).job(["x"])
+        wishes("-np 2 --jsrun").job(["x"])
+    for line, text in {
+        "-np 2 -H a:2 --host-discovery-script x.sh": "give it without -H",
+        "-np 2 --max-np 1 --host-discovery-script x.sh": "--max-np 1 must be",
+        "-np 2 --min-np 3 --host-discovery-script x.sh": "--min-np 3 must be",
+        "-np 2 --slots-per-host 0 --host-discovery-script x.sh": "at least one slot",
+        "-np 2 --blacklist-cooldown-range 9 3 --host-discovery-script x.sh": "the smaller one first",
+    }.items():
+        with pytest.raises(InvalidRequestError, match=text):
+            wishes(line).job(["x"])
+
+
+def test_hosts_that_come_and_go() -> None:
+    job = wishes("-np 2 --host-discovery-script 'echo a' --slots-per-host 3").job(["x"])
+    assert job.source is not None
+    assert job.source.find() == {"a": 3}
+    assert (job.min_ranks, job.launcher, job.hosts, job.slots) == (1, "ssh", (), ())
+    growth = job.policy().growth
+    assert growth is not None
+    assert (growth.start, growth.most, growth.wait) == (2, MOST_RANKS, 600)
+    line = "-np 2 --min-np 2 --max-np 4 -H a:2,b:2 --blacklist-cooldown-range 5 60 --elastic-timeout 7"
+    job = wishes(line).job(["x"])
+    assert job.source is not None
+    assert job.source.find() == {"a": 2, "b": 2}
+    assert (job.cooldown, job.max_ranks, job.elastic_timeout) == ((5, 60), 4, 7)
+    assert wishes("-np 2 --min-np 2 --max-np 2 -H a:2,b:2").job(["x"]).source is None
 
 
 def test_elastic() -> None:

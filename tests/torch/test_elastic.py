@@ -125,7 +125,7 @@ def wait_for_newcomer(state: Any, door: str) -> None:
         Path(door).write_text("come")
         arrived = threading.Event()
         regrouping = context.engine().elastic
-        stop = regrouping.watch(lambda waiting: arrived.set() if waiting else None)
+        stop = regrouping.watch(lambda waiting, leaving: arrived.set() if waiting else None)
         assert regrouping.waiting or arrived.wait(50)
         stop()
     hvd.barrier()

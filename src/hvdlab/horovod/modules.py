@@ -23,7 +23,7 @@ STANDS_FOR = {
 
 _INSTEAD = "Use horovod.torch (which is hvdlab.torch), or Horovod itself with HVDLAB_AS_HOROVOD=0."
 _NOT_YET = "is not part of hvdlab yet"
-_FIXED = f"{_NOT_YET}: the ranks of a job are those it was started with, or was repaired to."
+_DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher. Use `hvdlab run --host-discovery-script`."
 
 ABSENT = {
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
@@ -31,11 +31,10 @@ ABSENT = {
     "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.common": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
-    "horovod.runner.elastic.discovery": _FIXED,
-    "horovod.runner.elastic.driver": _FIXED,
-    "horovod.runner.elastic.registration": _FIXED,
-    "horovod.runner.elastic.rendezvous": _FIXED,
-    "horovod.runner.elastic.settings": _FIXED,
+    "horovod.runner.elastic.driver": _DRIVER,
+    "horovod.runner.elastic.registration": _DRIVER,
+    "horovod.runner.elastic.rendezvous": _DRIVER,
+    "horovod.runner.elastic.settings": _DRIVER,
     "horovod.runner.common": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.driver": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.http": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",

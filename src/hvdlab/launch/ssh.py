@@ -50,19 +50,18 @@ class SshLauncher:
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> ExecStarter:
         """What starts the ranks of a job. Raises ``StartError`` if a host is to be reached by a shell that is missing."""
-        hosts = parse_hosts(request.hosts)
+        hosts = parse_hosts(request.hosts) if request.hosts else []  # they are found while the job runs
         shell = cast("tuple[str, ...]", request.options.get("shell", SHELL))
         if any(not is_local(host.name) for host in hosts) and (not shell or shutil.which(shell[0]) is None):
             raise StartError(
                 f"the launcher `ssh` needs `{shell[0] if shell else 'ssh'}`, which is not on the PATH; start it "
                 "from a host that has it, or choose another launcher, such as local."
             )
-        named = bool(request.options.get("host_names"))
         return ExecStarter(
             request,
             ranks,
             hosts,
             shell=shell,
             python=str(request.options.get("python") or default_python()),
-            environment={host.name: {"HVDLAB_HOST": host.name} for host in hosts} if named else None,
+            names_hosts=bool(request.options.get("host_names")),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.hosts import Place
@@ -217,6 +217,17 @@ class Starter(Protocol):
 
     def close(self, timeout: float) -> None:
         """After ranks were told to leave: wait so long for what started them, end what is left. Idempotent."""
+
+
+@runtime_checkable
+class PlacingStarter(Starter, Protocol):
+    """A starter that can be told on which host ranks run, also of hosts that it did not know when it was made."""
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """As :meth:`start`, on this host."""
+
+    def give_up(self, host: str) -> None:
+        """End what was begun on a host: its ranks are reported as not started, or ended."""
 
 
 class Launcher(Protocol):

@@ -52,7 +52,7 @@ def run(
     cooldown_range: tuple[int, int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
-    host_discovery_script: str | None = None,
+    host_discovery_script: object = None,
     start_timeout: int | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -85,6 +85,12 @@ def run(
         args, kwargs: Its arguments; they must be picklable, as must what it returns.
         num_proc, np: Number of ranks; by default one for each slot of ``hosts``, or 1.
         min_num_proc, min_np: Makes the job elastic: it goes on with so many ranks.
+        max_num_proc, max_np: How many ranks an elastic job has at most, where hosts have room for more.
+        host_discovery_script: Where hosts come from while the job runs: the command line of a script that prints them, or
+            anything else that :func:`hvdlab.launch.host_source.as_host_source` takes (``{"a": 2}``, an object with
+            ``find()``, a function).
+        slots: Slots of each host that is found without a number; 1 by default.
+        cooldown_range: Seconds that a host that failed is put aside the first time, and at most.
         reset_limit: How many lost ranks of an elastic job are started anew.
         hosts, hostfile: Hosts and slots, as of ``hvdlab run``.
         start_timeout: Seconds within which all ranks must be there.
@@ -95,9 +101,8 @@ def run(
         env: Variables for the ranks, beside those of this process.
         plane: Data plane.
         stdout, stderr: Where output is shown; by default ``sys.stdout`` and ``sys.stderr`` as they are now.
-        max_num_proc, max_np, slots, cooldown_range, disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are
-            accepted and change nothing here (what asks for MPI is told so).
-        host_discovery_script: Not supported.
+        disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are accepted and change nothing here (what asks for
+            MPI is told so).
 
     Raises:
         RankFailedError: A rank failed; it tells about the one that failed first, and is also an instance of the
@@ -110,6 +115,7 @@ def run(
         "min_num_proc": _one("min_np", min_np, "min_num_proc", min_num_proc),
         "max_num_proc": _one("max_np", max_np, "max_num_proc", max_num_proc),
         "slots": slots,
+        "cooldown_range": cooldown_range,
         "reset_limit": reset_limit,
         "hosts": hosts,
         "hostfile": hostfile,
@@ -122,7 +128,7 @@ def run(
         "plane": plane,
     }
     given = {dest: value for dest, value in given.items() if value is not None}
-    if not {"num_proc", "min_num_proc", "hosts", "hostfile"} & given.keys():
+    if not {"num_proc", "min_num_proc", "hosts", "hostfile", "host_discovery_script"} & given.keys():
         given["num_proc"] = 1
     err = Writer(stderr or sys.stderr)
     say = speaker(err)
@@ -146,7 +152,8 @@ def run(
         raise KeyboardInterrupt
     if done.stopped:
         signal.raise_signal(done.stopped)
-    return results(done, job.size)
+    size = job.size if job.source is None else max(done.outcomes, default=-1) + 1
+    return results(done, size)
 
 
 def _one(first: str, value: int | None, second: str, other: int | None) -> int | None:
@@ -174,8 +181,9 @@ def results(done: Done, size: int) -> list[Any]:
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
     failed = done.failed
     ranks: Sequence[int] = range(size)
-    if done.code == 0:  # whoever has failed is a rank that an elastic job went on without
-        ranks = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
+    if done.code == 0:  # whoever has failed, or has left, is a rank that an elastic job went on without
+        well = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
+        ranks = [rank for rank in well if rank not in done.left]
     if failed is None:
         failed = next((rank for rank in ranks if not isinstance(found.get(rank), Returned)), None)
     if failed is None and done.code == 0:

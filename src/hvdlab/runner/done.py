@@ -17,6 +17,7 @@ class Done:
         failure: What is said about it, or why the job ended otherwise; empty for a good end.
         outcomes: End of each rank.
         results: What the function returned, pickled, by rank.
+        left: Ranks that were let go, and have not come back.
         stopped: The signal that ended it, or 0.
     """
 
@@ -25,4 +26,5 @@ class Done:
     failure: list[str] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     results: dict[int, bytes] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
     stopped: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdlab.launch.exits import Outcome
@@ -83,12 +84,34 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Hosts:
+    """These hosts are there now.
+
+    Attributes:
+        usable: Slots of those on which ranks may be started.
+        aside: Those that have failed, and are not used for a while.
+    """
+
+    usable: Mapping[str, int]
+    aside: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; :attr:`Supervisor.deadline` may be due."""
 
 
 Event = (
-    Spawned | Exited | Unstartable | Connected | Disconnected | Reported | Stopped | CoordinatorLost | Tick
+    Spawned
+    | Exited
+    | Unstartable
+    | Connected
+    | Disconnected
+    | Reported
+    | Stopped
+    | CoordinatorLost
+    | Hosts
+    | Tick
 )
 
 # -- effects ----------------------------------------------------------------------------------------------------------
@@ -144,6 +167,39 @@ class Respawn:
 
 
 @dataclass(frozen=True, slots=True)
+class StartOn:
+    """Start new ranks.
+
+    Attributes:
+        hosts: Host of each of them.
+    """
+
+    hosts: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let these ranks go at the next commit of their training; at once if they don't train."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostFailed:
+    """A host can't be used now.
+
+    Attributes:
+        host: Its name.
+        reason: Why, as a clause.
+        hangs: Whether what was begun there has to be given up.
+    """
+
+    host: str
+    reason: str
+    hangs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Expect:
     """The world is made of these ranks from now on."""
 
@@ -157,4 +213,4 @@ class Finish:
     code: int
 
 
-Effect = Signal | Say | Failure | Tell | Respawn | Expect | Finish
+Effect = Signal | Say | Failure | Tell | Respawn | StartOn | Release | HostFailed | Expect | Finish

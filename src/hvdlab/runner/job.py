@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -14,10 +14,22 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.launch.exec_agent.child import STDERR
 from hvdlab.launch.exits import Outcome
+from hvdlab.launch.host_source import HostAsker, HostSource
+from hvdlab.launch.host_table import (
+    Asked,
+    Found,
+    HostEvent,
+    HostFailed,
+    HostsChanged,
+    HostTable,
+    HostTick,
+    NotFound,
+    SayOfHosts,
+)
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.processes import readable
 from hvdlab.launch.registry import OURS
-from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, Started, Starter
+from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter
 from hvdlab.runner import events as e
 from hvdlab.runner.done import Done
 from hvdlab.runner.keeper import Keeper
@@ -54,6 +66,7 @@ class JobRun:
         self._running: set[int] = set()
         #: Rank to its host, if its launcher said it.
         self._hosts: dict[int, str] = {}
+        self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
         self._news = News()
         self._client: Client | None = None
         self._starter: Starter | None = None
@@ -72,7 +85,10 @@ class JobRun:
             address = own_address(self._job, launcher)
             environ = {**os.environ, **self._job.environment}
             coordinator = CoordinatorProcess.start(
-                size=self._job.size, tcp_host=address, keep=True, environ=environ
+                size=None if self._job.source is not None else self._job.size,
+                tcp_host=address,
+                keep=True,
+                environ=environ,
             )
             try:
                 self._client = Client.connect(coordinator.address, coordinator.client_token)
@@ -88,12 +104,16 @@ class JobRun:
             self._starter = launcher.starter(self._request(world, self._client, options), self)
             cleanup.callback(self._starter.close, 0.0)
             cleanup.callback(self._news.stop)
-            self._start(range(self._job.size))
-            self._say_where(launcher)
+            if self._job.source is None:
+                self._start(range(self._job.size))
+                self._say_where(launcher)
+            else:
+                cleanup.callback(self._ask(self._job.source).close)
             while not self._finished:
                 readable(self._news.descriptor, self._timeout())
                 for posted in self._news.take():
                     self._take(posted)
+                self._on_host_event(HostTick())
                 self._handle(e.Tick())
             self._done.stopped = self._news.stopped
             return self._done
@@ -101,8 +121,9 @@ class JobRun:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> World:
-        first = self._job.host_of(0)
-        master = (address or "127.0.0.1") if is_local(first) else first
+        # Where hosts come and go, no rank's host is sure to be there: the launcher's own stays.
+        first = "" if self._job.source is not None else self._job.host_of(0)
+        master = (address or "127.0.0.1") if not first or is_local(first) else first
         port = free_port(address or "127.0.0.1")
         where = coordinator.tls_address if address else coordinator.address
         assert where is not None
@@ -116,7 +137,7 @@ class JobRun:
             world,
             client,
             program=program(job, self._news),
-            size=job.size,
+            size=0 if job.source is not None else job.size,
             hosts=job.host_list,
             options=options,
         )
@@ -125,6 +146,29 @@ class JobRun:
         assert self._starter is not None
         self._running.update(ranks)
         self._starter.start(ranks, self._job.size)
+
+    def _ask(self, source: HostSource) -> HostAsker:
+        """Have a source asked for hosts from now on."""
+        post = self._news.post
+        return HostAsker(
+            source, lambda: post(Asked()), lambda slots: post(Found(slots)), lambda text: post(NotFound(text))
+        )
+
+    def _start_on(self, hosts: Mapping[int, str]) -> None:
+        """Start ranks on these hosts; a host whose agent can't be started takes no others with it."""
+        assert isinstance(self._starter, PlacingStarter)
+        for host in dict.fromkeys(hosts.values()):
+            ranks = [rank for rank, its in hosts.items() if its == host]
+            for rank in ranks:
+                self._results.pop(rank, None)
+                self._tails.pop(rank, None)
+                self._hosts[rank] = host
+            self._running.update(ranks)
+            try:
+                self._starter.start_on(host, ranks, len(self._supervisor.living))
+            except (StartError, InvalidRequestError) as error:
+                self._running.difference_update(ranks)
+                self._news.post(e.Unstartable(tuple(ranks), str(error)))
 
     def _say_where(self, launcher: Launcher) -> None:
         if not self._verbose:
@@ -156,7 +200,8 @@ class JobRun:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float | None:
-        when = self._supervisor.deadline
+        hosts = self._table.deadline if self._table is not None else None
+        when = min((due for due in (self._supervisor.deadline, hosts) if due is not None), default=None)
         return None if when is None else max(0.0, when - time.monotonic())
 
     def _take(self, posted: Posted) -> None:
@@ -173,8 +218,20 @@ class JobRun:
                 self._sink.ended(rank)
                 self._done.outcomes[rank] = outcome
                 self._handle(posted)
+            case Asked() | Found() | NotFound() | HostFailed() | HostTick():
+                self._on_host_event(posted)
             case _:
                 self._handle(posted)
+
+    def _on_host_event(self, event: HostEvent) -> None:
+        if self._table is None:
+            return
+        for effect in self._table.handle(event, time.monotonic()):
+            match effect:
+                case SayOfHosts(text):
+                    self._say(text)
+                case HostsChanged(slots, aside):
+                    self._handle(e.Hosts(slots, aside))
 
     # -- effects ----------------------------------------------------------------------------------------------------------
 
@@ -189,7 +246,7 @@ class JobRun:
                 self._say(text)
             case e.Failure():
                 self._done.failed = effect.rank
-                host = self._hosts.get(effect.rank) or self._job.host_of(effect.rank)
+                host = self._hosts.get(effect.rank) or self._supervisor.ranks[effect.rank].host
                 self._done.failure = failure_lines(effect, self._tails, "" if is_local(host) else host)
                 for line in self._done.failure:
                     self._say(line)
@@ -200,10 +257,17 @@ class JobRun:
             case e.Finish(code):
                 self._finished = True
                 self._done.code = code
+                self._done.left = {rank for rank, its in enumerate(self._supervisor.ranks) if its.released}
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
             case e.Respawn(rank):
                 self._respawn(rank)
-            case e.Tell() | e.Expect():
+            case e.StartOn(hosts):
+                self._start_on(hosts)
+            case e.HostFailed(host, reason, hangs):
+                if hangs and isinstance(self._starter, PlacingStarter):
+                    self._starter.give_up(host)
+                self._on_host_event(HostFailed(host, reason))
+            case e.Tell() | e.Expect() | e.Release():
                 self._tell(effect)
 
     def _respawn(self, rank: int) -> None:
@@ -215,11 +279,13 @@ class JobRun:
             self._running.discard(rank)
             self._news.post(e.Unstartable((rank,), str(error)))
 
-    def _tell(self, effect: e.Tell | e.Expect) -> None:
+    def _tell(self, effect: e.Tell | e.Expect | e.Release) -> None:
         """Let the coordinator know; if it is gone, that is an event of its own."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):
             if isinstance(effect, e.Expect):
                 self._client.expect(effect.ranks)
+            elif isinstance(effect, e.Release):
+                self._client.release(effect.ranks)
             else:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)

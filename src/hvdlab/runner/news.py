@@ -14,6 +14,7 @@ import msgspec
 
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
+from hvdlab.launch.host_table import HostEvent
 from hvdlab.runner import events as e
 from hvdlab.runner.report import stall_line
 
@@ -40,7 +41,7 @@ class ResultPiece:
     data: bytes
 
 
-Posted = e.Event | Written | ResultPiece | str
+Posted = e.Event | Written | ResultPiece | HostEvent | str
 """What the loop is told; a text is to be said."""
 
 

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch import options, registry
+from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.host_table import COOLDOWN
 from hvdlab.launch.hosts import Host, Slot, assign, is_local
 from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
-from hvdlab.runner.policy import Policy
+from hvdlab.runner.policy import Growth, Policy
+
+MOST_RANKS = 1 << 20
+"""Of a job that nobody has limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,14 @@ class Job:
         launcher: Name of what starts the ranks.
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
-        slots: Where each rank runs.
-        min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the following.
+        slots: Where each rank runs; empty with a ``source``.
+        source: Where hosts come from while the job runs, or ``None``. Then ``hosts`` is empty, and ``size`` is how many
+            slots are waited for.
+        source_name: How it is called in what is said.
+        max_ranks: Ranks that the job has at most; with a ``source`` only.
+        cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
+        elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
+        min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the others.
     """
 
     command: tuple[str, ...]
@@ -50,12 +61,18 @@ class Job:
     join_timeout: float | None = None
     min_ranks: int | None = None
     reset_limit: int = 10
+    source: HostSource | None = None
+    source_name: str = "the source of hosts"
+    max_ranks: int = MOST_RANKS
+    cooldown: tuple[float, float] = COOLDOWN
+    elastic_timeout: float = 600.0
     slots: tuple[Slot, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise InvalidRequestError(f"-np {self.size}: a job has at least one rank.")
-        object.__setattr__(self, "slots", tuple(assign(self.hosts, self.size)))
+        fixed = () if self.source is not None else tuple(assign(self.hosts, self.size))
+        object.__setattr__(self, "slots", fixed)
 
     @property
     def used_hosts(self) -> tuple[int, ...]:
@@ -76,6 +93,9 @@ class Job:
             join_timeout=self.join_timeout,
             min_ranks=self.min_ranks,
             reset_limit=self.reset_limit,
+            growth=None
+            if self.source is None
+            else Growth(min(self.size, self.max_ranks), self.max_ranks, self.elastic_timeout),
         )
 
     @property
@@ -108,7 +128,12 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
     values = options.parse(found.name, found.options(), job.launcher_options)
     if found.name == "ssh":
         values.setdefault("shell", job.ssh)
-    found.check(job.size, job.host_list)
+    if job.source is not None:
+        found.capabilities.require(
+            Capability.RESIZE, found.name, f"give fixed hosts by -H or --hostfile, or {another}"
+        )
+    else:
+        found.check(job.size, job.host_list)
     return found, values
 
 
@@ -118,7 +143,7 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
     Raises:
         InvalidRequestError, StartError: There is none.
     """
-    if not launcher.is_far(job.host_list):
+    if job.source is None and not launcher.is_far(job.host_list):
         return None
     from hvdlab.collectives import addresses
 

@@ -23,6 +23,8 @@ class Policy:
         interrupt_grace: Time between SIGINT and SIGKILL.
         min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
         reset_limit: How many ranks are started anew in all.
+        growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. Then ``hosts`` is
+            empty, and ``min_ranks`` is given.
     """
 
     hosts: tuple[str, ...]
@@ -34,6 +36,22 @@ class Policy:
     interrupt_grace: float = 30.0
     min_ranks: int | None = None
     reset_limit: int = 10
+    growth: Growth | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many ranks a job has whose hosts come and go.
+
+    Attributes:
+        start: How many slots are waited for at the beginning; after ``start_timeout`` so many as are needed suffice.
+        most: Ranks that it has at most.
+        wait: Seconds that it waits for hosts while it has fewer ranks than it needs.
+    """
+
+    start: int
+    most: int
+    wait: float = 600.0
 
 
 class Phase(Enum):
@@ -58,5 +76,11 @@ class RankState:
     """Whether it stands for one that was lost."""
     dismissed: bool = False
     """Whether it was told to end, since it came too late."""
+    host: str = ""
+    """Where it was started."""
+    start_by: float | None = None
+    """When its process must run, if its host was found while the job ran."""
+    released: bool = False
+    """Whether it leaves with its host."""
     deadline: float | None = None
     """When it must have ended after its report."""

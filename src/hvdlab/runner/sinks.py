@@ -118,7 +118,7 @@ class ConsoleSink:
 
 
 class FileSink:
-    """``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank.
+    """``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank at the start.
 
     Raises:
         InvalidRequestError: The files can't be made.
@@ -126,22 +126,24 @@ class FileSink:
 
     def __init__(self, directory: Path, size: int) -> None:
         self._files: dict[tuple[int, int], IO[bytes]] = {}
+        self._directory, self._digits = directory, len(str(max(0, size - 1)))
         try:
-            self._open(directory, size)
+            for rank in range(size):
+                self._open(rank)
         except OSError as error:
             self.close()
             raise InvalidRequestError(f"the output can't go to {directory}: {error}") from error
 
-    def _open(self, directory: Path, size: int) -> None:
-        digits = len(str(max(0, size - 1)))
-        for rank in range(size):
-            place = directory / f"rank.{rank:0{digits}d}"
-            place.mkdir(parents=True, exist_ok=True)
-            for stream, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
-                self._files[rank, stream] = open(place / name, "wb", buffering=0)  # noqa: SIM115
+    def _open(self, rank: int) -> None:
+        place = self._directory / f"rank.{rank:0{self._digits}d}"
+        place.mkdir(parents=True, exist_ok=True)
+        for stream, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+            self._files[rank, stream] = open(place / name, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Append."""
+        if (rank, stream) not in self._files:  # it was added while the job ran
+            self._open(rank)
         view = memoryview(data)
         while view:
             view = view[self._files[rank, stream].write(view) :]

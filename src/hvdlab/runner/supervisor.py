@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.policy import Phase, Policy, RankState
+from hvdlab.runner.placement import changes
+from hvdlab.runner.policy import Growth, Phase, Policy, RankState
 
 
 @dataclass(slots=True)
@@ -33,10 +34,16 @@ class Supervisor:
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
         self.phase = Phase.RUNNING
-        self.ranks = [RankState() for _ in policy.hosts]
+        self.ranks = [RankState(host=host) for host in policy.hosts]
         self.failed: int | None = None
         """The rank that the job's failure is put down to, once known."""
         self._start_by: float | None = now + policy.start_timeout
+        #: With hosts that come and go: those that are there; whether ranks were started; until when there must be enough.
+        self._hosts = e.Hosts({})
+        self._begun = policy.growth is None
+        self._enough_by = None if policy.growth is None else now + policy.growth.wait
+        #: Whether no rank is started any more.
+        self._settled = False
         self._join_by: float | None = None
         self._first = -1
         self._settle_by = 0.0
@@ -58,8 +65,9 @@ class Supervisor:
             return self._ending.until
         if self.phase is Phase.SETTLING:
             return self._settle_by
-        hanging = [state.deadline for state in self.ranks if state.deadline and state.outcome is None]
-        times = [when for when in (self._start_by, self._join_by, *hanging) if when is not None]
+        alive = [state for state in self.ranks if state.outcome is None]
+        own = [when for state in alive for when in (state.deadline, state.start_by)]
+        times = [when for when in (self._start_by, self._join_by, self._enough_by, *own) if when is not None]
         return min(times, default=None)
 
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
@@ -69,14 +77,13 @@ class Supervisor:
             return []
         match event:
             case e.Spawned(rank, pid):
-                self.ranks[rank].pid = pid
-                if all(state.pid for state in self.ranks):
+                self.ranks[rank].pid, self.ranks[rank].start_by = pid, None
+                if self._begun and all(state.pid for state in self.ranks):
                     self._start_by = None
             case e.Exited(rank, outcome):
                 self._exited(rank, outcome, now)
             case e.Unstartable(ranks, text):
-                for rank in ranks:
-                    self._exited(rank, Outcome(1, text=text), now)
+                self._unstartable(ranks, text, now)
             case e.Connected(rank):
                 self._connected(rank, now)
             case e.Disconnected(rank, reason):
@@ -87,6 +94,9 @@ class Supervisor:
                 self._stop(number, now)
             case e.CoordinatorLost(text):
                 self._abandon(f"{text}; ending {self._count()}", 1, now)
+            case e.Hosts():
+                self._hosts = event
+                self._grow(now)
             case e.Tick():
                 self._tick(now)
         self._settle(now)
@@ -98,6 +108,7 @@ class Supervisor:
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self.ranks[rank].lost = ""
+        self._grow(now)  # there may be ranks to spare now
         if self.policy.join_timeout is None or self.phase is not Phase.RUNNING:
             return
         if all(state.joined or state.outcome for state in self.ranks):
@@ -121,10 +132,16 @@ class Supervisor:
         if self._start_by is not None and all(state.pid or state.outcome for state in self.ranks):
             self._start_by = None
         self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
+        if state.released and self.phase is Phase.RUNNING:
+            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.living)]
+            self._grow(now)
+            return
         if outcome.ok or self.phase is not Phase.RUNNING:
             self._end_late()
             return
-        if self.policy.min_ranks is not None and self._replace(rank, outcome):
+        if self.policy.growth is not None and self._go_on(rank, outcome, now):
+            return
+        if self.policy.growth is None and self.policy.min_ranks is not None and self._replace(rank, outcome):
             return
         self.phase = Phase.SETTLING
         self._first = rank
@@ -147,6 +164,122 @@ class Supervisor:
             return False
         self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.living)]
         return True
+
+    # -- hosts that come and go -----------------------------------------------------------------------------------
+
+    def _unstartable(self, ranks: tuple[int, ...], text: str, now: float) -> None:
+        if self.policy.growth is not None and self.phase is Phase.RUNNING:
+            failed = [
+                rank for rank in ranks if self.ranks[rank].outcome is None and not self.ranks[rank].released
+            ]
+            for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
+                self._put_aside(host, text)
+            if failed and not self._is_over:
+                for rank in failed:
+                    self.ranks[rank].outcome = Outcome(1, text=text)
+                    self._effects.append(e.Tell(rank, text))
+                self._effects.append(e.Expect(self.living))
+                self._grow(now)
+                return
+        for rank in ranks:
+            self._exited(rank, Outcome(1, text=text), now)
+
+    def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
+        """Use a host no more until the table of hosts says so."""
+        usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
+        self._hosts = e.Hosts(usable, self._hosts.aside | {host})
+        self._effects.append(e.HostFailed(host, reason, hangs))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the program has ended on a rank that did not leave."""
+        return any(s.outcome is not None and s.outcome.ok and not s.released for s in self.ranks)
+
+    def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
+        """Do without a rank that was lost, and start it anew where there is room. Whether the job goes on."""
+        state = self.ranks[rank]
+        spent = self._is_over or self._resets >= self.policy.reset_limit
+        if spent:
+            self._settled = True
+            least = self.policy.min_ranks or 1
+            if len(self.living) < least and not self._is_over:
+                return False
+            self._effects.append(e.Say(f"rank {rank}: {outcome}; going on without it"))
+        else:
+            self._resets += 1
+            limit = self.policy.reset_limit
+            self._effects.append(
+                e.Say(f"rank {rank}: {outcome}; starting it anew ({self._resets} of {limit})")
+            )
+            if state.anew and not state.joined:
+                self._put_aside(
+                    state.host, f"rank {rank} failed there twice before it had joined ({outcome})"
+                )
+        self._effects.append(e.Expect(self.living))
+        self._grow(now)
+        return True
+
+    def _grow(self, now: float) -> None:
+        """Give ranks to hosts that have room, and let go those of hosts that are gone."""
+        growth = self.policy.growth
+        if growth is None or self.phase is not Phase.RUNNING or self._settled or self._is_over:
+            return
+        least = self.policy.min_ranks or 1
+        if not self._begun and not self._may_begin(growth, least, now):
+            return
+        placed = {rank: self.ranks[rank].host for rank in self.living}
+        leaving = [rank for rank in placed if self.ranks[rank].released]
+        plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
+        if plan.start:
+            self._start_on(plan.start, now)
+        self._begun = True
+        if plan.release:
+            for rank in plan.release:
+                self.ranks[rank].released = True
+            for host in dict.fromkeys(self.ranks[rank].host for rank in plan.release):
+                its = [rank for rank in plan.release if self.ranks[rank].host == host]
+                why = "has fewer slots now" if host in self._hosts.usable else "is not found any more"
+                verb = "leaves" if len(its) == 1 else "leave"
+                text = f"{host} {why}: {format_ranks(its)} {verb} at the next commit"
+                self._effects.append(e.Say(text))
+            self._effects.append(e.Release(plan.release))
+            if new := tuple(rank for rank in plan.release if not self.ranks[rank].joined):
+                self._effects.append(e.Signal(new, signal.SIGTERM))  # it has nothing to finish
+        self._count_on(least, growth, now)
+
+    def _may_begin(self, growth: Growth, least: int, now: float) -> bool:
+        room = sum(self._hosts.usable.values())
+        late = self._start_by is not None and now >= self._start_by
+        return room >= growth.start or (late and room >= least)
+
+    def _start_on(self, hosts: dict[int, str], now: float) -> None:
+        for rank, host in sorted(hosts.items()):
+            while len(self.ranks) <= rank:
+                self.ranks.append(RankState(outcome=Outcome(0), released=True))  # is not there
+            self.ranks[rank] = RankState(
+                host=host, anew=self._begun, start_by=now + self.policy.start_timeout
+            )
+        if self._begun:
+            where = ", ".join(dict.fromkeys(hosts.values()))
+            self._effects.append(e.Say(f"starting {format_ranks(sorted(hosts))} on {where}"))
+        self._start_by = None
+        self._effects += [e.Expect(self.living), e.StartOn(hosts)]
+
+    def _count_on(self, least: int, growth: Growth, now: float) -> None:
+        """Wait for hosts while there are too few ranks."""
+        if len(self.living) >= least:
+            self._enough_by = None
+        elif self._enough_by is None:
+            self._enough_by = now + growth.wait
+            text = f"{self._count()} left, and --min-np is {least}: waiting up to {growth.wait:g} s for hosts"
+            self._effects.append(e.Say(text))
+
+    def _give_up_starts(self, now: float) -> None:
+        late = [r for r in self.living if (by := self.ranks[r].start_by) is not None and now >= by]
+        for host in dict.fromkeys(self.ranks[rank].host for rank in late):
+            self._put_aside(host, f"no rank ran there within {self.policy.start_timeout:g} s", hangs=True)
+        for rank in late:
+            self.ranks[rank].start_by = None  # its end will be reported
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet."""
@@ -188,9 +321,18 @@ class Supervisor:
             self._check_times(now)
 
     def _check_times(self, now: float) -> None:
-        if self._start_by is not None and now >= self._start_by:
+        self._give_up_starts(now)
+        if not self._begun and self._start_by is not None and now >= self._start_by:
+            self._grow(now)
+            self._start_by = None if self._begun else now + 1.0
+        if self._enough_by is not None and now >= self._enough_by:
+            least, growth = self.policy.min_ranks or 1, self.policy.growth
+            waited = 0.0 if growth is None else growth.wait
+            text = f"there were no hosts for {least} ranks (--min-np) within {waited:g} s (--elastic-timeout)"
+            self._abandon(f"{text}; ending {self._count()}", 1, now)
+        elif self._begun and self._start_by is not None and now >= self._start_by:
             missing = [rank for rank in self.living if not self.ranks[rank].pid]
-            hosts = ", ".join(dict.fromkeys(self.policy.hosts[rank] for rank in missing))
+            hosts = ", ".join(dict.fromkeys(self.ranks[rank].host for rank in missing))
             text = f"{format_ranks(missing)} could not be started on {hosts} within {self.policy.start_timeout:g} s"
             self._abandon(text, 1, now)
         elif self._join_by is not None and now >= self._join_by:
@@ -283,6 +425,8 @@ class Supervisor:
             return
         if any(isinstance(effect, e.Respawn) for effect in self._effects):
             return
+        if self.phase is Phase.RUNNING and self._enough_by is not None and not self._is_over:
+            return  # for hosts
         self._finish()
 
     def _finish(self) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import read as read_knobs
+from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
+from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
-from hvdlab.runner.plan import Job
+from hvdlab.runner.plan import MOST_RANKS, Job
 
 START_TIMEOUT = 30.0
+SCRIPT, HOST_LIST = "the host discovery script", "the list of hosts"
 MPI = "mpi"
 """The launcher that takes the place of ``hvdlab run``: its process becomes mpiexec."""
 
@@ -87,26 +90,40 @@ class Wishes:
         """
         self._refuse()
         hosts = self.hosts()
-        minimum = self.get("min_num_proc")
+        minimum, maximum = self.get("min_num_proc"), self.get("max_num_proc")
         size = self.get("num_proc")
+        source = self._source(hosts)
+        if source is not None and minimum is None:
+            minimum = 1
         if size is None:
-            size = sum(host.slots for host in hosts) or minimum
+            size = minimum if source is not None else sum(host.slots for host in hosts) or minimum
         if size is None:
             raise InvalidRequestError("how many ranks? Give -np N, or hosts by -H or --hostfile.")
         if minimum is not None and not 1 <= minimum <= size:
             raise InvalidRequestError(f"--min-np {minimum} must be from 1 to -np {size}.")
+        if maximum is not None and maximum < size:
+            raise InvalidRequestError(f"--max-np {maximum} must be -np {size} at least.")
         start, limit = self.get("start_timeout"), self.get("reset_limit")
+        cooldown, patience = self.get("cooldown_range"), self.get("elastic_timeout")
+        if cooldown is not None:
+            check_cooldown(*cooldown)
+        grows = source is not None
         return Job(
             tuple(command),
             size,
-            hosts or (Host(LOCALHOST, size),),
-            named=bool(hosts),
+            () if grows else hosts or (Host(LOCALHOST, size),),
+            source=source,
+            source_name=SCRIPT if self.get("host_discovery_script") is not None else HOST_LIST,
+            max_ranks=MOST_RANKS if maximum is None else maximum,
+            cooldown=COOLDOWN if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
+            elastic_timeout=600.0 if patience is None else float(patience),
+            named=bool(hosts) and not grows,
             function=function,
             environment=self._environment(),
             plane=self.get("plane") or "auto",
             interfaces=tuple(filter(None, (self.get("network_interfaces") or "").split(","))),
             ssh=self.ssh(),
-            launcher=self.launcher(hosts),
+            launcher=self.launcher(hosts, grows=grows),
             launcher_options=split(self.get("launcher_options") or ()),
             stdin=stdin,
             start_timeout=float(start or START_TIMEOUT),
@@ -126,22 +143,40 @@ class Wishes:
             found |= environment(self._environ, force=True)
         return found
 
+    def _source(self, hosts: Sequence[Host]) -> HostSource | None:
+        """Where hosts come from while the job runs, or ``None`` if they are fixed.
+
+        Fixed hosts are a source, too, where ranks may be added to the first ones, or a host that failed is to be left out
+        for a while.
+        """
+        given = self.get("host_discovery_script")
+        if given is not None:
+            if hosts:
+                raise InvalidRequestError(
+                    "--host-discovery-script finds the hosts; give it without -H and --hostfile, or these alone."
+                )
+            return as_host_source(given, self.get("slots"))
+        maximum, size = self.get("max_num_proc"), self.get("num_proc")
+        grows = maximum is not None and size is not None and maximum > size
+        if (
+            hosts
+            and self.get("min_num_proc") is not None
+            and (grows or self.get("cooldown_range") is not None)
+        ):
+            return FixedHosts({host.name: host.slots for host in hosts})
+        return None
+
     def _refuse(self) -> None:
-        if self.get("host_discovery_script"):
-            raise UnsupportedError(
-                "--host-discovery-script: hosts that come and go while a job runs are not supported yet; give fixed "
-                "hosts by -H or --hostfile."
-            )
         if self.get("use_jsrun"):
             raise UnsupportedError("--jsrun: call `jsrun … python train.py`, which needs no `hvdlab run`.")
 
-    def launcher(self, hosts: Sequence[Host]) -> str:
-        """The name of what starts the ranks."""
+    def launcher(self, hosts: Sequence[Host], *, grows: bool = False) -> str:
+        """The name of what starts the ranks; on hosts that are found while the job ``grows``, if it does."""
         if self.get("launcher"):
             return str(self.get("launcher")).lower()
         if self.get("use_mpi"):
             return MPI
-        return "ssh" if hosts else "local"
+        return "ssh" if hosts or grows else "local"
 
     def ssh(self) -> tuple[str, ...]:
         """The command that reaches other hosts."""

@@ -256,3 +256,77 @@ def test_in_any_order_all_that_live_come_together(actions: list[tuple[str, int]]
     inside = [rank for rank in sim.ranks.values() if 0 in rank.sets]
     assert len({(rank.sets[0].epoch, rank.sets[0].ranks) for rank in inside}) <= 1
     sim.check_order()
+
+
+# -- ranks that are let go ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_let_go_once_all_have_regrouped() -> None:
+    sim = training()
+    sim.client_says(m.Release((1,)))
+    sim.drain()
+    assert [all_of(sim.ranks[rank], m.World)[-1].leaving for rank in range(3)] == [(1,)] * 3
+    assert not all_of(sim.ranks[1], m.Leave)
+    regroup(sim, 0, 1)
+    assert not all_of(sim.ranks[1], m.Leave)
+    regroup(sim, 2)
+    assert all_of(sim.ranks[1], m.Leave)
+    assert world_of(sim, 0) == world_of(sim, 2) == (0, 2)
+    assert [len(all_of(sim.ranks[rank], m.Regrouped)) for rank in range(3)] == [1, 0, 1]
+    assert [len(all_of(sim.ranks[rank], m.Abort)) for rank in range(3)] == [0, 0, 0]
+    assert all_of(sim.ranks[0], m.World)[-1].leaving == ()
+    assert all_of(sim.ranks[0], m.World)[-1].expected == (0, 2)
+    sim.kill(1)  # its end is no death
+    assert all_of(sim.ranks[0], m.World)[-1].deaths == ()
+
+
+def test_one_comes_and_another_leaves_at_the_same_commit() -> None:
+    sim = training()
+    sim.client_says(m.Expect((0, 1, 2, 3)))
+    new = sim.connect(3)
+    sim.drain()
+    sim.client_says(m.Release((0,)))
+    sim.drain()
+    regroup(sim, 0, 1, 2, at_least=3)
+    assert world_of(sim, 1) == new.sets[0].ranks == (1, 2, 3)
+    assert all_of(sim.ranks[0], m.Leave)
+
+
+def test_ranks_that_are_needed_are_not_let_go() -> None:
+    sim = training()
+    sim.client_says(m.Release((0,)))
+    sim.drain()
+    regroup(sim, 0, 1, 2, at_least=3)
+    assert not all_of(sim.ranks[0], m.Leave)
+    assert not all_of(sim.ranks[1], m.Regrouped)
+
+
+def test_without_training_ranks_are_let_go_at_once() -> None:
+    sim = Simulation(CoordinatorOptions(size=3))
+    sim.connect_client()
+    sim.world(0, 1, 2)
+    sim.client_says(m.Release((2, 7)))
+    sim.drain()
+    assert all_of(sim.ranks[2], m.Leave)
+    assert world_of(sim, 0) == (0, 1)
+
+
+def test_one_that_waits_to_enter_is_let_go_at_once() -> None:
+    sim = training()
+    sim.client_says(m.Expect((0, 1, 2, 3)))
+    new = sim.connect(3)
+    sim.drain()
+    sim.client_says(m.Release((3,)))
+    sim.drain()
+    assert all_of(new, m.Leave)
+    assert world_of(sim, 0) == (0, 1, 2)
+
+
+def test_one_that_dies_before_it_is_let_go_is_lost_like_any_other() -> None:
+    sim = training()
+    sim.client_says(m.Release((1,)))
+    sim.drain()
+    sim.kill(1)
+    regroup(sim, 0, 2)
+    assert world_of(sim, 0) == (0, 2)
+    assert all_of(sim.ranks[0], m.World)[-1].leaving == ()

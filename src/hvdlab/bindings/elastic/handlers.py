@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hvdlab.bindings.elastic.place import first_rank
-from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.elastic.sampler import ElasticSampler, Share
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 
 T = TypeVar("T")
@@ -40,6 +41,14 @@ class StateHandler(Generic[T]):
         """Give it the state of the root, and save that; all ranks call it alike."""
         raise NotImplementedError
 
+    def hand_over(self) -> bool:
+        """Ranks are about to leave: give the others what only those know; all ranks call it alike.
+
+        Returns:
+            Whether the object has to be synchronized after this.
+        """
+        return False
+
     def reset(self) -> None:
         """Training begins again with other ranks."""
 
@@ -60,23 +69,85 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
         self._saved = copy.deepcopy(sampler.state_dict())
+        self._share = sampler.share()
+        self._saves = 0
+        #: Whether training begins again: ranks may be lost, with what only they have recorded.
+        self._again = False
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
+        self._share = self.value.share()
+        self._saves += 1
+        self._again = False
 
     def restore(self) -> None:
         self.value.load_state_dict(copy.deepcopy(self._saved))
+        self._again = True
+
+    def hand_over(self) -> bool:
+        """Unite the records of what was processed, as long as those of the ranks that leave are there."""
+        mine = (self.value.epoch, self.value.processed_indices)
+        every = allgather_object(mine)
+        self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
+        return True
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank)
         # What a rank has processed in another epoch than the root's says nothing about this one.
         mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
-        processed = set().union(*allgather_object(mine))
+        every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))
+        processed = set().union(*(its.processed for its in every)) | _of_lost(every, state["epoch"])
+        self._saves = max(its.saves for its in every)
         self.value.load_state_dict({**state, "processed_indices": processed})
         self.save()
 
     def reset(self) -> None:
+        if not self._again:  # nobody went back: what counts is what was recorded by now
+            self._share, self._again = self.value.share(), True
         self.value.reset()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank knows of the samples that were processed.
+
+    Attributes:
+        processed: Those that it has a record of.
+        share: What it had recorded where it begins again from; ``None`` if it has just come.
+        saves: How often it had saved by then.
+    """
+
+    processed: set[int]
+    share: Share | None
+    saves: int
+
+
+def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
+    """What ranks that are lost had processed by the last commit, if all have worked in step; else nothing.
+
+    The rank that is ahead by a commit has its model trained with what all others processed for that, though their own
+    records lack it.
+    """
+    survivors = [record for record in records if record.share is not None]
+    if not survivors:
+        return set()
+    ahead = max(survivors, key=lambda record: record.saves)
+    assert ahead.share is not None
+    if ahead.share.epoch != epoch:
+        return set()
+    for record in survivors:
+        share = record.share
+        assert share is not None
+        if (share.epoch, share.replicas, share.remaining) != (
+            ahead.share.epoch,
+            ahead.share.replicas,
+            ahead.share.remaining,
+        ):
+            return set()
+        behind = record.saves < ahead.saves and share.places <= ahead.share.places
+        if share.places != ahead.share.places and not behind:
+            return set()
+    return ahead.share.of_all()
 
 
 class LoadableStateHandler(StateHandler[Any]):

@@ -5,19 +5,42 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
 from hvdlab.bindings.elastic.place import rank, size
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which places of its share a rank has processed since the samples were divided.
+
+    Attributes:
+        epoch: The epoch.
+        replicas: Ranks among which they were divided.
+        remaining: The samples, in the order in which the ranks took turns; the sampler's own list, which it never changes.
+        places: The places.
+    """
+
+    epoch: int
+    replicas: int
+    remaining: list[int]
+    places: frozenset[int]
+
+    def of_all(self) -> set[int]:
+        """The samples at these places of all ranks' shares."""
+        turns = (place * self.replicas + rank for place in self.places for rank in range(self.replicas))
+        return {self.remaining[turn % len(self.remaining)] for turn in turns}
+
+
 class ElasticSampler:
     """Divides a dataset among the ranks, and what is left of it anew when ranks come or go.
 
     Like torch's ``DistributedSampler``, with a record of the indices that were processed in this epoch. As part of an
-    elastic state it unites these records when ranks begin again, so that no sample is processed twice because of that
-    (but those that a lost rank has processed since the ranks began together are, since its record is lost, and so is
-    what was not committed).
+    elastic state it unites these records when ranks begin again, so that what was committed is not processed twice, and
+    nothing is left out. What a lost rank had processed by the last commit is known from the others, as long as all
+    ranks process their shares in step: the same batches, each recorded by ``record_batch``.
 
     Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the *end* of each epoch: it clears the record.
 
@@ -48,6 +71,8 @@ class ElasticSampler:
         self.num_samples = 0
         self.total_size = 0
         self.indices: list[int] = []
+        #: Places in ``indices`` that were recorded since the last reset; ``None`` if indices were recorded otherwise.
+        self._places: set[int] | None = set()
         self.reset()
 
     @property
@@ -65,11 +90,22 @@ class ElasticSampler:
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that the batch of this number since iteration began was processed."""
-        self.record_indices(self.get_indices(batch_idx, batch_size))
+        batch = self.get_indices(batch_idx, batch_size)
+        self.processed_indices.update(batch)
+        if self._places is not None:
+            start = batch_idx * batch_size
+            self._places.update(range(start, start + len(batch)))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that these indices were processed."""
+        """Record that these indices were processed. Which ones another rank has processed meanwhile is not known then."""
         self.processed_indices.update(indices)
+        self._places = None
+
+    def share(self) -> Share | None:
+        """What was recorded since the last :meth:`reset`; ``None`` if it can't be said of which batches it was."""
+        if self._places is None:
+            return None
+        return Share(self.epoch, self.num_replicas, self.remaining_indices, frozenset(self._places))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The indices of a batch of this rank; the last may be smaller than ``batch_size``."""
@@ -102,6 +138,7 @@ class ElasticSampler:
     def reset(self) -> None:
         """Divide what was not processed among the ranks that live now. Iterators at work go on as they were."""
         self.num_replicas, self.rank = size(), rank()
+        self._places = set()
         remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in self.processed_indices)
         self.remaining_indices = remaining
         self.num_samples = math.ceil(len(remaining) / self.num_replicas)

@@ -70,6 +70,12 @@ class HandledState(ObjectState):
             handler.root = None
             handler.reset()
 
+    def _hand_over(self) -> bool:
+        needed = False
+        for handler in self._handlers.values():
+            needed |= handler.hand_over()
+        return needed
+
     def _agree(self, news: News) -> News:
         return united(news)
 

@@ -128,6 +128,10 @@ class AgentLink:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
+    def kill(self) -> None:
+        """Kill the shell, which may hang: the agent is lost then, and ends its ranks."""
+        self._process.kill()
+
     def close(self, timeout: float) -> None:
         """Let the agent end: it does when its input ends. Kill it if it takes longer. Idempotent."""
         assert self._process.stdout is not None

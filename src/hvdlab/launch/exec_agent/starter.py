@@ -14,9 +14,9 @@ import selectors
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, place
 from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.launch.environment import FOREIGN, exported
@@ -39,7 +39,7 @@ class ExecStarter:
         hosts: Where they run, filled in this order.
         shell: A command that runs a command on another host: a host's name and a command line are appended.
         python: The interpreter of agents and ranks, on every host.
-        environment: Variables for the ranks of a host beside those of this process, by the host's name.
+        names_hosts: Whether ranks are on one host if it was given to them under the same name (``HVDLAB_HOST``).
         launches_ranks: Whether what is started are the ranks themselves, whose place in the job is in their variables;
             else it is something that starts them.
     """
@@ -52,12 +52,12 @@ class ExecStarter:
         *,
         shell: Sequence[str],
         python: str,
-        environment: Mapping[str, Mapping[str, str]] | None = None,
+        names_hosts: bool = False,
         launches_ranks: bool = True,
     ) -> None:
         self._request, self._ranks = request, ranks
         self._hosts, self._shell, self._python = tuple(hosts), tuple(shell), python
-        self._environment = environment or {}
+        self._names_hosts = names_hosts
         self._launches_ranks = launches_ranks
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. With the following, guarded by the lock.
@@ -103,6 +103,34 @@ class ExecStarter:
                 self._host_of |= dict.fromkeys(those, host)
             self._idle.clear()
         self._wake()
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """Have them started by the agent of a host, which need not be one of those that were given at first.
+
+        Raises:
+            InvalidRequestError: This was closed, or this is no name of a host.
+            StartError: The program that starts an agent can't be run.
+        """
+        Host(host, len(ranks))
+        with self._lock:
+            if self._closing:
+                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
+            here = [rank for rank, its in hosts.items() if its == host]
+            link = self._links.get(host) or self._connect(host, here)
+            numbers, keys = list(hosts), list(hosts.values())
+            specs = (self._spec(rank, size, place(rank, numbers, keys), host) for rank in ranks)
+            link.send(wire.Spawn(tuple(specs)))
+            self._host_of = hosts
+            self._idle.clear()
+        self._wake()
+
+    def give_up(self, host: str) -> None:
+        """End the agent of a host; its ranks are reported."""
+        with self._lock:
+            link = self._links.get(host)
+        if link is not None:
+            link.kill()
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to the rank's process group, by its host's agent."""
@@ -155,7 +183,8 @@ class ExecStarter:
         variables = {} if here else exported(os.environ)
         if program is not None:
             variables |= program.environment
-        variables |= self._environment.get(host, {})
+        if self._names_hosts:
+            variables[HOST_VARIABLE] = host
         command = program.command if program else (self._python, "-m", self._request.module)
         link.send(
             wire.Start(

@@ -1,0 +1,257 @@
+"""Where hosts come from that come and go: a script, a list, or an object of the user's that is asked once a second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import cast
+
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.launch.hosts import Host, parse_hosts
+
+SCRIPT_WITHIN = 10.0
+"""Seconds within which a script must have printed its hosts."""
+
+
+class HostSource:
+    """Says which hosts there are, and how many ranks each takes. Derive from it, and override :meth:`find`.
+
+    It is asked about once a second, on a thread of its own, and may take its time: nothing else waits for it.
+    """
+
+    def find(self) -> Mapping[str, int]:
+        """The hosts that can be used now, by name, each with its number of slots.
+
+        Whatever this raises is reported once, and the hosts that were known before stay until it answers again.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say which hosts there are: override find()"
+        )
+
+
+class HostDiscovery(HostSource):
+    """Horovod's base class of host sources: derive from it, and override :meth:`find_available_hosts_and_slots`."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """The hosts that can be used now, by name, each with its number of slots."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say which hosts there are: override find_available_hosts_and_slots()"
+        )
+
+    def find(self) -> Mapping[str, int]:
+        return self.find_available_hosts_and_slots()
+
+
+class FixedHosts(HostDiscovery):
+    """The hosts that it was given last.
+
+    Args:
+        host_slots: Number of slots by the host's name.
+    """
+
+    def __init__(self, host_slots: Mapping[str, int]) -> None:
+        self._host_slots = dict(host_slots)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return self._host_slots
+
+    def set(self, host_slots: Mapping[str, int]) -> None:
+        """These are the hosts from now on. Any thread."""
+        self._host_slots = dict(host_slots)
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """The hosts that a command prints, one per line: ``name`` or ``name:slots``. Empty lines are passed over.
+
+    Args:
+        discovery_script: A command line for the shell.
+        slots: Slots of a host that is printed without a number; 1 if ``None``.
+        within: Seconds that it may take; then it is killed, with all that it started.
+    """
+
+    def __init__(
+        self, discovery_script: str, slots: int | None = None, *, within: float = SCRIPT_WITHIN
+    ) -> None:
+        if slots is not None and slots < 1:
+            raise InvalidRequestError(f"--slots-per-host {slots}: a host has at least one slot.")
+        self._discovery_script, self._default_slots, self._within = discovery_script, slots or 1, within
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Run the command.
+
+        Raises:
+            StartError: It could not be run, failed, took too long, or printed what names no hosts; the text says which.
+        """
+        hosts: dict[str, int] = {}
+        for line in self._printed().splitlines():
+            text = line.strip()
+            if not text:
+                continue
+            host = self._host(text)
+            hosts[host.name] = hosts.get(host.name, 0) + host.slots
+        return hosts
+
+    def _host(self, text: str) -> Host:
+        try:
+            if "," in text:
+                raise InvalidRequestError("one line names one host")
+            (host,) = parse_hosts(text)
+        except InvalidRequestError:
+            raise StartError(
+                f"it printed {text[:60]!r}, which is no host; a line is `name` or `name:slots`"
+            ) from None
+        bare = not text.rpartition(":")[2].isdecimal() or text.endswith("]")
+        return Host(host.name, self._default_slots) if bare else host
+
+    def _printed(self) -> str:
+        process = subprocess.Popen(
+            self._discovery_script,
+            shell=True,  # it is the user's own command line
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=self._within)
+        except subprocess.TimeoutExpired:
+            raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it left in the background
+            process.communicate()
+        if process.returncode:
+            last = err.strip().rpartition("\n")[2][:200]
+            code = process.returncode
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            )
+            raise StartError(f"it {how}" + (f": {last}" if last else ""))
+        return out
+
+
+class _Duck(HostSource):
+    """An object that has one of the two methods, but neither base class; or a plain function."""
+
+    def __init__(self, find: Callable[[], object]) -> None:
+        self._find = find
+
+    def find(self) -> Mapping[str, int]:
+        return checked(self._find())
+
+
+def as_host_source(given: object, slots: int | None = None) -> HostSource:
+    """What a user may give for a source of hosts, as one.
+
+    Args:
+        given: A :class:`HostSource` (a :class:`HostDiscovery`); an object with ``find`` or
+            ``find_available_hosts_and_slots``; a function that returns ``{host: slots}``; such a mapping; hosts as
+            ``["a:2", "b"]``; or the command line of a script, as text.
+        slots: Slots of each host that a script prints, or a list names, without a number.
+
+    Raises:
+        InvalidRequestError: It is none of these.
+    """
+    if isinstance(given, HostSource):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return HostDiscoveryScript(os.fspath(given), slots)
+    if isinstance(given, Mapping):
+        return FixedHosts(checked(given))
+    for method in ("find", "find_available_hosts_and_slots"):
+        if callable(found := getattr(given, method, None)) and not isinstance(given, type):
+            return _Duck(found)
+    if callable(given) and not isinstance(given, type):
+        return _Duck(given)
+    names = list(given) if isinstance(given, Iterable) else [None]
+    if names and all(isinstance(each, str) for each in names):
+        texts = [str(each).strip() for each in names]
+        hosts = parse_hosts(",".join(texts))
+        return FixedHosts({h.name: slots if slots and h.name in texts else h.slots for h in hosts})
+    raise InvalidRequestError(
+        f"{given!r} is no source of hosts; give a script's command line, {{'a': 2, 'b': 2}}, ['a:2', 'b:2'], or an object "
+        "with find()."
+    )
+
+
+def checked(found: object) -> dict[str, int]:
+    """What a source found. Hosts without slots are left out.
+
+    Raises:
+        InvalidRequestError: These are no hosts and slots.
+    """
+    if not isinstance(found, Mapping):
+        raise InvalidRequestError(f"it found {found!r:.80}, which is not {{host: slots}}")
+    for name, slots in found.items():
+        if not isinstance(name, str) or isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+            raise InvalidRequestError(f"it found {name!r:.60}: {slots!r:.40}, which is no host and its slots")
+        Host(name, max(1, slots))
+    return {name: slots for name, slots in cast("Mapping[str, int]", found).items() if slots}
+
+
+class HostAsker:
+    """Asks a source again and again, on a thread of its own.
+
+    The thread is a daemon, since a source of the user's may never return from ``find()``; :meth:`close` does not wait for
+    such a one.
+
+    Args:
+        source: What is asked.
+        asked: Called before it is asked, on that thread.
+        found: Called with the hosts that it found.
+        failed: Called with a clause that says why it found none.
+        interval: Seconds between an answer and the next question.
+    """
+
+    def __init__(
+        self,
+        source: HostSource,
+        asked: Callable[[], None],
+        found: Callable[[dict[str, int]], None],
+        failed: Callable[[str], None],
+        interval: float = 1.0,
+    ) -> None:
+        self._source, self._interval = source, interval
+        self._asked, self._found, self._failed = asked, found, failed
+        self._closing = threading.Event()
+        #: Held while something is reported, so that nothing is after :meth:`close`.
+        self._reporting = threading.Lock()
+        self._answering = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdlab-hosts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more, and report nothing more. Idempotent."""
+        with self._reporting:
+            self._closing.set()
+        if not self._answering.is_set():  # else only the source knows when it returns
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._report(self._asked)
+            self._answering.set()
+            try:
+                hosts = checked(self._source.find())
+            except Exception as error:  # noqa: BLE001  (reported; it is the user's code)
+                text = str(error) or "it found no hosts"
+                ours = isinstance(error, StartError | InvalidRequestError)
+                text = text.partition("\n")[0] if ours else f"it raised {type(error).__name__}: {text}"
+                self._answering.clear()
+                self._report(partial(self._failed, text))
+            else:
+                self._answering.clear()
+                self._report(partial(self._found, hosts))
+            self._closing.wait(self._interval)
+
+    def _report(self, say: Callable[[], None]) -> None:
+        with self._reporting:
+            if not self._closing.is_set():
+                say()

@@ -1,0 +1,155 @@
+"""Elastic jobs whose hosts are found while they run. Hosts are names that a shell of the test's takes to this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.runner.calling import run
+
+SHELL = """\
+#!/bin/sh
+host=$1; shift
+[ -e "refuses-$host" ] && { echo "no route to $host" >&2; exit 255; }
+echo $$ >"shell-$host"
+exec sh -c "$*"
+"""
+
+SCRIPT = """
+    import os, pathlib, sys
+    import torch
+    import hvdlab.torch as hvd
+
+    hvd.init()
+    print("begins as", hvd.rank(), os.environ["HOROVOD_HOSTNAME"])
+    first = os.environ["HOROVOD_HOSTNAME"] == "a" and hvd.rank() == 0
+    # For each number of ranks that is seen, the hosts that there are from then on.
+    steps = [step.split("=") for step in sys.argv[1:]]
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < len(steps):
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            assert total.item() == hvd.size()
+            state.batch += 1
+            wanted, hosts = steps[state.step]
+            if hvd.size() == int(wanted):
+                if first:
+                    print("batch", state.batch, "with", hvd.size(), flush=True)
+                    for word in hosts.split("+"):
+                        if word.startswith("kill:"):
+                            os.kill(-int(pathlib.Path("shell-" + word[5:]).read_text()), 9)
+                        elif word.startswith("mend:"):
+                            os.remove("refuses-" + word[5:])
+                    names = [word for word in hosts.split("+") if ":" not in word]
+                    if names:
+                        pathlib.Path("new").write_text("\\n".join(names))
+                        os.rename("new", "hosts")
+                state.step += 1
+            state.commit()
+
+    state = hvd.elastic.TorchState(batch=0, step=0)
+    train(state)
+    print("done", hvd.rank(), hvd.size())
+"""
+
+
+@pytest.fixture
+def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
+    """Runs the script with a discovery script that prints a file."""
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+
+    def start(hosts: str, *steps: str, flags: tuple[str, ...] = (), find: str = "cat hosts") -> object:
+        (tmp_path / "hosts").write_text(hosts.replace("+", "\n"))
+        given = ("--min-np", "1", "--host-discovery-script", find, "--ssh", str(shell))
+        return launcher.python(1, SCRIPT, *steps, flags=(*given, *flags, "--network-interface", "lo"))
+
+    return start
+
+
+def test_ranks_join_and_leave_with_their_hosts(elastic) -> None:
+    ran = elastic("a", "1=a+b+c", "3=a+c", "2=a+b+c", "3=a", "1=a")
+    assert ran.code == 0, ran.err
+    said = ran.launcher
+    assert said[0] in ("starting ranks 1,2 on b, c", "starting ranks 1-2 on b, c"), ran.err
+    for line in (
+        "b is not found any more: rank 1 leaves at the next commit",
+        "rank 1 has left b",
+        "starting rank 1 on b",
+        "rank 2 has left c",
+    ):
+        assert line in said, ran.err
+    assert ran.of(0)[0] == "begins as 0 a"
+    assert ran.of(0)[-1] == "done 0 1"
+    assert [line for line in ran.of(1) if "begins" in line] == ["begins as 1 b"] * 2
+    assert not [line for line in said if "anew" in line or "failed" in line]
+
+
+def test_a_host_that_is_lost_is_survived_and_comes_back(elastic) -> None:
+    ran = elastic("a+b", "2=kill:b", "1=a+b", "2=a", "1=a", flags=("--blacklist-cooldown-range", "2", "8"))
+    assert ran.code == 0, ran.err
+    assert [line for line in ran.launcher if line.startswith("b is put aside for 2 s: ")], ran.err
+    assert "b is tried again" in ran.launcher
+    assert "starting rank 1 on b" in ran.launcher
+    assert ran.of(0)[-1] == "done 0 1"
+
+
+def test_a_host_that_refuses_is_reported_once_and_training_goes_on(elastic, tmp_path: Path) -> None:
+    (tmp_path / "refuses-b").touch()
+    flags = ("--blacklist-cooldown-range", "1", "2")
+    ran = elastic("a+b", "1=mend:b", "2=a", flags=flags)
+    assert ran.code == 0, ran.err
+    assert [line for line in ran.launcher if line.startswith("b is put aside for 1 s: ")], ran.err
+    assert ran.of(0)[-1] == "done 0 2"
+
+
+def test_a_script_that_fails_is_reported_once(elastic, tmp_path: Path) -> None:
+    find = "[ -e asked ] && { echo no quota >&2; exit 3; }; cat hosts; touch asked"
+    ran = elastic("a:2", "1=a", find=find, flags=("--max-np", "1"))
+    assert ran.code == 0, ran.err
+    assert [line for line in ran.launcher if "is no help" in line] in (
+        [],  # it ended before the second question
+        [
+            "the host discovery script is no help: it failed with exit code 3: no quota; the hosts that it found before stay"
+        ],
+    )
+
+
+def test_too_few_hosts_for_long(elastic) -> None:
+    ran = elastic("", "1=a", flags=("--elastic-timeout", "2"))
+    assert ran.code == 1
+    assert ran.launcher == [
+        "there were no hosts for 1 ranks (--min-np) within 2 s (--elastic-timeout); ending 0 ranks"
+    ]
+
+
+def test_a_function_with_a_list_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HVDLAB_SSH", str(shell))
+
+    def work() -> tuple[int, str]:
+        from hvdlab.collectives import api, context
+
+        rank = context.init().rank
+        api.barrier()
+        return rank, os.environ["HOROVOD_HOSTNAME"]
+
+    found = run(
+        work, np=3, min_np=1, max_np=3, host_discovery_script={"a": 2, "b": 4}, network_interface="lo"
+    )
+    assert found == [(0, "a"), (1, "a"), (2, "b")]
+    with pytest.raises(InvalidRequestError, match="no source of hosts"):
+        run(work, np=1, host_discovery_script=3)
+    with pytest.raises(InvalidRequestError, match="--max-np 1 must be -np 2 at least"):
+        run(work, np=2, max_np=1, host_discovery_script={"a": 2})
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,252 @@
+"""Which ranks are started where when hosts come and go, and what the supervisor makes of it."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.launch.exits import Outcome
+from hvdlab.runner import events as e
+from hvdlab.runner.placement import Changes, changes
+from hvdlab.runner.policy import Growth, Phase, Policy
+from hvdlab.runner.supervisor import Supervisor
+
+HOSTS = ("a", "b", "c")
+SLOTS = st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3))
+
+
+def test_hosts_are_filled_and_emptied() -> None:
+    plan = changes({"a": 2, "b": 2}, (), {}, (), 1, 3)
+    assert plan == Changes({0: "a", 1: "a", 2: "b"}, ())
+    # The lowest free number comes back, wherever there is room; what runs is not moved.
+    assert changes({"a": 2, "b": 2}, (), {0: "a", 2: "b"}, (), 1, 3) == Changes({1: "a"}, ())
+    assert changes({"b": 2}, (), {0: "a", 1: "a", 2: "b"}, (), 1, 9) == Changes({3: "b"}, (0, 1))
+    assert changes({}, ("a",), {0: "a"}, (), 1, 9) == Changes({}, ())
+    # As many stay as the job needs, those that came first.
+    assert changes({}, (), {0: "a", 1: "a", 2: "b"}, (), 2, 9) == Changes({}, (2,))
+    # One that leaves still has its slot.
+    assert changes({"a": 1}, (), {0: "a"}, (0,), 1, 9) == Changes({}, ())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    SLOTS,
+    st.sets(st.sampled_from(HOSTS)),
+    st.dictionaries(st.integers(0, 8), st.sampled_from(HOSTS)),
+    st.sets(st.integers(0, 8)),
+    st.integers(1, 4),
+    st.integers(0, 6),
+)
+def test_plans(
+    slots: Mapping[str, int],
+    bad: set[str],
+    placed: Mapping[int, str],
+    going: set[int],
+    least: int,
+    more: int,
+) -> None:
+    usable = {host: number for host, number in slots.items() if host not in bad}
+    leaving = [rank for rank in placed if rank in going]
+    plan = changes(usable, bad, placed, leaving, least, least + more)
+    assert not plan.start.keys() & placed.keys()
+    assert set(plan.release) <= placed.keys() - set(leaving)
+    assert not [rank for rank in plan.release if placed[rank] in bad]
+    load = Counter([*placed.values(), *plan.start.values()])
+    assert all(load[host] <= usable[host] for host in plan.start.values())
+    staying = len(placed) - len(leaving) - len(plan.release)
+    assert staying >= min(least, len(placed) - len(leaving))
+    if plan.start:
+        assert staying + len(plan.start) <= least + more
+    again = changes(usable, bad, {**placed, **plan.start}, [*leaving, *plan.release], least, least + more)
+    assert again.start == {}
+
+
+class Job:
+    """A supervisor with hosts that come and go, and the world as it leaves it."""
+
+    def __init__(self, least: int = 1, start: int = 1, most: int = 4, resets: int = 3) -> None:
+        growth = Growth(start, most, wait=100.0)
+        self.now = 0.0
+        self.machine = Supervisor(Policy((), min_ranks=least, reset_limit=resets, growth=growth), 0.0)
+        self.running: dict[int, str] = {}
+        self.told: list[int] = []
+        self.effects: list[e.Effect] = []
+        self.code: int | None = None
+
+    def __call__(self, event: e.Event, after: float = 0.0) -> list[e.Effect]:
+        self.now += after
+        done = self.machine.handle(event, self.now)
+        for effect in done:
+            match effect:
+                case e.StartOn(hosts):
+                    assert not hosts.keys() & self.running.keys()
+                    self.running.update(hosts)
+                case e.Release(ranks):
+                    self.told += ranks
+                case e.Expect(ranks):
+                    assert set(ranks) >= self.running.keys() & set(ranks)
+                case e.Finish(code):
+                    self.code = code
+        self.effects += done
+        return done
+
+    def hosts(self, **slots: int) -> list[e.Effect]:
+        return self(e.Hosts(slots))
+
+    def come(self, *ranks: int) -> None:
+        for rank in ranks:
+            self(e.Spawned(rank, 100 + rank))
+            self(e.Connected(rank))
+
+    def end(self, rank: int, outcome: Outcome | None = None) -> list[e.Effect]:
+        del self.running[rank]
+        return self(e.Exited(rank, outcome or Outcome(0)))
+
+    @property
+    def said(self) -> list[str]:
+        return [effect.text for effect in self.effects if isinstance(effect, e.Say)]
+
+
+def test_it_begins_when_there_is_room_or_has_waited_long_enough() -> None:
+    job = Job(least=2, start=3)
+    job.hosts(a=2)
+    assert job.running == {}
+    job(e.Tick(), 29.0)
+    assert job.running == {}
+    job(e.Tick(), 1.0)
+    assert job.running == {0: "a", 1: "a"}
+    job.come(0, 1)
+    job.hosts(a=2, b=9)
+    assert job.running == {0: "a", 1: "a", 2: "b", 3: "b"}  # no more than four
+    assert job.said == ["starting ranks 2,3 on b"]
+
+
+def test_a_rank_that_leaves_is_no_failure_and_the_job_ends_well() -> None:
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0, 1)
+    job.hosts(a=1)
+    assert job.told == [1]
+    assert job.end(1)[-1] == e.Expect((0,))
+    job.end(0)
+    assert job.code == 0
+    assert job.machine.failed is None
+
+
+def test_one_that_has_not_joined_is_ended_when_its_host_is_gone() -> None:
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0)
+    assert e.Signal((1,), signal.SIGTERM) in job.hosts(a=1)
+
+
+def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:
+    job = Job()
+    job.hosts(a=1, b=2, c=1)
+    job.come(0, 1, 2, 3)
+    for rank in (1, 2):
+        del job.running[rank]
+    done = job(e.Unstartable((1, 2), "the connection to b is lost"))
+    assert e.HostFailed("b", "the connection to b is lost") in done
+    assert job.running == {0: "a", 3: "c"}
+    job(e.Hosts({"a": 1, "c": 2}, frozenset("b")))
+    assert job.running == {0: "a", 1: "c", 3: "c"}
+    assert job.told == []
+
+
+def test_a_rank_that_fails_twice_before_it_joins_condemns_its_host() -> None:
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0)
+    job.end(1, Outcome(1))
+    assert job.running == {0: "a", 1: "b"}
+    assert [x.host for x in job.end(1, Outcome(1)) if isinstance(x, e.HostFailed)] == ["b"]
+    assert job.running == {0: "a"}
+
+
+def test_a_host_where_nothing_starts_is_given_up() -> None:
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0)
+    (failed,) = [effect for effect in job(e.Tick(), 30.0) if isinstance(effect, e.HostFailed)]
+    assert (failed.host, failed.hangs) == ("b", True)
+    del job.running[1]
+    job(e.Unstartable((1,), "killed"))
+    assert job.machine.phase is Phase.RUNNING
+    job.end(0)
+    assert job.code == 0
+
+
+def test_the_limit_of_resets() -> None:
+    job = Job(resets=1)
+    job.hosts(a=2)
+    job.come(0, 1)
+    job.end(1, Outcome(9))
+    job.come(1)
+    job.end(1, Outcome(9))
+    assert job.running == {0: "a"}
+    job.end(0, Outcome(9))
+    job(e.Tick(), 100.0)
+    assert job.code not in (None, 0)
+
+
+def test_too_few_hosts() -> None:
+    job = Job(least=2)
+    job.hosts(a=1, b=1)
+    job.come(0, 1)
+    del job.running[1]
+    job(e.Unstartable((1,), "lost"))
+    assert job.said[-1] == "1 rank left, and --min-np is 2: waiting up to 100 s for hosts"
+    job.hosts(a=1, c=1)
+    assert job.running == {0: "a", 1: "c"}
+    for rank in (0, 1):
+        job.running.pop(rank)
+        job(e.Unstartable((rank,), "lost"))
+    assert job.code is None  # it waits, with no rank at all
+    job(e.Tick(), 100.0)
+    assert job.code == 1
+
+
+EVENTS = st.one_of(
+    st.builds(e.Hosts, SLOTS),
+    st.tuples(st.just("come"), st.integers(0, 5)),
+    st.tuples(st.just("lose"), st.integers(0, 5)),
+    st.tuples(st.just("host"), st.integers(0, 5)),
+    st.tuples(st.just("leave"), st.integers(0, 5)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(EVENTS, max_size=40), st.integers(1, 3))
+def test_any_schedule_ends(schedule: Sequence[e.Hosts | tuple[str, int]], least: int) -> None:
+    """No rank is started twice, or on a full host; and when all programs have ended, so has the job."""
+    job = Job(least=least, start=least, most=5, resets=1000)
+    for step in schedule:
+        if isinstance(step, e.Hosts):
+            job(step, 1.0)
+            continue
+        what, rank = step
+        if rank not in job.running:
+            continue
+        if what == "come":
+            job.come(rank)
+        elif what == "lose":
+            job.end(rank, Outcome(0, signal.SIGKILL))
+        elif what == "host":
+            del job.running[rank]
+            job(e.Unstartable((rank,), "lost"))
+        elif rank in job.told:
+            job.end(rank)
+        assert len(job.running) <= 5 + len(job.told)
+    assert job.code is None
+    job.hosts(a=5)
+    assert len(job.running) >= least
+    while job.running:
+        job.end(next(iter(job.running)))
+        job(e.Tick(), 10.0)
+    job(e.Tick(), 200.0)
+    assert job.code == 0

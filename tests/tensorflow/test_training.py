@@ -226,6 +226,38 @@ def clones(version: int) -> None:
     np.testing.assert_allclose(float(tf.convert_to_tensor(variable)), expected, rtol=1e-6)
 
 
+def pickled(version: int) -> None:
+    """A model that is sent to another rank trains with the others there, as it would have where it came from."""
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    random = np.random.default_rng(hvd.rank())
+    x, y = random.normal(size=(32, 4)).astype(np.float32), random.normal(size=(32, 1)).astype(np.float32)
+    for policy in ("float32", "mixed_float16"):
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1, name="own")])
+            model.build((None, 4))
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        groups = [model.layers[0].trainable_variables, [model.layers[1].kernel]]
+        optimizer = hvd_keras.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), groups=groups, compression=hvd.Compression.fp16
+        )
+        optimizer.register_local_var(model.layers[1].bias)
+        model.compile(optimizer, loss="mse")
+        broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
+        received = hvd.broadcast_object(model, 0)
+        if hvd.rank() == 0:
+            received = model  # and the others train with theirs
+        before = [np.array(each) for each in received.get_weights()]
+        received.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+        every = hvd.allgather_object(received.get_weights())
+        for mine, theirs in zip(every[0][:3], every[1][:3], strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=policy)
+        assert (every[0][3] != every[1][3]).all()  # this one is local
+        assert all((mine != each).any() for mine, each in zip(before, received.get_weights(), strict=True))
+
+
 def computed_gradients() -> None:
     """Keras 2: gradients are reduced when they are computed, and once only."""
     keras, (tf, hvd, _) = _keras(2), _modules()
@@ -567,7 +599,7 @@ def test_training(two: Ranks, function: Callable[[], None]) -> None:
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize(
     "function",
-    [fits, passes, clones, fits_are_recorded, saves, rates],
+    [fits, passes, clones, pickled, fits_are_recorded, saves, rates],
     ids=lambda function: function.__name__,
 )
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:

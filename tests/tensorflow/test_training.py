@@ -226,6 +226,38 @@ def clones(version: int) -> None:
     np.testing.assert_allclose(float(tf.convert_to_tensor(variable)), expected, rtol=1e-6)
 
 
+def pickled(version: int) -> None:
+    """A model that is sent to another rank trains with the others there, as it would have where it came from."""
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    random = np.random.default_rng(hvd.rank())
+    x, y = random.normal(size=(32, 4)).astype(np.float32), random.normal(size=(32, 1)).astype(np.float32)
+    for policy in ("float32", "mixed_float16"):
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1, name="own")])
+            model.build((None, 4))
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        groups = [model.layers[0].trainable_variables, [model.layers[1].kernel]]
+        optimizer = hvd_keras.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), groups=groups, compression=hvd.Compression.fp16
+        )
+        optimizer.register_local_var(model.layers[1].bias)
+        model.compile(optimizer, loss="mse")
+        broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
+        received = hvd.broadcast_object(model, 0)
+        if hvd.rank() == 0:
+            received = model  # and the others train with theirs
+        before = [np.array(each) for each in received.get_weights()]
+        received.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+        every = hvd.allgather_object(received.get_weights())
+        for mine, theirs in zip(every[0][:3], every[1][:3], strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=policy)
+        assert (every[0][3] != every[1][3]).all()  # this one is local
+        assert all((mine != each).any() for mine, each in zip(before, received.get_weights(), strict=True))
+
+
 def computed_gradients() -> None:
     """Keras 2: gradients are reduced when they are computed, and once only."""
     keras, (tf, hvd, _) = _keras(2), _modules()
@@ -411,26 +443,39 @@ def values() -> None:
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
+def _plain_normalization(tf: Any) -> Any:
+    """Keras 2 corrects the moving variance only where it is fused."""
+    kind = tf.keras.layers.BatchNormalization
+    return kind(fused=False) if hasattr(kind, "_fused_can_be_used") else kind()
+
+
 def normalization() -> None:
+    """As of one batch of all ranks; also of pictures, for which Keras 2 has a fused kernel."""
     tf, hvd, _ = _modules()
     rank, size = hvd.rank(), hvd.size()
-    every = [np.random.default_rng(r).normal(r, 1 + r, (8, 5, 3)).astype(np.float32) for r in range(size)]
-    whole = tf.constant(np.concatenate(every))
-    synchronized, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
-    with tf.GradientTape() as tape:
-        mine = tf.constant(every[rank])
-        tape.watch(mine)
-        output = synchronized(mine, training=True)
-        loss = tf.reduce_sum(output**3)
-    with tf.GradientTape() as reference:
-        reference.watch(whole)
-        expected = plain(whole, training=True)
-        total = tf.reduce_sum(expected**3)
     own = slice(8 * rank, 8 * rank + 8)
-    np.testing.assert_allclose(output, expected[own], atol=2e-5)
-    np.testing.assert_allclose(tape.gradient(loss, mine), reference.gradient(total, whole)[own], atol=2e-3)
-    np.testing.assert_allclose(synchronized.moving_variance, plain.moving_variance, rtol=1e-5)
-    np.testing.assert_allclose(synchronized(mine), plain(whole)[own], atol=1e-5)
+    for shape in ((5, 3), (3,), (4, 4, 3)):
+        every = [
+            np.random.default_rng(r).normal(r, 1 + r, (8, *shape)).astype(np.float32) for r in range(size)
+        ]
+        whole = tf.constant(np.concatenate(every))
+        synchronized, plain = hvd.SyncBatchNormalization(), _plain_normalization(tf)
+        with tf.GradientTape() as tape:
+            mine = tf.constant(every[rank])
+            tape.watch(mine)
+            output = synchronized(mine, training=True)
+            loss = tf.reduce_sum(output**3)
+        with tf.GradientTape() as reference:
+            reference.watch(whole)
+            expected = plain(whole, training=True)
+            total = tf.reduce_sum(expected**3)
+        np.testing.assert_allclose(output, expected[own], atol=2e-5, err_msg=str(shape))
+        slopes = tape.gradient(loss, mine), reference.gradient(total, whole)[own]
+        np.testing.assert_allclose(*slopes, atol=2e-3, err_msg=str(shape))
+        np.testing.assert_allclose(synchronized.moving_variance, plain.moving_variance, rtol=1e-5)
+        np.testing.assert_allclose(synchronized(mine), plain(whole)[own], atol=1e-5)
+        again = type(synchronized).from_config(synchronized.get_config())
+        assert again(mine, training=True).shape == mine.shape
     with pytest.raises(ValueError, match="fused=True"):
         hvd.SyncBatchNormalization(fused=True)
 
@@ -438,7 +483,7 @@ def normalization() -> None:
 def masked_normalization() -> None:
     """Elements that a mask leaves out count on no rank; in half precision as well."""
     tf, hvd, _ = _modules()
-    keras = _keras(3)
+    keras = tf.keras
     rank, size = hvd.rank(), hvd.size()
     every = [np.random.default_rng(r).normal(r, 1 + r, (8, 5, 3)).astype(np.float32) for r in range(size)]
     masks = [np.random.default_rng(9 + r).random((8, 5)) < 0.3 + 0.4 * r for r in range(size)]
@@ -446,7 +491,7 @@ def masked_normalization() -> None:
     for policy, near in (("float32", 1e-4), ("mixed_float16", 0.05), ("mixed_bfloat16", 0.3)):
         keras.mixed_precision.set_global_policy(policy)
         try:
-            synchronized, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+            synchronized, plain = hvd.SyncBatchNormalization(), _plain_normalization(tf)
         finally:
             keras.mixed_precision.set_global_policy("float32")
 
@@ -554,8 +599,15 @@ def test_training(two: Ranks, function: Callable[[], None]) -> None:
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize(
     "function",
-    [fits, passes, clones, fits_are_recorded, saves, rates],
+    [fits, passes, clones, pickled, fits_are_recorded, saves, rates],
     ids=lambda function: function.__name__,
 )
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:
     two.run(function, version, timeout=100)
+
+
+def test_normalization_where_keras_2_is_chosen() -> None:
+    """``tf.keras`` is what it is from its first use on, so these ranks are not forked with TensorFlow."""
+    with Ranks(2, env={"TF_USE_LEGACY_KERAS": "1"}) as ranks:
+        for function in (normalization, masked_normalization):
+            ranks.run(function, timeout=100)

@@ -31,19 +31,12 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
             raise InvalidRequestError("SyncBatchNormalization does not support fused=True.")
         if "name" not in kwargs:
             kwargs["name"] = None
+        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2, whose fused kernel computes the moments itself
+            kwargs["fused"] = False
         super().__init__(**kwargs)
 
-    def _moments(self, inputs: Any, *arguments: Any, mask: Any = None) -> tuple[Any, Any]:
-        """Mean and variance over all ranks, from one reduction of count, sums and sums of squares.
-
-        Keras 3 gives a mask; Keras 2 gives the axes, whether to keep them, and a mask.
-        """
-        axes, keep = self._reduced_axes(inputs), False
-        if len(arguments) >= 2:
-            axes, keep = list(arguments[0]), bool(arguments[1])
-            arguments = arguments[2:]
-        if mask is None and arguments:
-            mask = arguments[0]
+    def _over_all_ranks(self, inputs: Any, axes: list[int], keep: bool, mask: Any) -> tuple[Any, Any]:
+        """Mean and variance over all ranks, from one reduction of count, sums and sums of squares."""
         wide = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
         if mask is None:
             total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
@@ -62,14 +55,24 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         shape = tf.shape(tf.reduce_sum(wide, axes, keepdims=True)) if keep else tf.shape(total)
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
+    def _moments(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
+        """What Keras asks for: Keras 3 by inputs and a mask; Keras 2 by inputs, axes, whether to keep these, and a mask."""
+        if hasattr(_Base, "_calculate_mean_and_var"):
+            found: tuple[Any, Any] = super()._moments(inputs, *arguments, **keywords)
+            return found
+        mask = arguments[0] if arguments else keywords.get("mask")
+        return self._over_all_ranks(inputs, self._reduced_axes(inputs), keep=False, mask=mask)
+
     def _reduced_axes(self, inputs: Any) -> list[int]:
         rank = inputs.shape.rank
         kept = [axis % rank for axis in (self.axis if isinstance(self.axis, list | tuple) else [self.axis])]
         return [axis for axis in range(rank) if axis not in kept]
 
-    def _calculate_mean_and_var(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
-        """What Keras 2 asks for."""
-        return self._moments(inputs, *arguments, **keywords)
+    def _calculate_mean_and_var(
+        self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
+    ) -> tuple[Any, Any]:
+        """What Keras 2 computes the moments by."""
+        return self._over_all_ranks(inputs, list(reduction_axes), keep_dims, mask)
 
     def get_config(self) -> dict[str, Any]:
         config: dict[str, Any] = super().get_config()

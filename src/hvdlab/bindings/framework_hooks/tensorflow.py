@@ -81,8 +81,11 @@ def _device(name: str) -> str:
 
 
 def _weights(layer: Any) -> list[Part]:
-    """The weights of a layer or model, by their paths."""
-    return [(f"[{number}] {_path(weight)}", weight) for number, weight in enumerate(layer.weights)]
+    """The weights of a layer or model, by the ends of their paths: Keras may name what is around a layer otherwise when it loads it."""
+    return [
+        (f"[{number}] {'/'.join(_path(weight).split('/')[-2:])}", weight)
+        for number, weight in enumerate(layer.weights)
+    ]
 
 
 def _of_optimizer(optimizer: Any) -> list[Part]:

@@ -21,7 +21,7 @@ from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.failures import JIT
-from hvdlab.tensorflow.functions import plain_variable
+from hvdlab.tensorflow.functions import plain_variable, vars_to_refs
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.fits import record_fits
 from hvdlab.tensorflow.reduction import GradientReducer, Groups
@@ -38,6 +38,7 @@ class Distributed:
         hvdlab_reduced: Whether the gradients that come have been reduced already.
         hvdlab_computed: Whether the next ones are those that ``compute_gradients`` has reduced.
         hvdlab_meter: Measures the steps of ``fit``.
+        hvdlab_settings: The arguments of :func:`distributed` that it was made with.
     """
 
     hvdlab_reducer: GradientReducer
@@ -45,6 +46,7 @@ class Distributed:
     hvdlab_reduced: bool
     hvdlab_computed: bool
     hvdlab_meter: StepMeter
+    hvdlab_settings: dict[str, Any]
     _HAS_AGGREGATE_GRAD = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +58,7 @@ class Distributed:
             reduced=False,
             computed=False,
             meter=StepMeter(),
+            settings={},
         )
 
     def register_local_var(self, var: Any) -> None:
@@ -231,8 +234,25 @@ def distributed(
     else:
         made = kind.from_config(optimizer.get_config())
         _copy_state(optimizer, made)
-    made._hvdlab_set(reducer=reducer, helper=helper, reduced=False, computed=False, meter=StepMeter())
+    settings = {
+        "name": name,
+        "device_dense": device_dense,
+        "device_sparse": device_sparse,
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "op": op,
+        "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients,
+        "groups": groups,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    made._hvdlab_set(
+        reducer=reducer, helper=helper, reduced=False, computed=False, meter=StepMeter(), settings=settings
+    )
     package = sys.modules[_package(original)]
+    _pickle_distributed(package)
     _reduce_before_scaling(package)
     _compile_without_xla(package)
     record_fits(package)
@@ -267,6 +287,85 @@ def _copy_state(optimizer: Any, into: Any) -> None:
     into.build(variables)
     for mine, its in zip(into.variables, optimizer.variables, strict=True):
         mine.assign(its)
+
+
+# -- pickled models ---------------------------------------------------------------------------------------------------
+
+
+def _pickle_distributed(package: Any) -> None:
+    """Have a model that is pickled, as for a rank that comes later, keep its optimizer distributed.
+
+    Keras pickles a model as the file that it would save, from which an optimizer comes back as one of Keras' own.
+    """
+    original = package.Model.__reduce__
+    if hasattr(original, "hvdlab"):
+        return
+
+    @functools.wraps(original)
+    def reduce(self: Any) -> Any:
+        reduced = original(self)
+        optimizer = getattr(self, "optimizer", None)
+        optimizer = _inner(optimizer) or optimizer
+        if not isinstance(optimizer, Distributed) or len(reduced) != 2:  # not a file: it was not built
+            return reduced
+        position = {vars_to_refs(plain_variable(each)): i for i, each in enumerate(self.trainable_variables)}
+        settings = dict(optimizer.hvdlab_settings)
+        if isinstance(settings.get("groups"), list | tuple):
+            settings["groups"] = [
+                [position[vars_to_refs(plain_variable(each))] for each in group]
+                for group in settings["groups"]
+            ]
+        local = [i for reference, i in position.items() if reference in optimizer.hvdlab_reducer.local]
+        policy = getattr(self, "dtype_policy", None) or self._dtype_policy
+        scale = [each.numpy() for each in _scale_of(self.optimizer)]
+        return _received, (*reduced, package.__name__, policy.name, scale, settings, local)
+
+    reduce.hvdlab = True  # type: ignore[attr-defined]
+    package.Model.__reduce__ = reduce
+
+
+def _received(
+    make: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    package: str,
+    policy: str,
+    scale: list[Any],
+    settings: dict[str, Any],
+    local: list[int],
+) -> Any:
+    """A model that was pickled; groups and local variables are given by their places among the trainable ones.
+
+    A step of several backward passes that was in progress stays behind.
+
+    Args:
+        policy: The dtypes of the model. Keras scales the loss by it, but does not save a model's own: it takes the process's.
+        scale: Of the loss, for Keras 2, which does not save it. Gradients are summed before they are divided by it.
+    """
+    precision: Any = sys.modules[package].mixed_precision
+    before = precision.global_policy()
+    precision.set_global_policy(policy)
+    try:
+        model = make(*arguments)
+    finally:
+        precision.set_global_policy(before)
+    variables = model.trainable_variables
+    if isinstance(settings.get("groups"), list):
+        settings["groups"] = [[variables[i] for i in group] for group in settings["groups"]]
+    optimizer = _inner(model.optimizer) or model.optimizer
+    distributed(optimizer, **settings, in_place=True)  # the loss scaling around it refers to it
+    for i in local:
+        optimizer.register_local_var(variables[i])
+    for variable, value in zip(_scale_of(model.optimizer), scale, strict=True):
+        variable.assign(value)
+    return model
+
+
+def _scale_of(optimizer: Any) -> tuple[Any, ...]:
+    """The variables by which Keras 2 scales the loss dynamically; Keras 3 has them among the optimizer's own."""
+    state = getattr(optimizer, "_loss_scale", None)
+    if state is None or not hasattr(state, "current_loss_scale"):
+        return ()
+    return state.current_loss_scale, state.counter
 
 
 # -- XLA --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""What can't work is refused by one sentence that says what it is, and the next collective works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError, UnsupportedError
+from ranks import Ranks
+
+
+def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    import keras
+    import tensorflow as tf
+    import tf_keras
+
+    import hvdlab.tensorflow as hvd
+    import hvdlab.tensorflow.keras as hvd_keras
+
+    ones, rank = tf.ones(3), hvd.rank()
+    unknown = tf.function(hvd.alltoall, input_signature=[tf.TensorSpec(None, tf.float32)])
+    many = [tf.Variable(1.0) for _ in range(1 + rank)]
+
+    def slopes() -> Any:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.add_n([each * each for each in many])
+        return tape.gradient(loss, many)
+
+    twice = "is distributed already: its gradients would be reduced twice"
+    jit = "can't be compiled by XLA. Use tf.function without jit_compile=True"
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: hvd.allreduce(tf.constant(["a"])), UnsupportedError, "this tensor is string."),
+        (lambda: hvd.allgather(tf.constant([1j])), UnsupportedError, "Send tf.math.real(tensor) and"),
+        (lambda: hvd.allreduce(tf.constant([True])), UnsupportedError, "of bool tensors can't average; use"),
+        (lambda: hvd.allreduce(tf.ragged.constant([[1.0]])), InvalidRequestError, "not RaggedTensor."),
+        (lambda: hvd.allreduce(None), InvalidRequestError, "takes a tf.Tensor, not NoneType."),
+        (lambda: unknown(tf.constant(1.0)), InvalidRequestError, "which a 0-d tensor does not have."),
+        (lambda: tf.function(hvd.allreduce, jit_compile=True)(ones), UnsupportedError, jit),
+        (lambda: hvd.broadcast(ones, 7), InvalidRequestError, "root 7 is not in process set 0"),
+        (lambda: hvd.alltoall(ones, splits=[1, 1]), InvalidRequestError, "add up to 3 rows."),
+        (lambda: hvd.broadcast_([ones], 0), InvalidRequestError, "takes variables, not EagerTensor."),
+        (lambda: hvd.DistributedOptimizer("sgd"), InvalidRequestError, "tf_keras, not str."),
+        (
+            lambda: hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape())),
+            InvalidRequestError,
+            twice,
+        ),
+        (lambda: hvd.broadcast_variables(many, 0), AbortedError, "`broadcast_variables` of 2"),
+        (lambda: hvd.broadcast_variables([tf.ones(2 + rank)], 0), InvalidRequestError, "takes variables"),
+        (lambda: hvd.broadcast_variables([tf.Variable(tf.ones(2 + rank))], 0), MismatchError, "float32[3]"),
+        (slopes, AbortedError, "DistributedGradientTape.0"),
+    ]
+    for package in (keras, tf_keras):
+        plain = package.optimizers.SGD(0.1)
+        optimizer = hvd.DistributedOptimizer(plain)
+        model = package.Sequential([package.layers.Dense(1)])
+        cases += [
+            (lambda o=optimizer: hvd.DistributedOptimizer(o), InvalidRequestError, twice),
+            (lambda o=optimizer: hvd_keras.PartialDistributedOptimizer(o), InvalidRequestError, twice),
+            (
+                lambda m=model, o=optimizer: m.compile(o, loss="mse", jit_compile=True),
+                UnsupportedError,
+                jit,
+            ),
+        ]
+    return cases
+
+
+def refused() -> None:
+    import tensorflow as tf
+
+    import hvdlab.tensorflow as hvd
+
+    for call, kind, text in _cases():
+        with pytest.raises(kind, match=re.escape(text)):
+            call()
+        assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == hvd.size(), text
+
+
+def test_what_cannot_work_is_refused(two: Ranks) -> None:
+    two.run(refused, timeout=60)

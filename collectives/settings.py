@@ -35,6 +35,7 @@ class Settings:
         local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
             them from the hosts of all ranks.
         plane: Data plane to use, or ``auto``.
+        direct: Whether ranks of one host agree on small blocking collectives in shared memory.
         certificate: PEM text of the coordinator's certificate (``tls`` only).
         address: Address that this rank's data-plane sockets bind to.
         cells_tracked: Whether collectives are to be made within cells (ranks of a pool).
@@ -69,6 +70,7 @@ class Settings:
     cross_rank: int | None = None
     cross_size: int | None = None
     plane: str = "auto"
+    direct: bool = True
     certificate: str | None = None
     address: str = "127.0.0.1"
     cells_tracked: bool = False

@@ -97,6 +97,9 @@ class FakeDevicePlane(Plane):
             except Exception as raised:  # noqa: BLE001  (whatever it is, the executor is told)
                 error = raised
             self._end(pending, error)
+            # The error's traceback leads here, and what was under way has the error: a circle around the memory.
+            error = job = None
+            del work, pending
 
     def _end(self, pending: Pending, error: Exception | None) -> None:
         with self._guard:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m
+
+if TYPE_CHECKING:
+    from joint_boards import AtBoard
 
 
 class SimEntry(Entry):
@@ -46,6 +50,7 @@ class SimRank:
         cut: Whether its network has failed.
         killed, told_to_leave: What happened to it.
         blocked: What its user waits for.
+        at_board: Its user's thread, where that waits at a board.
         world: Ranks that live, as far as it was told.
         cells: Those that run here. known_cells: Those that ever did.
         members: Process ids of the members of each epoch.
@@ -66,6 +71,7 @@ class SimRank:
     killed: bool = False
     told_to_leave: bool = False
     blocked: SimEntry | None = None
+    at_board: AtBoard | None = None
     world: tuple[int, ...] = ()
     to_coordinator: deque[m.Message] = field(default_factory=deque)
     from_coordinator: deque[m.Message | None] = field(default_factory=deque)

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD
+from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD, POSTED
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
@@ -35,7 +35,7 @@ from joint_simulation import Simulation, allreduce
 _SIZES = (1, 2, 2, 3, 3, 4)
 ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
-    "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
+    *["directly"] * 4, "alone", "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
     "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "pause", "go_on",
     "settle",
 )  # fmt: skip
@@ -136,6 +136,37 @@ class Schedule:
                     self.submit(me, allreduce(name, shape, process_set=where))
             for _ in range(self.chance.randint(0, 3)):
                 self.sim.step()
+
+    def do_directly(self) -> None:
+        """Programs that wait for each collective, most of them for the same."""
+        where = self.chance.choice([0, 0, 0, 1, 2])
+        names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
+        for name in names:
+            for me in self.free():
+                if (where in me.state.sets or where == 0) and self.chance.random() < 0.97:
+                    directly = self.chance.random() < 0.95
+                    shape = (4,) if self.chance.random() < 0.97 else (5,)
+                    done = self.sim.submit(
+                        me.rank, allreduce(name, shape, process_set=where), directly=directly
+                    )
+                    self._say(f"rank {me.rank}: {name} in {where}, directly {directly}: {done!r}")
+                for _ in range(self.chance.randint(0, 3)):
+                    self.sim.step()
+            if self.chance.random() < 0.8:
+                self._progress()
+
+    def _progress(self) -> None:
+        for _ in range(40):
+            if all(me.blocked is None or me.blocked.outcome is not None for me in self.living()):
+                return
+            if not self.sim.step():
+                return
+
+    def do_alone(self) -> None:
+        me = self.someone()
+        if me is not None:
+            request = allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me))
+            self.sim.submit(me.rank, request, directly=True)
 
     def do_mismatch(self) -> None:
         me = self.someone()
@@ -326,6 +357,8 @@ class Schedule:
             for entry in group.pending:
                 what = f"rank {me.rank}: {entry.request.kind.label} {entry.name} in {group.id}, epoch {entry.epoch}"
                 assert entry.phase != EXECUTING, f"{what} executes for ever"
+                if entry.phase == POSTED and group.withdrawn >= 0:
+                    continue  # its user has given up
                 if not group.configured:
                     assert group.id == 0, f"{what} waits for an epoch that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave

@@ -27,10 +27,13 @@ from hvdlab.collectives.coordinator.events import (
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
+from hvdlab.collectives.engine.entry import ANNOUNCED
+from hvdlab.collectives.engine.posting import fits
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
+from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank
 
@@ -75,6 +78,7 @@ class Simulation:
         self._by_peer: dict[int, SimRank] = {}
         self.by_pid: dict[int, SimRank] = {}
         self.planes = Planes(self.by_pid)
+        self.boards = Boards()
         self._peers = _FIRST_PEER
         self._running: dict[str, set[int]] = {}  # processes that may run each cell
         self._told: m.World | None = None  # what the client was told of
@@ -148,6 +152,7 @@ class Simulation:
         """It shuts down: it gives up what it waits for, says Bye, and what is in flight there fails."""
         me = self.ranks[rank]
         for group in list(me.state.sets.values()):
+            group.retire_seat()
             if group.pending:
                 me.state.withdraw(group.id, CauseKind.RANK_LEFT, f"rank {rank} left the job")
         self._flush(me)
@@ -224,30 +229,43 @@ class Simulation:
 
     # -- what users do --------------------------------------------------------------------------------------------
 
-    def submit(self, rank: int, request: Request, site: str = "") -> SimEntry | HvdlabError:
+    def submit(
+        self, rank: int, request: Request, site: str = "", *, directly: bool = False
+    ) -> SimEntry | HvdlabError:
+        """A user submits; ``directly`` for a user that waits for it, at the board if that may be."""
         me = self.ranks[rank]
         self._numbers += 1
         if request.input is not None:
             request.input[...] = self._numbers % 65_521  # names its submission where it turns up
         entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
-            me.state.submit(entry)
+            posting = me.state.post_directly(entry) if directly and fits(request) else None
+            if posting is None:
+                me.state.submit(entry)
+            else:
+                me.at_board = AtBoard(entry, posting)
         except HvdlabError as error:
             self._flush(me)
             return error
         me.entries.append(entry)
+        if directly:
+            me.blocked = entry
         if self.random.random() < 0.5:
             self._flush(me)
         return entry
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
+        """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
         me = self.ranks[rank]
+        if me.at_board is not None and me.at_board.entry.request.process_set == process_set:
+            me.at_board = None
         me.state.withdraw(process_set, CauseKind.INTERRUPTED, f"rank {rank} was interrupted")
         self._flush(me)
 
     def tear(self, rank: int) -> None:
         """An interrupt in the middle of a submission."""
         me = self.ranks[rank]
+        me.at_board = None
         me.state.mend(f"rank {rank} was interrupted")
         self._flush(me)
 
@@ -289,6 +307,10 @@ class Simulation:
                     choices.append((self._flush, me))
                 if me.from_coordinator:
                     choices.append((self._from_coordinator, me))
+                if self.boards.can_go_on(me):
+                    choices.append((self.boards.go_on, me))
+                if _waits_untold(me):
+                    choices.append((self._tell_wait, me))
                 if me.jobs and work:
                     if self.planes.can_run(me):
                         choices.append((self.planes.run, me))
@@ -387,6 +409,11 @@ class Simulation:
         self._newest[message.process_set] = message.epoch
         self.epochs[message.process_set, message.epoch] = members
 
+    def _tell_wait(self, me: SimRank) -> None:
+        """A user has waited for long."""
+        assert me.blocked is not None
+        me.state.blocked(me.blocked, 0.5)
+
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()
         if message is None:
@@ -421,6 +448,7 @@ class Simulation:
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():
                     me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
+                    self.boards.open(me, effect)
 
     # -- what must hold -------------------------------------------------------------------------------------------
 
@@ -441,6 +469,11 @@ class Simulation:
             longest = max(orders, key=len)
             for order in orders:
                 assert order == longest[: len(order)], scope
+
+
+def _waits_untold(me: SimRank) -> bool:
+    waits = me.blocked
+    return waits is not None and waits.outcome is None and waits.phase == ANNOUNCED and not waits.waited
 
 
 def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:

@@ -35,6 +35,7 @@ class ProcessSet:
         former: Ranks that a change in order left out and that are still connected, with their connections and their
             last epochs: they may be needed to finish what those execute.
         aborted: The newest epoch of which nothing is executed any more.
+        declined: Epoch and number of the latest request on the board that members were asked to decline.
         matcher, store, sequence: State of this epoch.
         past_stores: Stores of former epochs, in which some may still be finding each other to finish what they execute.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
@@ -42,7 +43,7 @@ class ProcessSet:
     """
 
     __slots__ = (
-        "aborted", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
+        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
         "past_failure", "past_stores", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
@@ -56,6 +57,7 @@ class ProcessSet:
         self.gone: set[int] = set()
         self.former: dict[int, tuple[int, int]] = {}
         self.aborted = 0
+        self.declined = (0, 0)
         self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from hvdlab.collectives.coordinator.arrivals import depart
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
 from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
@@ -15,7 +17,7 @@ from hvdlab.collectives.coordinator.pauses import on_paused, on_resumed
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.coordinator.restoring import on_resume
 from hvdlab.collectives.coordinator.store import Store
-from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ Reaction = Callable[["CoordinatorState", RankPeer, Any, float], None]
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
     """A rank leaves in order. Others that wait are told; otherwise the set goes on until it is used again."""
     sets = state.sets.containing(rank.rank)
+    past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     depart(state, rank, now)
     state.membership.leave(rank)
     state.outbox.effects.append(CloseConnection(rank.peer))
@@ -36,9 +39,14 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
             state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
             continue
         ps.gone.add(rank.rank)
+        if ps.declined[0] == ps.epoch:
+            # Somebody has waited at the board, perhaps still does, and this rank may have left before it had the board.
+            _count_out(state, ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
             state.sets.switch(ps, ())
             state.sets.configure(ps)
+    for ps, epoch in past:
+        _count_out(state, ps, m.DeclinePost(ps.id, epoch, 0))
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
@@ -53,8 +61,36 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
         state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
 
 
+def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
+    """Passed on to those that may have to decline."""
+    ps = state.open_set(rank, message)
+    if ps is not None and ps.gone:
+        # Who has left declines everything, but it may have left before it had a board.
+        left = tuple(sorted(ps.gone))
+        state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+        return
+    if ps is not None:
+        if (message.epoch, message.number) > ps.declined:
+            ps.declined = message.epoch, message.number
+            state.outbox.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+    elif (past := _past_set(state, rank, message)) is not None:
+        _count_out(state, past, message)
+
+
+def _count_out(state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost) -> None:
+    """Pass the message on to all that may be at that board, and say which of their processes are there."""
+    there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
+    ranks = [other for other in state.membership.ranks.values() if other.peer in there]
+    told = tuple(sorted(other.peer for other in ranks))
+    state.outbox.send(
+        told, msgspec.structs.replace(message, pids=tuple(sorted(other.pid for other in ranks)))
+    )
+
+
 def _past_set(
-    state: CoordinatorState, rank: RankPeer, message: m.Withdraw | m.PlaneFailed | m.StoreSet | m.StoreGet
+    state: CoordinatorState,
+    rank: RankPeer,
+    message: m.Withdraw | m.DeclinePost | m.PlaneFailed | m.StoreSet | m.StoreGet,
 ) -> ProcessSet | None:
     """The process set that a message is about, if it is of an epoch before: some may still be executing in that."""
     ps = state.sets.by_id.get(message.process_set)
@@ -173,6 +209,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.Ping: _on_ping,
     m.Post: _on_post,
     m.Withdraw: _on_withdraw,
+    m.DeclinePost: _on_decline_post,
     m.PlaneFailed: _on_plane_failed,
     m.Renew: _on_renew,
     m.CellBegin: _on_cell_begin,

@@ -23,8 +23,10 @@ from hvdlab.collectives.engine.guarded import GuardedState, complete
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
+from hvdlab.collectives.engine.posting import Seat
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot
+from hvdlab.collectives.engine.small import MEMBERS
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.store import EngineStore, Tickets
 from hvdlab.collectives.engine.world import WorldView
@@ -32,6 +34,8 @@ from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.scoped import ScopedStore
+from hvdlab.collectives.planes.shm.board import map_board
+from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
@@ -169,6 +173,8 @@ class Dispatcher:
             self.lacking.lost(effect.process_set, effect.epoch)
         else:
             self.lacking.came(effect.process_set)
+        if memory >= 0:
+            self._open_board(effect, memory)
         store = self.store(effect.process_set, effect.epoch)
         context = PlaneContext(
             effect.process_set,
@@ -186,6 +192,16 @@ class Dispatcher:
         for device, plane in effect.device_planes.items():
             apart = replace(context, store=ScopedStore(store, f"{device}/"), memory_fd=-1)
             self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
+
+    def _open_board(self, effect: NewEpoch, memory: int) -> None:
+        members = len(effect.members)
+        if not 1 < members <= MEMBERS:
+            return
+        place = layout_from(effect.options, members).size
+        board = map_board(memory, place, members, effect.index, effect.epoch)
+        if board is not None:
+            seat = Seat(board, effect.process_set, effect.index, effect.members)
+            self._guarded.tell(lambda state: state.seat(seat))
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""

@@ -14,6 +14,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.control import Control
+from hvdlab.collectives.engine.direct import Direct
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.exports import Exports
@@ -87,6 +88,7 @@ class Engine(Groups):
         self._leader = Leader(guarded, endpoint, self._control, self._executor)
         self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks)
         self.wait_for = self._waiter.wait_for
+        self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
         self.exports = Exports(self._dispatcher, subscription)
@@ -197,7 +199,8 @@ class Engine(Groups):
         self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
-            self._submit(handle)
+            if timeout is not None or not self.settings.direct or not self._direct.run(handle):
+                self._submit(handle)
             return handle.wait(timeout)
         except KeyboardInterrupt:
             self._waiter.abandon(handle)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol.messages import Member, Signature
 
-HELD, ANNOUNCED, EXECUTING, ENDED = range(4)
+if TYPE_CHECKING:
+    from hvdlab.collectives.engine.posting import Seat
+
+HELD, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 
 Key = tuple[object, ...]
 
@@ -23,7 +27,7 @@ class Entry:
         site: Call site.
         submitted: When, in nanoseconds of the engine's clock.
         received: When ``Execute`` came, or 0.
-        phase: ``HELD`` (not announced yet), ``ANNOUNCED``, ``EXECUTING`` or ``ENDED``.
+        phase: ``HELD`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
         epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
         local: What it is announced as.
         extra: Numbers that differ between ranks.
@@ -86,10 +90,13 @@ class SetState:
         pending: Entries that have not ended, in order of submission.
         names: The named ones among them that were not given up.
         given_up: Why there are entries that were given up and that others may still wait for, or ``None``.
+        seat: This rank's use of the epoch's board, or ``None`` if there is no board.
+        past_seats: Those of former epochs at which a thread may still wait, by epoch.
     """
 
     __slots__ = (
-        "configured", "device_planes", "epoch", "given_up", "id", "index", "members", "names", "options", "pending", "plane", "ranks", "withdrawn",
+        "configured", "device_planes", "epoch", "given_up", "id", "index", "members", "names", "options", "past_seats", "pending", "plane",
+        "ranks", "seat", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -106,6 +113,20 @@ class SetState:
         self.given_up: tuple[CauseKind, str, str] | None = None
         self.pending: dict[Entry, None] = {}
         self.names: dict[str, Entry] = {}
+        self.seat: Seat | None = None
+        self.past_seats: dict[int, Seat] = {}
+
+    def retire_seat(self) -> None:
+        """The epoch has ended in order, or this rank leaves: nothing is posted any more."""
+        seat, self.seat = self.seat, None
+        if seat is not None and seat.retire():
+            self.past_seats[seat.board.epoch] = seat
+
+    def abort_seats(self, epoch: int) -> set[Entry | None]:
+        """The epochs up to this one have ended at once; returns what was agreed before that on a board."""
+        if self.seat is not None and self.seat.board.epoch <= epoch:
+            self.past_seats[self.seat.board.epoch], self.seat = self.seat, None
+        return {self.past_seats.pop(old).abort() for old in list(self.past_seats) if old <= epoch}
 
 
 def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signature:

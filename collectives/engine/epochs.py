@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import AbortPlane, ClosePlanes, Effect, Fail, NewEpoch
-from hvdlab.collectives.engine.entry import EXECUTING, HELD, SetState
+from hvdlab.collectives.engine.entry import EXECUTING, HELD, POSTED, SetState
 from hvdlab.collectives.engine.fitting import fit
 from hvdlab.collectives.engine.orders import Reaction
 from hvdlab.collectives.errors import Cause, CauseKind, InvalidRequestError, Pending
@@ -58,6 +58,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         group = state.sets[message.process_set] = SetState(message.process_set)
     elif message.epoch < group.epoch:
         return []
+    group.retire_seat()
     ranks = tuple(member.rank for member in message.members)
     group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
@@ -79,7 +80,12 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
             group.device_planes,
         ),
     ]
-    waiting = [entry for entry in group.pending if entry.phase != EXECUTING]
+    for entry in [entry for entry in group.pending if entry.phase == POSTED and entry.given_up]:
+        # It was agreed on a board when the last epoch ended, and its thread was interrupted before it came to that.
+        state.end(entry)
+        kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
+        effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
+    waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
         # Others wait for these: the epoch ends at once, and what came later is for the one after it.
         for entry in waiting:
@@ -96,8 +102,8 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
     effects: list[Effect] = []
     state.drop_announcements(group.id)
     for entry in list(group.pending):
-        if entry.phase == EXECUTING:
-            continue
+        if entry.phase in (EXECUTING, POSTED):
+            continue  # its thread announces what is not agreed on the old board
         state.locals.unqueue(entry)
         entry.phase = HELD
         try:

@@ -258,6 +258,12 @@ class Executor:
 
         self.put(tune)
 
+    def failed(self, process_set: int, epoch: int, error: Exception) -> None:
+        """What was to be computed in this epoch without its plane failed on this rank: nothing more is executed in it."""
+        slot = self._slots.get((process_set, epoch, HOST))
+        if slot is not None:
+            slot.error, slot.aborted = error, True
+
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
         """What failed in a plane of this epoch on this rank."""
         errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))

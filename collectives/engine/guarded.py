@@ -18,6 +18,7 @@ from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.locals import LOCAL_LIMIT
+from hvdlab.collectives.engine.posting import Posting
 from hvdlab.collectives.engine.request import PendingCollective, Result
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
@@ -78,6 +79,26 @@ class GuardedState:
                 self._torn = False
         except BaseException:
             self._wake()  # a duplicate has to be told, an interrupted submission to be mended
+            raise
+
+    def post_directly(self, handle: Handle) -> Posting | None:
+        """Post a request on the board, if it may be. Raises what :meth:`RankState.submit` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._torn:
+                    self._mend()
+                self._torn = True
+                try:
+                    posting = self.state.post_directly(handle)
+                except HvdlabError:
+                    self._torn = False
+                    raise
+                self._torn = False
+                return posting
+        except BaseException:
+            self._wake()
             raise
 
     def want_flush(self) -> None:
@@ -223,6 +244,21 @@ class GuardedState:
             self._torn = False
         if overdue:
             self._wake()  # others are to know that it has ended
+
+    def finish_posted(self, handle: Handle, posting: Posting, result: Result) -> None:
+        """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""
+        with self._lock:
+            if self._torn:
+                self._mend()
+            self._torn = True
+            self._finishing = (handle,)
+            self.state.leave_board(handle, posting.seat, agreed=True)
+            if self.state.finish_posted(handle):
+                complete(handle, result, None)
+            self._finishing = ()
+            self._torn = False
+        if self.state.has_messages:
+            self.flush_direct()
 
     def pending(self, now: int) -> list[PendingCollective]:
         with self._lock:

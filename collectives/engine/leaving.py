@@ -52,5 +52,6 @@ def _finish(guarded: GuardedState, deadline: Deadline) -> None:
 
 def _give_up(state: RankState, text: str) -> None:
     for group in list(state.sets.values()):
+        group.retire_seat()
         if group.pending:
             state.withdraw(group.id, CauseKind.RANK_LEFT, text)

@@ -36,6 +36,12 @@ class Locals:
 
     def queue(self, entry: Entry) -> None:
         """Give an entry its local id, behind those that have it already."""
+        entry.local = local = self.local_of(entry)
+        entry.phase = ANNOUNCED
+        local.queue.append(entry)
+
+    def local_of(self, entry: Entry) -> Local:
+        """The local id for entries like this one, defined if it is new."""
         request = entry.request
         shape = matched_shape(request)
         if request.prescale != request.prescale:
@@ -51,9 +57,7 @@ class Locals:
             local = self._define(key, entry, shape)
         elif len(self._by_key) * 2 > self._limit:
             self._by_key.move_to_end(key)  # order only matters once ids become scarce
-        entry.local = local
-        entry.phase = ANNOUNCED
-        local.queue.append(entry)
+        return local
 
     def unqueue(self, entry: Entry) -> None:
         """Forget an announcement. One that was not sent yet may have carried the definition: send it next time."""

@@ -36,13 +36,18 @@ def payload_of(request: Request, members: int) -> bytes:
 
 def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
     """Compute an allreduce from everybody's bytes. ``folds`` are kept by the caller, for one thread at a time."""
+    storage = storage_type(request.dtype)
+    return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
+
+
+def run_parts(request: Request, parts: list[HostArray], folds: Folds) -> Result:
+    """Compute an allreduce from everybody's elements, in storage type, which stay as they are."""
     source, out = request.input, request.output
     assert source is not None
-    storage = storage_type(request.dtype)
     if out is None:
+        storage = storage_type(request.dtype)
         out = np.empty(source.shape, storage) if request.allocate is None else request.allocate(source.shape)
     view = host_view(out)
-    parts = [np.frombuffer(payload, storage) for payload in payloads]
     if request.op is ReduceOp.ADASUM:
         view.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
         return Result(out)
@@ -51,7 +56,7 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
         return Result(out)
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / len(payloads)
+        op, postscale = ReduceOp.SUM, postscale / len(parts)
     fold = folds.get((request.dtype, op))
     if fold is None:
         fold = folds[request.dtype, op] = make_fold(request.dtype, op)

@@ -43,6 +43,11 @@ class SpanLog:
 
     # -- operations -----------------------------------------------------------------------------------------------
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded."""
+        return self.recorder.enabled
+
     def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases, ok: bool = True) -> bool:
         """Record a batch that was executed, or failed; whether there is something to flush.
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, RunBatch
-from hvdlab.collectives.engine.entry import ANNOUNCED, ENDED, EXECUTING, Entry, SetState
+from hvdlab.collectives.engine.entry import ANNOUNCED, ENDED, EXECUTING, HELD, POSTED, Entry, SetState
 from hvdlab.collectives.engine.epochs import ON_EPOCHS
 from hvdlab.collectives.engine.fitting import fit
 from hvdlab.collectives.engine.locals import LOCAL_LIMIT, Locals
 from hvdlab.collectives.engine.orders import ON_ORDERS, Reaction
+from hvdlab.collectives.engine.posting import Posting, Seat
 from hvdlab.collectives.engine.reattaching import Memory
 from hvdlab.collectives.engine.small import payload_of
 from hvdlab.collectives.errors import (
@@ -76,9 +77,15 @@ class RankState:
                 f"Rank {self.rank} is not in process set {group.id} (ranks {list(group.ranks)}); "
                 "only its members may call its collectives."
             )
+        self._enter(group, entry)
+        self._announce_or_hold(group, entry)
+
+    def _enter(self, group: SetState, entry: Entry) -> None:
         fit(group, entry)
         self._name(group, entry)
         group.pending[entry] = None
+
+    def _announce_or_hold(self, group: SetState, entry: Entry) -> None:
         if group.configured:
             entry.epoch = group.epoch
             self.announce(entry)
@@ -116,6 +123,72 @@ class RankState:
             box.append(entry)
         if entry.waited:
             self.blocked(entry, entry.waited)
+
+    # -- the board ------------------------------------------------------------------------------------------------
+
+    def seat(self, seat: Seat) -> None:
+        """There is a board for the present epoch of a process set."""
+        group = self.sets.get(seat.process_set)
+        if group is not None and group.configured and group.epoch == seat.board.epoch and self.lost is None:
+            group.seat = seat
+        else:
+            seat.retire()
+
+    def post_directly(self, entry: Entry) -> Posting | None:
+        """Take in a request and post it on the board; ``None`` if it is to be submitted. Raises what :meth:`submit` does."""
+        group = self.sets.get(entry.request.process_set)
+        if group is None or group.seat is None or not group.configured:
+            return None
+        if self.lost is not None or self.failure is not None or not group.seat.takes(entry):
+            return None
+        self._enter(group, entry)
+        entry.epoch, entry.phase = group.epoch, POSTED
+        return group.seat.post(entry)
+
+    def leave_board(self, entry: Entry, seat: Seat, *, agreed: bool) -> None:
+        """What was posted is over at the board. If it was not agreed, and its epoch has not failed, it is announced."""
+        seat.leave(agreed=agreed)
+        if agreed or entry.phase != POSTED:
+            return
+        self._end_overdue(entry)
+        entry.phase = HELD
+        group = self.sets.get(entry.request.process_set)
+        if group is not None:
+            self._announce_or_hold(group, entry)
+
+    def posted_failed(self, seat: Seat, text: str) -> None:
+        """What was agreed could not be computed here; it ends with the epoch."""
+        seat.leave(agreed=True)
+        self.plane_failed(seat.process_set, seat.board.epoch, text)
+
+    def finish_posted(self, entry: Entry) -> bool:
+        """A posted request was agreed and has its result; whether it had not been failed in the meantime."""
+        if entry.phase != POSTED:
+            return False
+        self.end(entry)
+        return True
+
+    def ask_to_decline(self, entry: Entry, number: int) -> None:
+        """This rank has waited at the board for long: have the members that are not there decline."""
+        if entry.phase == POSTED:
+            self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
+
+    def posted_overdue(self, entry: Entry, seconds: float) -> None:
+        """It still waits: some member does not answer. The coordinator finds out which."""
+        if entry.phase == POSTED:
+            local = self.locals.local_of(entry)
+            group = self.sets[entry.request.process_set]
+            if not local.defined:
+                local.defined = True
+                definition = m.Definition(local.id, local.signature, local.site)
+                self._messages.append(m.Announce(group.id, entry.epoch, (), (definition,)))
+            entry.waited = seconds
+            self._messages.append(m.Blocked(group.id, entry.epoch, local.id, seconds, executing=True))
+
+    def _end_overdue(self, entry: Entry) -> None:
+        if entry.waited and entry.phase in (EXECUTING, POSTED):
+            entry.waited = 0.0
+            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
 
     def drop_announcements(self, set_id: int) -> None:
         """Those that were not sent are not needed; definitions in them have not been sent either."""
@@ -230,9 +303,7 @@ class RankState:
 
     def end(self, entry: Entry) -> None:
         """It is over, well or badly; its name is free."""
-        if entry.waited and entry.phase == EXECUTING:
-            entry.waited = 0.0
-            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
+        self._end_overdue(entry)
         entry.phase = ENDED
         group = self.sets.get(entry.request.process_set)
         if group is not None:
@@ -293,10 +364,11 @@ class RankState:
     def fail_all(
         self, group: SetState, error: Callable[[Entry], Exception], epoch: int | None = None
     ) -> list[Effect]:
-        """End everything pending (up to an epoch) with an error."""
+        """End everything pending (up to an epoch) with an error, but for what has been agreed on a board."""
         effects: list[Effect] = []
+        agreed = group.abort_seats(group.epoch if epoch is None else epoch)
         for entry in list(group.pending):
-            if epoch is None or entry.epoch <= epoch:
+            if entry not in agreed and (epoch is None or entry.epoch <= epoch):
                 self.locals.unqueue(entry)
                 self.end(entry)
                 effects.append(Fail(entry, error(entry)))
@@ -373,8 +445,25 @@ def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
     return []
 
 
+def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is not None:
+        current = group.seat is not None and group.seat.board.epoch == message.epoch
+        seat = group.seat if current else group.past_seats.get(message.epoch)
+        if seat is not None:
+            seat.asked_to_decline(message.number)
+            if message.pids:
+                seat.count_out(message.pids)
+    return []
+
+
 _REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
-_REACTIONS: dict[type, Reaction] = {**ON_ORDERS, **ON_EPOCHS, m.Regrouped: _on_regrouped}
+_REACTIONS: dict[type, Reaction] = {
+    **ON_ORDERS,
+    **ON_EPOCHS,
+    m.Regrouped: _on_regrouped,
+    m.DeclinePost: _on_decline_post,
+}
 
 
 def _plain(name: object) -> str:

@@ -67,7 +67,7 @@ _C, _R, _P, _K, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.KERNEL
 KNOBS: tuple[Knob, ...] = (
     # -- fusing and holding ---------------------------------------------------------------------------------------
     Knob("HOROVOD_FUSION_THRESHOLD", BYTES, _C, "67108864", "bytes of tensors that are fused into one operation at most; 0 fuses nothing", "fusion_threshold"),
-    Knob("HOROVOD_CYCLE_TIME", MILLISECONDS, _C, "0", "flush delay: how long what is ready is held for more to fuse with it; 0 executes at once, which is quickest unless an application submits very many tensors slowly", "flush_delay"),
+    Knob("HOROVOD_CYCLE_TIME", MILLISECONDS, _C, "0", "flush delay: how long what is ready is held for more to fuse with it (small collectives that a rank waits for may go [another way](../design/overview.md#the-direct-way)); 0 executes at once, which is quickest unless an application submits very many tensors slowly", "flush_delay"),
     Knob("HOROVOD_DISABLE_GROUP_FUSION", FLAG, _C, "0", "1 fuses the tensors of a `grouped_*` call with each other only", "separate_groups"),
     Knob("HOROVOD_CACHE_CAPACITY", COUNT, _R, "4096", "tensors (name, shape, type, operation, call site) that ranks and coordinator remember, so that they are announced by number; the longest unused makes room", "cache_capacity"),
     # -- stalls ---------------------------------------------------------------------------------------------------
@@ -76,6 +76,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
+    Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),
     Knob("HOROVOD_HIERARCHICAL_ALLGATHER", FLAG, _C, "-", "the same for allgather", "hierarchical_allgather"),

@@ -248,6 +248,19 @@ class Withdraw(Message, frozen=True):
     site: str = ""
 
 
+class DeclinePost(Message, frozen=True):
+    """A rank has posted its ``number``-th request on the board of this epoch and waits: who has not posted so many is to decline.
+
+    To the coordinator, and from it to the members. When a member has left, or the epoch was changed over from in order, it says with it
+    which of the processes that were members are still there (``pids``): of the others, what is on the board is all that will ever be.
+    """
+
+    process_set: int
+    epoch: int
+    number: int
+    pids: tuple[int, ...] = ()
+
+
 class PlaneFailed(Message, frozen=True):
     """The data plane failed on this rank."""
 
@@ -604,6 +617,7 @@ FromRank = (
     | Paused
     | Resumed
     | Withdraw
+    | DeclinePost
     | PlaneFailed
     | Renew
     | CellBegin
@@ -643,6 +657,7 @@ ToPeer = (
     | RejectDuplicate
     | Decline
     | Abort
+    | DeclinePost
     | ProcessSetAdded
     | StoreValue
     | Interrupt

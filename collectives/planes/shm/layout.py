@@ -4,6 +4,7 @@
 
     page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
     then      slots of member 0 | slots of member 1 | …, each half a page into a page
+    then      the board (:mod:`board`): words like those of page 0 | places[members][2]
 
 The half page is there because x86 copies slowly (down to a fortieth, where ``rep movsb`` does it) if the target lies
 a little further into its page than the source into its own. Large tensors begin near the start of a page, so this way
@@ -27,29 +28,14 @@ WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Offsets in bytes within a segment for ``members`` members.
+class Words:
+    """Offsets of the words by which members signal each other.
 
     Attributes:
         members: Members of the process set.
-        chunk_bytes: Size of a slot, in whole pages; at least ``LINE`` for each member.
-        slots: Slots per member, at least 5: what the three-stage pipeline needs to overlap.
     """
 
     members: int
-    chunk_bytes: int = CHUNK_BYTES
-    slots: int = SLOTS
-
-    def __post_init__(self) -> None:
-        if self.members < 1:
-            raise ValueError(f"a segment needs at least one member, not {self.members}")
-        if self.slots < 5:
-            raise ValueError(f"a member needs at least 5 slots, not {self.slots}")
-        if self.chunk_bytes < LINE * self.members or self.chunk_bytes % PAGE or self.chunk_bytes <= 0:
-            raise ValueError(
-                f"chunk_bytes must be a multiple of {PAGE}, at least {LINE} for each of the {self.members} members, "
-                f"not {self.chunk_bytes}"
-            )
 
     @property
     def row_bytes(self) -> int:
@@ -64,6 +50,30 @@ class Layout:
     def control_bytes(self) -> int:
         return _round_up(self.row(5), PAGE)
 
+
+@dataclass(frozen=True, slots=True)
+class Layout(Words):
+    """Offsets in bytes within a segment for ``members`` members.
+
+    Attributes:
+        chunk_bytes: Size of a slot, in whole pages; at least ``LINE`` for each member.
+        slots: Slots per member, at least 5: what the three-stage pipeline needs to overlap.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    slots: int = SLOTS
+
+    def __post_init__(self) -> None:
+        if self.members < 1:
+            raise ValueError(f"a segment needs at least one member, not {self.members}")
+        if self.slots < 5:
+            raise ValueError(f"a member needs at least 5 slots, not {self.slots}")
+        if self.chunk_bytes < LINE * self.members or self.chunk_bytes % PAGE or self.chunk_bytes <= 0:
+            raise ValueError(
+                f"chunk_bytes must be a multiple of {PAGE}, at least {LINE} for each of the {self.members} members, "
+                f"not {self.chunk_bytes}"
+            )
+
     def slot(self, member: int, slot: int) -> int:
         """Offset of a slot."""
         return self.control_bytes + PHASE + (member * self.slots + slot) * self.chunk_bytes
@@ -74,13 +84,27 @@ class Layout:
         return _round_up(self.slot(self.members, 0), PAGE)
 
 
+@dataclass(frozen=True, slots=True)
+class BoardLayout(Words):
+    """Offsets within the board, which lies behind the slots: words, then two places for small tensors of each member."""
+
+    def place(self, member: int, parity: int) -> int:
+        """Offset of a place, which has a page."""
+        return self.control_bytes + (2 * member + parity) * PAGE
+
+    @property
+    def size(self) -> int:
+        """Bytes of the board, in whole pages."""
+        return self.place(self.members, 0)
+
+
 def segment_size(members: int, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOTS) -> int:
-    """Bytes of the memfd for a group. A page costs memory only once it is touched.
+    """Bytes of the memfd for a group, with its board. A page costs memory only once it is touched.
 
     Raises:
         ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.
     """
-    return Layout(members, chunk_bytes, slots).size
+    return Layout(members, chunk_bytes, slots).size + BoardLayout(members).size
 
 
 def layout_from(options: Mapping[str, str], members: int) -> Layout:

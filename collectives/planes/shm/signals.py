@@ -26,7 +26,7 @@ All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >
   unique (a member's own count times the number of ringers, plus its number): whatever value is written after S3, it
   differs from the one that S3 read, so S5 does not sleep on it.
 * :meth:`Signals.abort` sets the flag and then does P5 for its own member's bit, from another thread with a number of
-  its own. If S4 missed the flag, the doorbell changes after S3.
+  its own. If S4 missed the flag, the doorbell changes after S3. :meth:`Signals.nudge` does the same after words were changed.
 
 Nobody polls, nobody needs a timeout, and a post costs no system call unless it completes what somebody sleeps for.
 A member that was killed leaves its target set; that costs the others some looks until the epoch ends.
@@ -42,7 +42,7 @@ from time import monotonic_ns
 
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm import futex
-from hvdlab.collectives.planes.shm.layout import WORD, Layout
+from hvdlab.collectives.planes.shm.layout import WORD, Words
 
 YIELDS = 40
 """Times that a waiting member offers its core to others before it sleeps: some 30 microseconds on a free core."""
@@ -65,7 +65,7 @@ class Signals:
         aborted: Set by :meth:`abort`.
     """
 
-    def __init__(self, memory: mmap.mmap, layout: Layout, index: int, yields: int = YIELDS) -> None:
+    def __init__(self, memory: mmap.mmap, layout: Words, index: int, yields: int = YIELDS) -> None:
         self._index = index
         self._members = layout.members
         self._yields = yields
@@ -79,13 +79,13 @@ class Signals:
         self._doorbell = ctypes.c_uint32.from_buffer(memory)
         self._address = ctypes.addressof(self._doorbell)
         self._bit = 1 << (index % 32)
-        self._rung = 0
+        self._rung = self._nudged = 0
         self._fence = futex.make_fence()
         self._guard = threading.Lock()
         self._closed = False
         self.aborted = False
 
-    def _row(self, layout: Layout, number: int) -> memoryview:
+    def _row(self, layout: Words, number: int) -> memoryview:
         first = layout.row(number) // WORD
         return self._words[first : first + layout.members]
 
@@ -162,12 +162,23 @@ class Signals:
             self._targets[self._index] = 0
 
     def declare(self, parity: int, steps: int) -> None:
-        """Say how many steps this member needs; read by :meth:`agreed` once all have posted the first of them."""
+        """Say how many steps this member needs (on the board: what it asks for); read once all have posted the first of them."""
         self._needs[parity][self._index] = steps
 
     def agreed(self, parity: int) -> int:
         """The largest number of steps that a member declared."""
         return max(self._needs[parity])
+
+    def declared(self, parity: int) -> memoryview:
+        """What each member has declared, by member."""
+        return self._needs[parity]
+
+    def nudge(self) -> None:
+        """Let this member's waiting thread look again, after words have changed. Another thread, always the same; idempotent."""
+        with self._guard:
+            if not self._closed:
+                self._nudged += 1
+                self._ring(self._nudged * 2 * self._members + self._members + self._index, self._bit)
 
     def abort(self) -> None:
         """Make the running and all later waits raise. Any thread; idempotent."""
@@ -175,7 +186,7 @@ class Signals:
             if self.aborted or self._closed:
                 return
             self.aborted = True
-            # Ringers 0 … members-1 are the executor threads, the rest their aborting threads, which ring once.
+            # Ringers 0 … members-1 are the executor threads, the rest their aborting threads, which abort once and count their nudges.
             self._ring(self._members + self._index, self._bit)
 
     def close(self) -> None:

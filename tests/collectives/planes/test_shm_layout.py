@@ -6,7 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, Layout, layout_from, segment_size
+from hvdlab.collectives.planes.shm.layout import (
+    CHUNK_BYTES,
+    SLOTS,
+    BoardLayout,
+    Layout,
+    layout_from,
+    segment_size,
+)
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
@@ -16,7 +23,18 @@ def test_nothing_overlaps(members: int) -> None:
     slots = [(layout.slot(m, s), layout.slot(m, s) + 8192) for m in range(members) for s in range(5)]
     areas = [(0, 4), *rows, *slots]
     assert all(end <= start for (_, end), (start, _) in pairwise(areas))
-    assert slots[-1][1] <= layout.size == segment_size(members, 8192, 5)
+    assert slots[-1][1] <= layout.size
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
+def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
+    layout, board = Layout(members, chunk_bytes=8192, slots=5), BoardLayout(members)
+    rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
+    places = [(board.place(m, n), board.place(m, n) + 4096) for m in range(members) for n in range(2)]
+    areas = [(0, 4), *rows, *places]
+    assert all(end <= start for (_, end), (start, _) in pairwise(areas))
+    assert places[-1][1] <= board.size
+    assert layout.size + board.size == segment_size(members, 8192, 5)
 
 
 def test_counters_start_on_cache_lines_and_the_segment_on_pages() -> None:

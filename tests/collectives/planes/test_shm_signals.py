@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +16,7 @@ from hvdlab.collectives.planes.shm import futex
 from hvdlab.collectives.planes.shm.layout import Layout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
 from patience import PATIENCE
+from threads import asleep, in_threads
 
 LAYOUT = Layout(3, 4096, 5)
 
@@ -28,39 +29,6 @@ def members() -> Iterator[list[Signals]]:
     for signal in signals:
         signal.close()
     memory.close()
-
-
-def in_threads(works: list[Callable[[], None]]) -> None:
-    """Run all to their end; the first error is raised here."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(w,)) for w in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(t.is_alive() for t in threads), "a wake-up was lost"
-    if errors:
-        raise errors[0]
-
-
-def asleep(thread_id: int) -> None:
-    """Return when the thread sleeps in the kernel."""
-    while True:
-        with open(f"/proc/self/task/{thread_id}/wchan") as file:
-            where = file.read()
-        if "futex" in where:
-            return
-        with open(f"/proc/self/task/{thread_id}/stat") as file:
-            if not where.strip("0") and file.read().rpartition(")")[2].split()[0] == "S":
-                return
-        os.sched_yield()
 
 
 def test_a_wait_ends_when_the_last_member_has_posted(members: list[Signals]) -> None:

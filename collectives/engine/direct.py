@@ -1,0 +1,130 @@
+"""The direct way: small blocking collectives that the members of a host agree on in shared memory, without the coordinator.
+
+Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it. Everything else goes the way that
+everything went before: as soon as one member asks for something else, or somebody has waited for :data:`PATIENCE` and had
+the coordinator ask the others to decline, all members announce what they want to the coordinator. So it is the coordinator, as ever, that
+knows of mismatches, missing ranks, deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
+
+A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. Which of its
+own requests the others are about to announce it does not know, but the next one is a good guess: it goes to the coordinator at once. After a wrong
+guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and longer
+(:class:`Habit`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from time import monotonic_ns
+
+import numpy as np
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.posting import Posting, fits
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.small import run_parts
+from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.buffers import host_view
+
+PATIENCE = 0.02
+"""Seconds that a rank waits at the board before it has the coordinator ask the others to decline."""
+OVERDUE = 0.5
+"""Seconds after which the coordinator is told that a rank still waits: a member does not answer."""
+FIRST_SEQUENCE = 1 << 31
+"""The coordinator numbers what it orders from 1 on, in each epoch; what is agreed on the board is numbered from here on."""
+
+
+class Direct:
+    """The direct way of one rank. Any thread.
+
+    Args:
+        guarded: The rank's state.
+        executor: The rank's planes.
+        spans: Where operations are recorded.
+        schedule_events: Has what was recorded sent.
+    """
+
+    def __init__(
+        self,
+        guarded: GuardedState,
+        executor: Executor,
+        spans: SpanLog,
+        schedule_events: Callable[[], None],
+    ) -> None:
+        self._guarded = guarded
+        self._executor = executor
+        self._spans = spans
+        self._schedule_events = schedule_events
+
+    def run(self, handle: Handle) -> bool:
+        """Try to bring a handle that was not submitted yet to its end.
+
+        Returns:
+            Whether it was submitted: it has ended, or its end can be waited for like any other's. Else it is to be submitted.
+
+        Raises:
+            InvalidRequestError, DuplicateNameError, AbortedError: As by :meth:`Engine.submit`.
+        """
+        request = handle.request
+        if not fits(request):
+            return False
+        posting = self._guarded.post_directly(handle)
+        if posting is None:
+            return False
+        board, number = posting.seat.board, posting.number
+        with contextlib.suppress(
+            PlaneAborted
+        ):  # the epoch has ended, and with it the handle, unless all had posted before
+            self._wait(handle, posting)
+        ready = monotonic_ns()
+        if not (board.complete(number) and board.agreed(number)):
+            self._leave(handle, posting)
+            return True
+        handle.received = ready
+        seat = posting.seat
+        try:
+            result = _result(request, posting)
+        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
+            self._executor.failed(seat.process_set, board.epoch, error)
+            text = f"{type(error).__name__}: {error}"
+            self._guarded.tell(lambda state: state.posted_failed(seat, text))
+            return True
+        self._guarded.finish_posted(handle, posting, result)
+        if self._spans.enabled:
+            run = RunBatch(seat.process_set, board.epoch, FIRST_SEQUENCE + number, 0, (handle,), ())
+            if self._spans.batch(run, ready, monotonic_ns(), Phases()):
+                self._schedule_events()
+        return True
+
+    def _leave(self, handle: Handle, posting: Posting) -> None:
+        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+
+    def _wait(self, handle: Handle, posting: Posting) -> None:
+        board, number = posting.seat.board, posting.number
+        if board.wait(number, PATIENCE):
+            return
+        self._guarded.tell(lambda state: state.ask_to_decline(handle, number))
+        if board.wait(number, OVERDUE):
+            return
+        self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
+        board.wait(number, None)
+
+
+def _result(request: Request, posting: Posting) -> Result:
+    if request.kind is OpKind.ALLREDUCE:
+        return run_parts(request, posting.parts, posting.seat.folds)
+    if request.kind is OpKind.BARRIER:
+        return Result()
+    output = request.output
+    assert output is not None
+    root = posting.seat.ranks.index(request.root)
+    # What the root sends is only read, and may be memory that can't be written to.
+    if root != posting.seat.index or output is not request.input:
+        np.copyto(host_view(output).reshape(-1), posting.parts[root])
+    return Result(output)

@@ -1,0 +1,208 @@
+"""How a rank uses the board of a process set: what it has posted, and when it goes to the coordinator instead."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.entry import ENDED, Entry, signature_of
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.small import BYTES, Folds
+from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
+from hvdlab.collectives.planes.shm.board import DECLINED, Board
+from hvdlab.collectives.protocol.messages import Member
+
+PLANS = 1024
+"""Requests of which a rank keeps what they look like on the board."""
+LONGEST_PAUSE = 10
+"""After that many refusals in a row, and more, a board is left alone for 2 to the power of this requests."""
+
+_KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
+_BYTE = np.dtype(np.uint8)
+
+Key = tuple[object, ...]
+
+
+def fits(request: Request) -> bool:
+    """Whether a request may be posted: one that moves little, and nothing of whose result depends on who else takes part."""
+    if request.kind not in _KINDS or request.group is not None or request.device != HOST:
+        return False
+    if request.prescale != request.prescale or request.postscale != request.postscale:
+        return False  # NaN equals nothing
+    return request.input is None or 0 < request.input.nbytes <= BYTES
+
+
+class Plan:
+    """What a request looks like on a board.
+
+    Attributes:
+        digest: What the members compare.
+        parts: The members' tensors, by parity and position.
+    """
+
+    __slots__ = ("digest", "parts")
+
+    def __init__(self, request: Request, name: str, places: tuple[tuple[HostArray, ...], ...]) -> None:
+        shape = () if request.input is None else request.input.shape
+        encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
+        digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+        self.digest = digest if digest != DECLINED else 1
+        self.parts: tuple[list[HostArray], ...] = ([], [])
+        if request.input is not None:
+            size, storage = request.input.nbytes, storage_type(request.dtype)
+            self.parts = tuple([place[:size].view(storage) for place in row] for row in places)
+
+
+class Posting(NamedTuple):
+    """A request that this rank has posted.
+
+    Attributes:
+        seat: Where.
+        number: The how manieth of this board it is.
+        parts: The members' tensors, by position, once all have posted.
+    """
+
+    seat: Seat
+    number: int
+    parts: list[HostArray]
+
+
+class Seat:
+    """This rank's use of one board. Its fields belong to :class:`RankState`, under the engine's lock, but for ``folds``.
+
+    Attributes:
+        board: The board.
+        process_set: Whose it is.
+        ranks: Its members' ranks, by position.
+        index: This one's position.
+        folds: Scratch memory of whoever has the seat.
+    """
+
+    def __init__(self, board: Board, process_set: int, index: int, members: Sequence[Member]) -> None:
+        self.board = board
+        self.process_set, self.index = process_set, index
+        self.ranks = tuple(member.rank for member in members)
+        self._pids = [member.pid for member in members]
+        self.folds: Folds = {}
+        self._plans: dict[Key, Plan] = {}
+        #: What this rank has posted and not left yet: one request, of one thread, at a time.
+        self._posted: Entry | None = None
+        #: The number that this rank is to decline as soon as it has left the one before, or 0.
+        self._asked = 0
+        #: Whether the epoch is over: the memory goes when the seat is empty.
+        self._over = False
+        #: Requests in a row that were not agreed.
+        self._refusals = 0
+        #: How many of the requests to come go to the coordinator.
+        self._pause = 0
+        #: The last request that would have fitted and went to the coordinator.
+        self._elsewhere: Entry | None = None
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether a request that fits may be posted; else it goes to the coordinator."""
+        if self._over or self._posted is not None or self._pause or not self.board.vacant:
+            self._pause = max(0, self._pause - 1)
+            self._elsewhere = entry
+            return False
+        return True
+
+    def post(self, entry: Entry) -> Posting:
+        """Post a request that the seat takes."""
+        plan = self._plan(entry)
+        source = entry.request.input
+        tensor = None if source is None else host_view(source).reshape(-1).view(_BYTE)
+        self._posted = entry
+        number = self.board.post(plan.digest, tensor)
+        return Posting(self, number, plan.parts[number & 1])
+
+    def _plan(self, entry: Entry) -> Plan:
+        request = entry.request
+        shape = None if request.input is None else request.input.shape
+        key: Key = (
+            entry.name, request.kind, shape, request.dtype, request.op, request.prescale, request.postscale, request.root,
+        )  # fmt: skip
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(request, entry.name, self.board.places)
+        return plan
+
+    def leave(self, *, agreed: bool) -> None:
+        """The request that was posted last is over here: what it needed of the board has been read."""
+        self._posted = None
+        if agreed:
+            self._refusals = 0
+        else:
+            self._refused()
+        if self._over:
+            self.board.retire()
+            self._close()
+        elif self._asked > self.board.number:
+            self._decline()
+
+    def asked_to_decline(self, number: int) -> None:
+        """Somebody has been waiting at the board for this rank's ``number``-th request for long."""
+        if self._over or number <= self.board.number:
+            return
+        if self._posted is not None:
+            self._asked = number
+        else:
+            self._decline()
+
+    def _decline(self) -> None:
+        self.board.decline()
+        self._refused()
+        if self._elsewhere is None or self._elsewhere.phase == ENDED:
+            # The others announce what they wanted, and this rank's next request is the same, unless programs differ.
+            self._pause += 1
+
+    def _refused(self) -> None:
+        self._refusals += 1
+        if self._refusals > 2:
+            self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
+
+    def retire(self) -> bool:
+        """The epoch ends in order: nothing is posted any more. What is posted may still be agreed.
+
+        Returns:
+            Whether something is.
+        """
+        self._over = True
+        if self._posted is not None:
+            return True
+        self.board.retire()
+        self._close()
+        return False
+
+    def count_out(self, pids: Sequence[int]) -> None:
+        """Of the processes that were members only these are left, after the epoch has ended in order."""
+        if self._posted is not None:  # else the memory is gone
+            gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
+            self.board.count_out(gone)
+
+    def abort(self) -> Entry | None:
+        """The epoch ends at once: whoever waits at the board gets ``PlaneAborted``.
+
+        Returns:
+            What was agreed before that, if its thread has not come to it yet: that goes on to its end. Others may have ended it, and what
+            they did then may be why the epoch ends.
+        """
+        self._over = True
+        self.board.abort()
+        if self._posted is None:
+            self._close()
+            return None
+        number = self.board.number
+        agreed = self.board.complete(number) and self.board.agreed(number) and not self._posted.given_up
+        return self._posted if agreed else None
+
+    def _close(self) -> None:
+        self._plans.clear()
+        self.board.close()

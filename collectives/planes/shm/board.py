@@ -1,0 +1,170 @@
+"""The board: members of one host agree in shared memory on what they ask for next, without a coordinator.
+
+A member *posts* its n-th request: a digest of what it asks for and, if that is small, the tensor. Once all members have posted their
+n-th, each compares the digests. If all are equal the request is *agreed*: every member has every tensor and computes the result
+itself. If not, each asks the coordinator instead, as if there were no board.
+
+Why all members see the same
+----------------------------
+* A post is one member's own word, written once, and never taken back. So whether the n-th request is agreed is a function of
+  words that no longer change once all of them are there: there is nothing to decide, and no member that decides.
+* A member that does something else posts as well, by :meth:`Board.decline`: a digest that equals none. It is how those that wait get away from
+  the board; the coordinator asks for it when a member has waited for long.
+* A member that goes for good (:meth:`Board.retire`) counts as having posted everything, and agreed to nothing from then on. So does one whose
+  process is gone, and with it whoever could write its words: the others do it then, and write the same (:meth:`Board.count_out`).
+
+Why nothing is overwritten too early
+------------------------------------
+Digests and tensors have two places, by the parity of n. Whoever posts n + 2 has seen all posts of n + 1; whoever has posted n + 1 has read
+what it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is written. A member that has
+declined n without having waited for it looks first whether all have posted n (:attr:`Board.vacant`).
+
+What a member that waits sees is ordered by :mod:`signals`: the count of posts is stored after digest and tensor, and read before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlab.collectives.planes.base import PlaneBroken
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.shm.layout import PAGE, BoardLayout
+from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
+
+DECLINED = 0
+"""The digest of a member that asks for nothing."""
+_FOR_EVER = (1 << 62) - 1
+"""More posts than there can be. (The words hold it twice over.)"""
+
+
+class Board:
+    """One member's view. ``post``, ``decline``, ``retire`` and ``leave`` are called under the engine's lock.
+
+    Args:
+        memory: Descriptor of the process set's segment; it stays the caller's.
+        offset: Where the board begins in it.
+        members: Members of the process set.
+        index: This one's position.
+        epoch: Epoch of the process set.
+
+    Attributes:
+        epoch: Epoch of the process set.
+        members: Members of the process set.
+        number: How many requests this member has posted or declined.
+    """
+
+    def __init__(self, memory: int, offset: int, members: int, index: int, epoch: int) -> None:
+        layout = BoardLayout(members)
+        self.epoch, self.members, self.number = epoch, members, 0
+        self._index = index
+        self._memory = mmap.mmap(memory, layout.size, offset=offset)
+        self._signals = Signals(self._memory, layout, index)
+        whole = np.frombuffer(self._memory, np.uint8)
+        # By parity and member.
+        self.places: tuple[tuple[HostArray, ...], ...] = tuple(
+            tuple(whole[layout.place(m, parity) :][:PAGE] for m in range(members)) for parity in (0, 1)
+        )
+        self._retired = False
+
+    def complete(self, number: int) -> bool:
+        """Whether all members have posted or declined their ``number``-th request."""
+        return min(self._signals.arrived) >= number
+
+    @property
+    def vacant(self) -> bool:
+        """Whether this member may post its next request: all have posted what it has posted or declined last."""
+        return self.complete(self.number)
+
+    def post(self, digest: int, tensor: HostArray | None) -> int:
+        """Post the next request.
+
+        Args:
+            digest: What is asked for, in 64 bits; not :data:`DECLINED`.
+            tensor: Its bytes, as ``uint8``, or ``None`` if there are none.
+
+        Returns:
+            The request's number.
+        """
+        number = self.number + 1
+        parity = number & 1
+        if tensor is not None:
+            np.copyto(self.places[parity][self._index][: len(tensor)], tensor)
+        self._signals.declare(parity, digest)
+        self.number = number
+        self._signals.post(ARRIVED, number)
+        return number
+
+    def decline(self) -> None:
+        """Let the next request go to the coordinator."""
+        if not self._retired:
+            self.post(DECLINED, None)
+
+    def retire(self) -> None:
+        """Decline the next request and all after it; nothing is posted any more.
+
+        The first number that this member declines for good is in the other row of counters.
+        """
+        if not self._retired:
+            self._retired = True
+            self._signals.reduced[self._index] = self.number + 1
+            self._signals.post(ARRIVED, _FOR_EVER)
+
+    def wait(self, number: int, seconds: float | None) -> bool:
+        """Wait until all members have posted their ``number``-th request; whether they have after so long (``None``: for ever).
+
+        Raises:
+            PlaneAborted: :meth:`abort` was called, perhaps after all had posted.
+        """
+        try:
+            self._signals.wait(ARRIVED, number, None if seconds is None else time.monotonic() + seconds)
+        except PlaneBroken:
+            return False
+        return True
+
+    def agreed(self, number: int) -> bool:
+        """Whether all have posted the same ``number``-th request; only after :meth:`wait` has seen it there."""
+        asked = self._signals.declared(number & 1)
+        mine = asked[self._index]
+        if mine == DECLINED or any(other != mine for other in asked):
+            return False
+        return not any(0 < first <= number for first in self._signals.reduced)
+
+    def count_out(self, members: Sequence[int]) -> None:
+        """These members' processes are gone, by their positions: they have declined whatever they had not posted.
+
+        Any thread but one that posts. Several members may do it at a time, and write the same.
+        """
+        signals = self._signals
+        for member in members:
+            posted = signals.arrived[member]
+            if posted < _FOR_EVER:
+                signals.reduced[member] = posted + 1
+                signals.arrived[member] = _FOR_EVER
+        signals.nudge()
+
+    def abort(self) -> None:
+        """End the waits of this member. Any thread; idempotent."""
+        self._signals.abort()
+
+    def close(self) -> None:
+        """Let go of the memory. Nobody waits any more; whoever still has some of :attr:`places` keeps the memory until then."""
+        self.places = ()
+        self._signals.close()
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> Board | None:
+    """The board in this segment, or ``None`` if it has no room for one, or can't be mapped."""
+    if offset % PAGE or os.fstat(memory).st_size < offset + BoardLayout(members).size:
+        return None
+    try:
+        return Board(memory, offset, members, index, epoch)
+    except OSError:  # no descriptors: `Lacking` and the plane tell it
+        return None

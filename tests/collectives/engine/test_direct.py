@@ -1,0 +1,335 @@
+"""Small blocking collectives that ranks of one host agree on in shared memory, and all that departs from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
+from hvdlab.collectives.timeline.events import Span
+from hvdlab.collectives.timeline.records import decode
+from patience import PATIENCE
+from ranks import RankFailed, Ranks, meet
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def agreed() -> int:
+    """How many requests this rank has had on the world's board."""
+    seat = context.engine()._guarded.state.sets[0].seat
+    assert seat is not None
+    return seat.board.number
+
+
+def total(value: float, name: str | None = None, count: int = 4) -> float:
+    result = api.allreduce(np.full(count, value, np.float32), name, op=api.Sum)
+    assert (result == result[0]).all()
+    return float(result[0])
+
+
+# -- agreed -----------------------------------------------------------------------------------------------------------
+
+
+def without_the_coordinator(pid: int) -> list[float]:
+    meet()
+    rank = context.engine().rank
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        found = [total(step + rank) for step in range(100)]
+        api.barrier()
+        return [found[-1], float(api.broadcast(np.full(2, rank, np.float32), 2)[0])]
+    finally:
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_the_coordinator_is_not_asked() -> None:
+    with Ranks(3) as ranks:
+        # What a stopped coordinator does not get can't be what these wait for.
+        found = ranks.run(without_the_coordinator, ranks.coordinator.pid, timeout=PATIENCE)
+    assert found == [[3 * 99 + 3.0, 2.0]] * 3
+
+
+def same_bits() -> int:
+    """Every type and operator, on the board and through the coordinator."""
+    chance = np.random.default_rng(context.engine().rank)
+    before = agreed()
+    for dtype, op, factors, shape in product(
+        ("f2", "f4", "f8", "u1", "i1", "i2", "i4", "i8", "?"),
+        (api.Sum, api.Average, api.Min, api.Max, api.Product),
+        ((1.0, 1.0), (0.5, 3.0)),
+        ((), (5,), (3, 7)),
+    ):
+        if dtype == "?" and (op in (api.Average, api.Product) or factors != (1.0, 1.0)):
+            continue
+        x = (chance.random(shape) * 9).astype(dtype)
+        options = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
+        try:
+            one = api.synchronize(api.allreduce_async(x, "x", **options))
+        except Exception as refused:  # noqa: BLE001  # whatever is refused is refused in both ways
+            with pytest.raises(type(refused)):
+                api.allreduce(x, "x", **options)
+            continue
+        other = api.allreduce(x, "x", **options)
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), (dtype, op, factors, shape)
+    return agreed() - before
+
+
+def test_the_result_has_the_same_bits(three: Ranks) -> None:
+    numbers = three.run(same_bits, timeout=PATIENCE)
+    assert min(numbers) > 150
+
+
+def in_place_and_read_only() -> None:
+    rank = context.engine().rank
+    x = np.full(3, rank, np.float64)
+    api.allreduce_(x, op=api.Sum)
+    assert x.tolist() == [3.0] * 3
+    sent = np.full(3, rank, np.float64)
+    if rank == 1:
+        sent.flags.writeable = False
+    assert api.broadcast(sent, 1).tolist() == [1.0] * 3
+    own = np.full(3, rank, np.float64)
+    api.broadcast_(own, 1)
+    assert own.tolist() == [1.0] * 3
+
+
+def test_results_in_place_and_roots_that_can_t_be_written_to(three: Ranks) -> None:
+    three.run(in_place_and_read_only)
+
+
+def spans() -> list[tuple[str, int, bool]]:
+    engine = context.engine()
+    meet()
+    engine.recorder.drain()
+    for _ in range(20):
+        total(1.0, "seen")
+    found = []
+    for batch in engine.recorder.drain():
+        for event in decode(batch).events:
+            if isinstance(event, Span) and event.name == "seen":
+                assert event.submitted_ns <= (event.ready_ns or 0) <= (event.finished_ns or 0)
+                found.append((event.name, event.sequence, event.ok))
+    return found
+
+
+def test_each_is_recorded_under_one_number_on_all_ranks(three: Ranks) -> None:
+    one, *others = three.run(spans)
+    assert len(one) == len(set(one)) == 20
+    assert all(ok for _, _, ok in one)
+    assert others == [one] * 2
+
+
+# -- not agreed -------------------------------------------------------------------------------------------------------
+
+
+def disagree() -> str:
+    try:
+        total(1.0, "bad", 4 + context.engine().rank)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mismatch_is_told_as_ever_and_the_next_one_works(three: Ranks) -> None:
+    for _ in range(3):
+        for text in three.run(disagree):
+            assert "float32[4]" in text
+            assert "float32[6]" in text
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def one_by_handles(steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        if context.engine().rank == step % 3:
+            handle = api.allreduce_async(np.full(4, step, np.float32), "mixed", op=api.Sum)
+            found.append(float(api.synchronize(handle)[0]))
+        else:
+            found.append(total(step, "mixed"))
+    return found
+
+
+def test_who_has_a_handle_meets_who_waits(three: Ranks) -> None:
+    assert three.run(one_by_handles, 60, timeout=PATIENCE) == [[3.0 * step for step in range(60)]] * 3
+    # After so many refusals they leave the board alone for a while; then they agree again.
+    before = three.run(agreed)
+    assert three.run(many, 3000, timeout=PATIENCE) == [3.0] * 3
+    assert all(after > number + 500 for after, number in zip(three.run(agreed), before, strict=True))
+
+
+def many(count: int) -> float:
+    for _ in range(count):
+        found = total(1.0)
+    return found
+
+
+def late() -> float:
+    if context.engine().rank == 1:
+        threading.Event().wait(0.2)  # longer than the others wait at the board
+    return total(1.0, "late")
+
+
+def test_a_late_rank_is_waited_for(three: Ranks) -> None:
+    for _ in range(3):
+        assert three.run(late) == [3.0] * 3
+
+
+def cross() -> str:
+    names = ["a", "b"] if context.engine().rank else ["b", "a"]
+    try:
+        for name in names:
+            total(1.0, name)
+    except AbortedError as error:
+        return error.cause.kind
+    return ""
+
+
+def test_another_order_is_a_deadlock_and_told(three: Ranks) -> None:
+    assert set(three.run(cross)) == {CauseKind.DEADLOCK}
+    three.run(meet)
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def with_threads() -> list[float]:
+    found: list[float] = []
+
+    def reduce(name: str) -> None:
+        for _ in range(30):
+            found.append(total(1.0, name))
+
+    threads = [threading.Thread(target=reduce, args=(f"thread {number}",)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_of_a_rank_take_turns(three: Ranks) -> None:
+    assert three.run(with_threads, timeout=PATIENCE) == [[3.0] * 90] * 3
+
+
+def joins() -> float:
+    rank = context.engine().rank
+    found = [total(1.0, "step") for _ in range(5 + 5 * rank)]
+    context.engine().join()
+    return found[-1]
+
+
+def test_who_has_joined_takes_part_with_zeros(three: Ranks) -> None:
+    assert three.run(joins, timeout=PATIENCE) == [3.0, 2.0, 1.0]
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def sets() -> list[float]:
+    engine = context.engine()
+    found = []
+    for members in ([0, 1], [1, 2], [0, 2], [0, 1]):
+        chosen = engine.add_process_set(members)
+        if engine.rank in members:
+            one = api.allreduce(np.ones(2, np.float32), op=api.Sum, process_set=chosen)
+            found.append(float(one[0]))
+        total(1.0)
+        engine.remove_process_set(chosen)
+    return found
+
+
+def test_process_sets_have_boards_of_their_own(three: Ranks) -> None:
+    one, other, third = three.run(sets)
+    assert (one, other, third) == ([2.0] * 3, [2.0] * 3, [2.0] * 2)
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def then_die(rank: int) -> float:
+    api.barrier()
+    if context.engine().rank == rank:
+        os._exit(3)
+    with contextlib.suppress(AbortedError):
+        total(1.0, "after")
+    return total(1.0, "later")
+
+
+def test_what_was_agreed_before_a_rank_died_is_over() -> None:
+    """Its barrier has ended there, so it ends everywhere."""
+    for _ in range(5):
+        with Ranks(3) as ranks:
+            one, other, gone = ranks.outcomes(then_die, 2)
+        assert (one, other) == (2.0, 2.0)
+        assert isinstance(gone, Exception)
+
+
+class Full:
+    """Memory that can't be had."""
+
+    def __call__(self, shape: tuple[int, ...]) -> object:
+        raise MemoryError("no memory for the result")
+
+
+def no_memory() -> str:
+    from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+    from hvdlab.collectives.engine.request import Request
+
+    engine = context.engine()
+    x = np.ones(3, np.float32)
+    request = Request(OpKind.ALLREDUCE, "x", x, dtype=DType.F32, op=ReduceOp.SUM)
+    if engine.rank == 1:
+        request.allocate = Full()  # type: ignore[assignment]  # it does not get so far as to return one
+    try:
+        engine.run(request)
+        total(1.0, "the next")
+    except AbortedError as error:
+        return f"{error.cause.kind} {error.cause.ranks} {error.cause.text}"
+    return ""
+
+
+def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:
+    for told in three.run(no_memory):
+        assert "MemoryError: no memory for the result" in told
+    three.run(meet)
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def wait_alone() -> None:
+    total(1.0, "alone")
+
+
+def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
+    for pause in (0.0, 0.005, 0.05, 0.3):
+        waiting = three.start(wait_alone, ranks=[0, 1])
+        time.sleep(pause)  # wherever it is then
+        three.kill(0, signal.SIGINT)
+        one, other = waiting.outcomes(PATIENCE)
+        assert isinstance(one, KeyboardInterrupt), one
+        assert isinstance(other, AbortedError)
+        assert other.cause.kind == CauseKind.INTERRUPTED
+        three.run(meet)
+        assert three.run(total, 1.0) == [3.0] * 3
+
+
+def test_a_failed_rank_s_error_is_its_own(three: Ranks) -> None:
+    with pytest.raises(RankFailed):
+        three.run(sets_of_nobody)
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def sets_of_nobody() -> None:
+    api.allreduce(np.ones(2, np.float32), process_set=77)

@@ -1,0 +1,137 @@
+"""Boards of a simulated job: words that all members of an epoch see at once, whoever of them lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hvdlab.collectives.engine.effects import NewEpoch
+from hvdlab.collectives.engine.posting import Posting, Seat
+from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.shm.board import DECLINED
+from joint_ranks import Scope, SimEntry, SimRank
+
+_NEVER = 1 << 62
+
+
+class Words:
+    """What lies in shared memory, by member."""
+
+    def __init__(self, members: int) -> None:
+        self.posted = [0] * members
+        self.retired = [_NEVER] * members
+        self.digests = [[DECLINED] * members for _ in range(2)]
+        self.places: tuple[tuple[HostArray, ...], ...] = tuple(
+            tuple(np.zeros(64, np.uint8) for _ in range(members)) for _ in range(2)
+        )
+
+
+class SimBoard:
+    """One member's view; does what :class:`Board` does, without memory or sleep."""
+
+    def __init__(self, words: Words, index: int, epoch: int) -> None:
+        self.epoch, self.members, self.number = epoch, len(words.posted), 0
+        self.places = words.places
+        self.aborted = False
+        self._words, self._index = words, index
+
+    def post(self, digest: int, tensor: HostArray | None) -> int:
+        words, number = self._words, self.number + 1
+        assert self.vacant, "posted before the last one was over"
+        if tensor is not None:
+            words.places[number & 1][self._index][: len(tensor)] = tensor
+        words.digests[number & 1][self._index] = digest
+        words.posted[self._index] = self.number = number
+        return number
+
+    @property
+    def vacant(self) -> bool:
+        return self.complete(self.number)
+
+    def decline(self) -> None:
+        if self._words.retired[self._index] == _NEVER:
+            self.post(DECLINED, None)
+
+    def retire(self) -> None:
+        self._words.retired[self._index] = min(self._words.retired[self._index], self.number + 1)
+
+    def _there(self, member: int) -> int:
+        return _NEVER if self._words.retired[member] < _NEVER else self._words.posted[member]
+
+    def complete(self, number: int) -> bool:
+        """Whether :meth:`Board.wait` would return."""
+        return all(self._there(member) >= number for member in range(self.members))
+
+    def agreed(self, number: int) -> bool:
+        digests = self._words.digests[number & 1]
+        mine = digests[self._index]
+        return mine != DECLINED and set(digests) == {mine} and min(self._words.retired) > number
+
+    def count_out(self, members: Sequence[int]) -> None:
+        words = self._words
+        for member in members:
+            words.retired[member] = min(words.retired[member], words.posted[member] + 1)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class AtBoard:
+    """A rank's user thread that has posted and waits."""
+
+    entry: SimEntry
+    posting: Posting
+    asked: bool = False
+
+
+@dataclass
+class Boards:
+    """Of all sets and epochs."""
+
+    words: dict[Scope, Words] = field(default_factory=dict)
+    results: dict[tuple[int, int, int], object] = field(default_factory=dict)
+
+    def open(self, me: SimRank, effect: NewEpoch) -> None:
+        members = len(effect.members)
+        if effect.has_memory and effect.index >= 0 and members > 1:
+            words = self.words.setdefault((effect.process_set, effect.epoch), Words(members))
+            board = SimBoard(words, effect.index, effect.epoch)
+            me.state.seat(Seat(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
+
+    def go_on(self, me: SimRank) -> None:
+        """The thread that waits does its next step."""
+        at = me.at_board
+        assert at is not None
+        board, number = _board(at), at.posting.number
+        if not board.aborted and not board.complete(number):
+            at.asked = True
+            me.state.ask_to_decline(at.entry, number)
+            return
+        me.at_board = None
+        if not (board.complete(number) and board.agreed(number)):
+            me.state.leave_board(at.entry, at.posting.seat, agreed=False)
+            return
+        scope = at.posting.seat.process_set, board.epoch, number
+        result = at.entry.name, tuple(float(part.view(np.float32)[0]) for part in at.posting.parts)
+        assert self.results.setdefault(scope, result) == result, f"{scope} has two results"
+        me.state.leave_board(at.entry, at.posting.seat, agreed=True)
+        if me.state.finish_posted(at.entry):
+            at.entry.complete(("agreed", *scope, result))
+
+    def can_go_on(self, me: SimRank) -> bool:
+        at = me.at_board
+        return at is not None and (
+            not at.asked or _board(at).aborted or _board(at).complete(at.posting.number)
+        )
+
+
+def _board(at: AtBoard) -> SimBoard:
+    board = at.posting.seat.board
+    assert isinstance(board, SimBoard)
+    return board

@@ -14,6 +14,9 @@ from ranks import Ranks
 def train(steps: int, every: int, parts_at: int = 0, by_optimizer: bool = False, seed: int = 0) -> str:
     """Train; the last rank's model gets something else after one step. Returns the error's text."""
     torch.manual_seed(seed)
+    if hvd.rank() == 0:  # one that others have not watched, as before they came
+        hvd.watch_divergence(torch.nn.Linear(2, 1)).close()
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     watch = hvd.watch_divergence(model, every, optimizer=optimizer if by_optimizer else None)

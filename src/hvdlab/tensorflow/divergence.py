@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ MOST_SAMPLED = 32
 
 ELEMENTS = 8
 _PACKAGES = ("keras", "tf_keras")
-_numbers = itertools.count()
+_NUMBERS = re.compile(r"_\d+(?=/|:|$)")
 
 
 class DivergenceWatch:
@@ -42,8 +42,7 @@ class DivergenceWatch:
     def __init__(self, model: Any, every: int, buffers: bool, process_set: ProcessSet) -> None:
         self.step = self.checks = 0
         self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
-        # The same on all ranks, if they watch their models in the same order.
-        self._name = f"divergence.{next(_numbers)}"
+        self._name = f"divergence.{type(model).__name__}"
         self._samples: deque[tuple[int, list[Any]]] = deque(maxlen=every)
         #: Reads some elements of some variables by one call; made when the model has its variables.
         self._sampled: Any = None
@@ -104,7 +103,8 @@ class DivergenceWatch:
         found = {}
         with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
             for number, variable in enumerate(self._variables()):
-                label = getattr(variable, "path", None) or variable.name
+                # Keras numbers its names in each process: a rank that has made another model before has other numbers.
+                label = _NUMBERS.sub("", getattr(variable, "path", None) or variable.name)
                 found[f"[{number}] {label}"] = _of_array(plain_variable(variable), pool)
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ MOST_SAMPLED = 32
 ELEMENTS = 8
 _ATTRIBUTE = "_hvdlab_divergence"
 __all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
-_numbers = itertools.count()
 
 
 class DivergenceWatch:
@@ -46,8 +44,7 @@ class DivergenceWatch:
     ) -> None:
         self.step = self.checks = 0
         self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
-        # The same on all ranks, if they watch their models in the same order.
-        self._name = f"divergence.{next(_numbers)}"
+        self._name = f"divergence.{type(model).__name__}"
         self._samples: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=every)
         self._versions: list[int] | None = None
         if optimizer is None:

@@ -125,14 +125,14 @@ class Executor:
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
-    def take_interrupted(self) -> list[int]:
-        """Process sets whose batch was left by an interrupt of the calling thread, which worked on it."""
+    def take_interrupted(self) -> list[tuple[int, int]]:
+        """Process set and epoch of the batch that was left by an interrupt of the calling thread, which worked on it."""
         lane = self.lane
         job, baton = lane.current, lane.baton.locked()
         if baton or type(job) is not RunBatch:
             return []
         lane.current = None
-        return [job.process_set]
+        return [(job.process_set, job.epoch)]
 
     def _run(self, lane: Lane, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch, batch.device))

@@ -71,8 +71,8 @@ class Waiter:
         text = f"rank {self._rank} was interrupted"
         self.withdraw(handle, CauseKind.INTERRUPTED, text)
         # This thread may have been executing an operation of another process set meanwhile.
-        for set_id in self._executor.take_interrupted():
-            self._guarded.tell(partial(_withdraw, set_id, text, handle.site))
+        for set_id, epoch in self._executor.take_interrupted():
+            self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
         """Give the handle's epoch up on all ranks, unless it has ended by now."""
@@ -85,5 +85,9 @@ class Waiter:
         self._guarded.tell(withdraw)
 
 
-def _withdraw(set_id: int, text: str, site: str, state: RankState) -> None:
-    state.withdraw(set_id, CauseKind.INTERRUPTED, text, site)
+def _withdraw(set_id: int, epoch: int, text: str, site: str, state: RankState) -> None:
+    group = state.sets.get(set_id)
+    if (
+        group is not None and group.epoch == epoch
+    ):  # else it has ended, perhaps because the handle was given up just before
+        state.withdraw(set_id, CauseKind.INTERRUPTED, text, site)

@@ -64,8 +64,9 @@ class Multiplexer(Looking):
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Ranks whose debug servers are not ready yet."""
-        return tuple(rank for rank, one in self._ranks.items() if not one.ready)
+        """Ranks whose debug servers are not ready yet. Any thread."""
+        # A copy, made in one go: the main thread asks while the loop adds ranks.
+        return tuple(rank for rank, one in list(self._ranks.items()) if not one.ready)
 
     @property
     def known(self) -> tuple[int, ...]:

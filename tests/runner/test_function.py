@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hvdlab
-from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner import RankFailedError
 
 
@@ -179,7 +179,6 @@ def test_arguments_that_can_not_be_pickled(run) -> None:
         ({"np": 2, "num_proc": 3}, InvalidRequestError),
         ({"np": 0}, InvalidRequestError),
         ({"np": 3, "hosts": "localhost:2"}, InvalidRequestError),
-        ({"np": 1, "host_discovery_script": "x"}, UnsupportedError),
     ],
 )
 def test_wrong_calls(run, arguments: dict[str, Any], error: type[Exception]) -> None:

@@ -41,7 +41,7 @@ class Disturbed:
         Path(self._door).write_text("come")
         arrived = threading.Event()
         regrouping = context.engine().elastic
-        stop = regrouping.watch(lambda waiting: arrived.set() if waiting else None)
+        stop = regrouping.watch(lambda waiting, leaving: arrived.set() if waiting else None)
         assert regrouping.waiting or arrived.wait(PATIENCE)
         stop()
 

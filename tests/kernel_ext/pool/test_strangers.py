@@ -54,6 +54,7 @@ while not hvd.allreduce(np.array([float(os.path.exists(STOP))]), name="stop", op
     total += float(hvd.allreduce(np.ones(1000), name="gradient", op=hvd.Sum).sum())
     kv.push("w", np.ones(3))
     steps += 1
+kv.pull("w", out=out)  # its own pushes are there now, and behind the barrier those of the others
 kv.barrier()
 kv.pull("w", out=out)
 memory, steps, total, float(out[0])

@@ -9,7 +9,7 @@ knows of mismatches, missing ranks, deadlocks, ended cells and stalls; it hears 
 A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. Which of its
 own requests the others are about to announce it does not know, but the next one is a good guess: it goes to the coordinator at once. After a wrong
 guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and longer
-(:class:`Habit`).
+(:class:`~hvdlab.collectives.engine.posting.Seat`).
 """
 
 from __future__ import annotations

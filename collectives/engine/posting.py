@@ -104,9 +104,15 @@ class Seat:
         #: The last request that would have fitted and went to the coordinator.
         self._elsewhere: Entry | None = None
 
-    def takes(self, entry: Entry) -> bool:
-        """Whether a request that fits may be posted; else it goes to the coordinator."""
-        if self._over or self._posted is not None or self._pause or not self.board.vacant:
+    def takes(self, entry: Entry, *, alone: bool) -> bool:
+        """Whether a request that fits may be posted; else it goes to the coordinator.
+
+        Args:
+            entry: The request.
+            alone: Whether this rank has nothing else in flight. What it has announced may not have reached the coordinator yet, and must
+                have when others go on from here, as from a barrier.
+        """
+        if not alone or self._over or self._posted is not None or self._pause or not self.board.vacant:
             self._pause = max(0, self._pause - 1)
             self._elsewhere = entry
             return False

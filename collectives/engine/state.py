@@ -139,7 +139,11 @@ class RankState:
         group = self.sets.get(entry.request.process_set)
         if group is None or group.seat is None or not group.configured:
             return None
-        if self.lost is not None or self.failure is not None or not group.seat.takes(entry):
+        if (
+            self.lost is not None
+            or self.failure is not None
+            or not group.seat.takes(entry, alone=not group.pending)
+        ):
             return None
         self._enter(group, entry)
         entry.epoch, entry.phase = group.epoch, POSTED

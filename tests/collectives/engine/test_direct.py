@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -117,11 +116,17 @@ def test_results_in_place_and_roots_that_can_t_be_written_to(three: Ranks) -> No
 def spans() -> list[tuple[str, int, bool]]:
     engine = context.engine()
     meet()
-    engine.recorder.drain()
-    for _ in range(20):
-        total(1.0, "seen")
+    while not engine._spans.claim():  # then nothing is sent, and all of it is here
+        time.sleep(0.001)
+    try:
+        engine.recorder.drain()
+        for _ in range(20):
+            total(1.0, "seen")
+        batches = engine.recorder.drain()
+    finally:
+        engine._spans.release()
     found = []
-    for batch in engine.recorder.drain():
+    for batch in batches:
         for event in decode(batch).events:
             if isinstance(event, Span) and event.name == "seen":
                 assert event.submitted_ns <= (event.ready_ns or 0) <= (event.finished_ns or 0)
@@ -263,9 +268,8 @@ def then_die(rank: int) -> float:
     api.barrier()
     if context.engine().rank == rank:
         os._exit(3)
-    with contextlib.suppress(AbortedError):
-        total(1.0, "after")
-    return total(1.0, "later")
+    meet()
+    return total(1.0, "after")
 
 
 def test_what_was_agreed_before_a_rank_died_is_over() -> None:
@@ -308,16 +312,24 @@ def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
 
 
-def wait_alone() -> None:
+def wait_alone(after: float) -> None:
+    """Wait for rank 2; rank 0 is interrupted some time after it has begun to."""
+
+    def interrupt() -> None:
+        while not context.engine().pending():
+            time.sleep(0.0001)
+        time.sleep(after)  # wherever it is then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    if context.engine().rank == 0:
+        thread.start()
     total(1.0, "alone")
 
 
 def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
     for pause in (0.0, 0.005, 0.05, 0.3):
-        waiting = three.start(wait_alone, ranks=[0, 1])
-        time.sleep(pause)  # wherever it is then
-        three.kill(0, signal.SIGINT)
-        one, other = waiting.outcomes(PATIENCE)
+        one, other = three.outcomes(wait_alone, pause, ranks=[0, 1], timeout=PATIENCE)
         assert isinstance(one, KeyboardInterrupt), one
         assert isinstance(other, AbortedError)
         assert other.cause.kind == CauseKind.INTERRUPTED

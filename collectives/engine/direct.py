@@ -25,7 +25,7 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.posting import Posting, fits
+from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
@@ -74,36 +74,50 @@ class Direct:
         request = handle.request
         if not fits(request):
             return False
-        posting = self._guarded.post_directly(handle)
-        if posting is None:
-            return False
+        if not needs_plane(request):
+            posting = self._guarded.post_directly(handle)
+            if posting is not None and self._agreed(handle, posting):
+                self._compute(handle, posting)
+            return posting is not None
+        epoch = self._guarded.epoch(request.process_set)
+        with self._executor.idle(request.process_set, epoch) as slot:
+            posting = None if slot is None else self._guarded.post_directly(handle, (epoch, slot.operations))
+            if posting is not None and self._agreed(handle, posting):
+                self._execute(handle, posting)
+        return posting is not None
+
+    def _agreed(self, handle: Handle, posting: Posting) -> bool:
+        """Wait for the others; whether all have posted the same. If not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
-        with contextlib.suppress(
-            PlaneAborted
-        ):  # the epoch has ended, and with it the handle, unless all had posted before
+        # An abort ends the epoch, and with it the handle, unless all had posted before.
+        with contextlib.suppress(PlaneAborted):
             self._wait(handle, posting)
-        ready = monotonic_ns()
-        if not (board.complete(number) and board.agreed(number)):
-            self._leave(handle, posting)
+        if board.complete(number) and board.agreed(number):
             return True
-        handle.received = ready
-        seat = posting.seat
+        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+        return False
+
+    def _compute(self, handle: Handle, posting: Posting) -> None:
+        """End an agreed handle by what lies on the board."""
+        seat, handle.received = posting.seat, monotonic_ns()
         try:
-            result = _result(request, posting)
+            result = _result(handle.request, posting)
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
-            self._executor.failed(seat.process_set, board.epoch, error)
+            self._executor.failed(seat.process_set, seat.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
             self._guarded.tell(lambda state: state.posted_failed(seat, text))
-            return True
+            return
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
-            run = RunBatch(seat.process_set, board.epoch, FIRST_SEQUENCE + number, 0, (handle,), ())
-            if self._spans.batch(run, ready, monotonic_ns(), Phases()):
+            batch = _batch(handle, posting)
+            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
-        return True
 
-    def _leave(self, handle: Handle, posting: Posting) -> None:
-        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+    def _execute(self, handle: Handle, posting: Posting) -> None:
+        """Execute an agreed handle on the plane."""
+        now = monotonic_ns()
+        self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
+        self._executor.run_alone(_batch(handle, posting))
 
     def _wait(self, handle: Handle, posting: Posting) -> None:
         board, number = posting.seat.board, posting.number
@@ -114,6 +128,12 @@ class Direct:
             return
         self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
         board.wait(number, None)
+
+
+def _batch(handle: Handle, posting: Posting) -> RunBatch:
+    seat = posting.seat
+    number = FIRST_SEQUENCE + posting.number
+    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (handle,), ((),))
 
 
 def _result(request: Request, posting: Posting) -> Result:

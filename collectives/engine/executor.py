@@ -11,10 +11,11 @@ abandoned, with the thread that is stuck in it, and a new one goes on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -125,6 +126,29 @@ class Executor:
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
+    @contextlib.contextmanager
+    def idle(self, process_set: int, epoch: int) -> Iterator[PlaneSlot | None]:
+        """Keep the lane, if it has nothing to do: what is put meanwhile waits.
+
+        Yields:
+            The plane for tensors of the host, with which :meth:`run_alone` may be called, or ``None`` if the lane is busy.
+        """
+        lane = self.lane
+        slot = self._slots.get((process_set, epoch, HOST))
+        if slot is None or lane.jobs or lane.baton.locked():
+            yield None
+            return
+        try:
+            with lane.baton:
+                yield None if lane.abandoned or lane.jobs or slot.aborted else slot
+        finally:
+            if lane.jobs:
+                self.ring()
+
+    def run_alone(self, batch: RunBatch) -> None:
+        """Run a batch on the calling thread, which has the lane by :meth:`idle`."""
+        self._run(self.lane, batch)
+
     def take_interrupted(self) -> list[tuple[int, int]]:
         """Process set and epoch of the batch that was left by an interrupt of the calling thread, which worked on it."""
         lane = self.lane
@@ -150,6 +174,7 @@ class Executor:
             elif batch.entries[0].request.kind is OpKind.JOIN:
                 results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the others did
             else:
+                slot.operations += 1
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
@@ -80,10 +83,15 @@ class Direct:
                 self._compute(handle, posting)
             return posting is not None
         epoch = self._guarded.epoch(request.process_set)
-        with self._executor.idle(request.process_set, epoch) as slot:
-            posting = None if slot is None else self._guarded.post_directly(handle, (epoch, slot.operations))
-            if posting is not None and self._agreed(handle, posting):
-                self._execute(handle, posting)
+        return self._executor.while_idle(request.process_set, epoch, partial(self._meet, handle, epoch))
+
+    def _meet(self, handle: Handle, epoch: int, slot: PlaneSlot) -> bool:
+        """What :meth:`run` does with a tensor that is too large for the board, while this thread has the lane."""
+        posting = self._guarded.post_directly(handle, (epoch, slot.operations))
+        if posting is not None and self._agreed(handle, posting):
+            now = monotonic_ns()
+            self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
+            self._executor.run_alone(batch_of(handle, posting))
         return posting is not None
 
     def _agreed(self, handle: Handle, posting: Posting) -> bool:
@@ -109,15 +117,9 @@ class Direct:
             return
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
-            batch = _batch(handle, posting)
+            batch = batch_of(handle, posting)
             if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
-
-    def _execute(self, handle: Handle, posting: Posting) -> None:
-        """Execute an agreed handle on the plane."""
-        now = monotonic_ns()
-        self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
-        self._executor.run_alone(_batch(handle, posting))
 
     def _wait(self, handle: Handle, posting: Posting) -> None:
         board, number = posting.seat.board, posting.number
@@ -130,10 +132,11 @@ class Direct:
         board.wait(number, None)
 
 
-def _batch(handle: Handle, posting: Posting) -> RunBatch:
+def batch_of(entry: Entry, posting: Posting) -> RunBatch:
+    """What all members have posted, as the coordinator would have ordered it."""
     seat = posting.seat
     number = FIRST_SEQUENCE + posting.number
-    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (handle,), ((),))
+    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (entry,), ((),))
 
 
 def _result(request: Request, posting: Posting) -> Result:

@@ -11,11 +11,10 @@ abandoned, with the thread that is stuck in it, and a new one goes on.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -126,27 +125,31 @@ class Executor:
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
-    @contextlib.contextmanager
-    def idle(self, process_set: int, epoch: int) -> Iterator[PlaneSlot | None]:
-        """Keep the lane, if it has nothing to do: what is put meanwhile waits.
+    def while_idle(self, process_set: int, epoch: int, work: Callable[[PlaneSlot], bool]) -> bool:
+        """Keep the lane while the calling thread does something, if it has nothing to do: what is put meanwhile waits.
 
-        Yields:
-            The plane for tensors of the host, with which :meth:`run_alone` may be called, or ``None`` if the lane is busy.
+        Args:
+            process_set: Whose plane is needed.
+            epoch: Of which epoch.
+            work: Is given the plane for tensors of the host, and may call :meth:`run_alone`.
+
+        Returns:
+            What ``work`` returned; false if the lane is busy or there is no such plane.
         """
         lane = self.lane
         slot = self._slots.get((process_set, epoch, HOST))
         if slot is None or lane.jobs or lane.baton.locked():
-            yield None
-            return
+            return False
         try:
+            # No generator with the lane in it: if Ctrl-C came as it is entered, it would keep the lane until its traceback is gone.
             with lane.baton:
-                yield None if lane.abandoned or lane.jobs or slot.aborted else slot
+                return not (lane.abandoned or lane.jobs or slot.aborted) and work(slot)
         finally:
             if lane.jobs:
                 self.ring()
 
     def run_alone(self, batch: RunBatch) -> None:
-        """Run a batch on the calling thread, which has the lane by :meth:`idle`."""
+        """Run a batch on the calling thread, which has the lane by :meth:`while_idle`."""
         self._run(self.lane, batch)
 
     def take_interrupted(self) -> list[tuple[int, int]]:

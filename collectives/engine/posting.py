@@ -204,8 +204,8 @@ class Seat:
         return False
 
     def count_out(self, pids: Sequence[int]) -> None:
-        """Of the processes that were members only these are left, after the epoch has ended in order."""
-        if self._posted is not None:  # else the memory is gone
+        """Of the processes that were members only these post anything: others have ended, or have no board."""
+        if self._posted is not None or not self._over:  # else the memory is gone
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
             self.board.count_out(gone)
 
@@ -213,17 +213,17 @@ class Seat:
         """The epoch ends at once: whoever waits at the board gets ``PlaneAborted``.
 
         Returns:
-            What was agreed before that, if its thread has not come to it yet: that goes on to its end. Others may have ended it, and what
-            they did then may be why the epoch ends.
+            What was agreed before that, if its thread has not come to it yet and all it needs is on the board: that goes on to its end.
+            Others may have ended it, and what they did then may be why the epoch ends.
         """
         self._over = True
         self.board.abort()
         if self._posted is None:
             self._close()
             return None
-        number = self.board.number
-        agreed = self.board.complete(number) and self.board.agreed(number) and not self._posted.given_up
-        return self._posted if agreed else None
+        number, entry = self.board.number, self._posted
+        agreed = self.board.complete(number) and self.board.agreed(number)
+        return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
 
     def _close(self) -> None:
         self._plans.clear()

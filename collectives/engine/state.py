@@ -469,6 +469,9 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
             seat.asked_to_decline(message.number)
             if message.pids:
                 seat.count_out(message.pids)
+        elif message.number:
+            # Its memory has not come to this rank, for lack of a descriptor perhaps. No answer to an answer: those have no number.
+            state.post(m.BoardMissing(message.process_set, message.epoch))
     return []
 
 

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.posting import Posting, fits
+from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
@@ -74,36 +77,49 @@ class Direct:
         request = handle.request
         if not fits(request):
             return False
-        posting = self._guarded.post_directly(handle)
-        if posting is None:
-            return False
+        if not needs_plane(request):
+            posting = self._guarded.post_directly(handle)
+            if posting is not None and self._agreed(handle, posting):
+                self._compute(handle, posting)
+            return posting is not None
+        epoch = self._guarded.epoch(request.process_set)
+        return self._executor.while_idle(request.process_set, epoch, partial(self._meet, handle, epoch))
+
+    def _meet(self, handle: Handle, epoch: int, slot: PlaneSlot) -> bool:
+        """What :meth:`run` does with a tensor that is too large for the board, while this thread has the lane."""
+        posting = self._guarded.post_directly(handle, (epoch, slot.operations))
+        if posting is not None and self._agreed(handle, posting):
+            now = monotonic_ns()
+            self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
+            self._executor.run_alone(batch_of(handle, posting))
+        return posting is not None
+
+    def _agreed(self, handle: Handle, posting: Posting) -> bool:
+        """Wait for the others; whether all have posted the same. If not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
-        with contextlib.suppress(
-            PlaneAborted
-        ):  # the epoch has ended, and with it the handle, unless all had posted before
+        # An abort ends the epoch, and with it the handle, unless all had posted before.
+        with contextlib.suppress(PlaneAborted):
             self._wait(handle, posting)
-        ready = monotonic_ns()
-        if not (board.complete(number) and board.agreed(number)):
-            self._leave(handle, posting)
+        if board.complete(number) and board.agreed(number):
             return True
-        handle.received = ready
-        seat = posting.seat
+        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+        return False
+
+    def _compute(self, handle: Handle, posting: Posting) -> None:
+        """End an agreed handle by what lies on the board."""
+        seat, handle.received = posting.seat, monotonic_ns()
         try:
-            result = _result(request, posting)
+            result = _result(handle.request, posting)
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
-            self._executor.failed(seat.process_set, board.epoch, error)
+            self._executor.failed(seat.process_set, seat.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
             self._guarded.tell(lambda state: state.posted_failed(seat, text))
-            return True
+            return
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
-            run = RunBatch(seat.process_set, board.epoch, FIRST_SEQUENCE + number, 0, (handle,), ())
-            if self._spans.batch(run, ready, monotonic_ns(), Phases()):
+            batch = batch_of(handle, posting)
+            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
-        return True
-
-    def _leave(self, handle: Handle, posting: Posting) -> None:
-        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
 
     def _wait(self, handle: Handle, posting: Posting) -> None:
         board, number = posting.seat.board, posting.number
@@ -114,6 +130,13 @@ class Direct:
             return
         self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
         board.wait(number, None)
+
+
+def batch_of(entry: Entry, posting: Posting) -> RunBatch:
+    """What all members have posted, as the coordinator would have ordered it."""
+    seat = posting.seat
+    number = FIRST_SEQUENCE + posting.number
+    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (entry,), ((),))
 
 
 def _result(request: Request, posting: Posting) -> Result:

@@ -81,7 +81,7 @@ class GuardedState:
             self._wake()  # a duplicate has to be told, an interrupted submission to be mended
             raise
 
-    def post_directly(self, handle: Handle) -> Posting | None:
+    def post_directly(self, handle: Handle, plane: tuple[int, int] | None = None) -> Posting | None:
         """Post a request on the board, if it may be. Raises what :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
@@ -91,7 +91,7 @@ class GuardedState:
                     self._mend()
                 self._torn = True
                 try:
-                    posting = self.state.post_directly(handle)
+                    posting = self.state.post_directly(handle, plane)
                 except HvdlabError:
                     self._torn = False
                     raise
@@ -100,6 +100,11 @@ class GuardedState:
         except BaseException:
             self._wake()
             raise
+
+    def epoch(self, process_set: int) -> int:
+        """The present epoch of a process set; it may be another one a moment later."""
+        group = self.state.sets.get(process_set)
+        return 0 if group is None else group.epoch
 
     def want_flush(self) -> None:
         """Let the control thread send what is queued, unless a wait is quicker."""

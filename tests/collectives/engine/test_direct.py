@@ -7,17 +7,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.engine import direct
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
 from patience import PATIENCE
 from ranks import RankFailed, Ranks, meet
+from threads import in_threads
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +262,92 @@ def sets() -> list[float]:
 def test_process_sets_have_boards_of_their_own(three: Ranks) -> None:
     one, other, third = three.run(sets)
     assert (one, other, third) == ([2.0] * 3, [2.0] * 3, [2.0] * 2)
+
+
+# -- on the plane -----------------------------------------------------------------------------------------------------
+
+
+def wait_long_at_boards() -> None:
+    direct.PATIENCE = PATIENCE
+
+
+def large(steps: int, beside: int) -> tuple[int, int]:
+    """Blocking ones of all sizes, each ``beside``-th with another in flight; whoever has one in flight goes to the coordinator.
+
+    Returns:
+        How many were agreed on the board, and how many have met on the plane so far.
+    """
+    rank, before = context.engine().rank, agreed()
+    for step in range(steps):
+        size = (2_000, 40_000, 300_000)[step % 3]
+        x = np.full(size, rank + step, np.float64)
+        handle = (
+            api.allreduce_async(np.full(50_000, step, np.float32), "beside", op=api.Sum)
+            if step % beside == beside - 1
+            else None
+        )
+        found = api.allreduce(x, "large", op=api.Sum)
+        assert (found == 3 * step + 3.0).all(), (step, found[:3])
+        y = np.full(size, rank, np.int32)
+        assert (np.asarray(api.broadcast(y, step % 3)) == step % 3).all()
+        if handle is not None:
+            assert (np.asarray(api.synchronize(handle)) == 3 * step).all()
+    return agreed() - before, context.engine()._executor._slots[
+        0, context.engine()._guarded.epoch(0), "cpu"
+    ].operations
+
+
+def test_large_ones_meet_on_the_plane_in_one_order() -> None:
+    with Ranks(3) as ranks:
+        found = ranks.run(large, 60, 5, timeout=PATIENCE)
+        assert len({operations for _, operations in found}) == 1
+    with Ranks(3) as ranks:
+        ranks.run(wait_long_at_boards)  # however slow the machine is
+        assert ranks.run(large, 60, 1000, timeout=PATIENCE) == [(120, 120)] * 3
+
+
+def of_two_sets(rounds: int) -> None:
+    """Rank 1 works in two sets at a time, from two threads."""
+    engine = context.engine()
+    chosen = [engine.add_process_set(members) for members in ([0, 1], [1, 2])]
+
+    def work(process_set: int, size: int) -> None:
+        for step in range(rounds):
+            x = np.full(size, step, np.float32)
+            assert (api.allreduce(x, "x", op=api.Sum, process_set=process_set) == 2 * step).all()
+
+    sizes = zip(chosen, (3_000, 200_000), strict=True)
+    in_threads([partial(work, *one) for one in sizes if engine.rank in engine.ranks(one[0])])
+    for process_set in chosen:
+        engine.remove_process_set(process_set)
+
+
+def test_a_rank_in_two_sets_holds_nobody_up(three: Ranks) -> None:
+    three.run(of_two_sets, 40, timeout=PATIENCE)
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def reduce_large_until_stopped() -> bool:
+    """Whether it was this rank that was interrupted."""
+    try:
+        while True:
+            api.allreduce(np.ones(1 << 20, np.float32), "large")
+    except AbortedError:
+        interrupted = False
+    except KeyboardInterrupt:
+        context.engine().withdraw("it was interrupted between two of them, perhaps")
+        interrupted = True
+    meet()
+    return interrupted
+
+
+def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
+    for pause in (0.05, 0.073, 0.11, 0.2):
+        running = three.start(reduce_large_until_stopped)
+        time.sleep(pause)  # wherever it is then
+        three.kill(1, signal.SIGINT)
+        assert running.results(PATIENCE) == [False, True, False]
+        assert three.run(total, 1.0) == [3.0] * 3
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

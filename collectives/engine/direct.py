@@ -1,7 +1,7 @@
-"""The direct way: small blocking collectives that the members of a host agree on in shared memory, without the coordinator.
+"""The direct way: collectives that a rank waits for, agreed on by the members of a host in shared memory, without the coordinator.
 
 Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it. Everything else goes the way that
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it; a tensor that is too large for the board goes to the plane then. Everything else goes the way that
 everything went before: as soon as one member asks for something else, or somebody has waited for :data:`PATIENCE` and had
 the coordinator ask the others to decline, all members announce what they want to the coordinator. So it is the coordinator, as ever, that
 knows of mismatches, missing ranks, deadlocks, ended cells and stalls; it hears of agreed requests by their spans.

@@ -6,14 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine import direct
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
@@ -327,26 +329,38 @@ def test_a_rank_in_two_sets_holds_nobody_up(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
 
 
-def reduce_large_until_stopped() -> bool:
-    """Whether it was this rank that was interrupted."""
+def reduce_large(value: float) -> float:
+    return float(api.allreduce(np.full(1 << 20, value, np.float32), "large", op=api.Sum)[0])
+
+
+def reduce_large_until_interrupted() -> float:
+    """One of many; the last, after an interrupt wherever it came, is another one."""
     try:
         while True:
-            api.allreduce(np.ones(1 << 20, np.float32), "large")
-    except AbortedError:
-        interrupted = False
+            reduce_large(1.0)
     except KeyboardInterrupt:
-        context.engine().withdraw("it was interrupted between two of them, perhaps")
-        interrupted = True
-    meet()
-    return interrupted
+        return reduce_large(5.0)
+
+
+def reduce_large_until_seven() -> set[CauseKind]:
+    """Goes on after what the interrupted rank has given up; why it failed until then."""
+    causes = set()
+    while True:
+        try:
+            if reduce_large(1.0) == 7.0:
+                return causes
+        except AbortedError as error:
+            causes.add(error.cause.kind)
 
 
 def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
     for pause in (0.05, 0.073, 0.11, 0.2):
-        running = three.start(reduce_large_until_stopped)
+        others = three.start(reduce_large_until_seven, ranks=[0, 2])
+        one = three.start(reduce_large_until_interrupted, ranks=[1])
         time.sleep(pause)  # wherever it is then
         three.kill(1, signal.SIGINT)
-        assert running.results(PATIENCE) == [False, True, False]
+        assert one.results(PATIENCE) == [7.0]
+        assert all(causes <= {CauseKind.INTERRUPTED} for causes in others.results(PATIENCE))
         assert three.run(total, 1.0) == [3.0] * 3
 
 
@@ -365,6 +379,7 @@ def test_what_was_agreed_before_a_rank_died_is_over() -> None:
     """Its barrier has ended there, so it ends everywhere."""
     for _ in range(5):
         with Ranks(3) as ranks:
+            ranks.run(wait_long_at_boards)  # else a slow machine has them go to the coordinator
             one, other, gone = ranks.outcomes(then_die, 2)
         assert (one, other) == (2.0, 2.0)
         assert isinstance(gone, Exception)
@@ -401,29 +416,47 @@ def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
 
 
-def wait_alone(after: float) -> None:
-    """Wait for rank 2; rank 0 is interrupted some time after it has begun to."""
+def wait_alone(then: Callable[[], None]) -> None:
+    """Wait for rank 2, which does not come; another thread does something as soon as this one waits."""
 
-    def interrupt() -> None:
+    def act() -> None:
         while not context.engine().pending():
             time.sleep(0.0001)
-        time.sleep(after)  # wherever it is then
-        os.kill(os.getpid(), signal.SIGINT)
+        then()
 
-    thread = threading.Thread(target=interrupt, daemon=True)
-    if context.engine().rank == 0:
-        thread.start()
+    threading.Thread(target=act, daemon=True).start()
     total(1.0, "alone")
 
 
+def wait_and_say_so() -> None:
+    wait_alone(lambda: context.engine().post("waiting", b""))
+
+
+def wait_until_interrupted(after: float) -> None:
+    def interrupt() -> None:
+        time.sleep(after)  # wherever it is then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    wait_alone(interrupt)
+
+
 def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
-    for pause in (0.0, 0.005, 0.05, 0.3):
-        one, other = three.outcomes(wait_alone, pause, ranks=[0, 1], timeout=PATIENCE)
-        assert isinstance(one, KeyboardInterrupt), one
-        assert isinstance(other, AbortedError)
-        assert other.cause.kind == CauseKind.INTERRUPTED
-        three.run(meet)
-        assert three.run(total, 1.0) == [3.0] * 3
+    waiting: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(three.coordinator.address, three.coordinator.client_token)
+    client.on_mail("waiting", lambda sender, body: waiting.put(sender))
+    try:
+        for pause in (0.0, 0.005, 0.05, 0.3):
+            other = three.start(wait_and_say_so, ranks=[1])
+            waiting.get(timeout=PATIENCE)  # else it may come when the epoch is over, and wait for ever
+            one = three.start(wait_until_interrupted, pause, ranks=[0])
+            assert isinstance(one.outcomes(PATIENCE)[0], KeyboardInterrupt)
+            (error,) = other.outcomes(PATIENCE)
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind == CauseKind.INTERRUPTED
+            three.run(meet)
+            assert three.run(total, 1.0) == [3.0] * 3
+    finally:
+        client.close()
 
 
 def test_a_failed_rank_s_error_is_its_own(three: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -36,6 +37,9 @@ from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+
+_WAITED_SECONDS = 0.01
+"""From here on a pull has waited for other workers, or for a busy server, and that is recorded."""
 
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
@@ -150,6 +154,9 @@ class ServerStore(KVStore):
                     new[one] = (nothing, array_type_of(given) or NUMPY)
             for one, link, ticket in tickets:
                 self._done(one, link.wait(ticket), "init")
+            for one, array in own.items():
+                for part in self._parts[one]:
+                    part.link.has(self._id, array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
             self._add(new)
             self.barrier()
 
@@ -304,7 +311,11 @@ class ServerStore(KVStore):
 
     def _pulled_part(self, key: Key, part: _Part, ticket: Ticket) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
+        begun = time.monotonic()
         answer = part.link.wait(ticket)
+        waited = time.monotonic() - begun
+        if waited > _WAITED_SECONDS and self._record is not None:
+            self._record("kv.wait", waited)
         self._look_at_pushes(key, part)
         failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
         if failed:

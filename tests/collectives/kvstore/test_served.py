@@ -19,6 +19,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.kvstore import served
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.messages import Attach, encode
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -44,6 +45,20 @@ def synchronous() -> Iterator[Ranks]:
 def own_ranks() -> Iterator[Ranks]:
     with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers"}) as started:
         yield started
+
+
+def waits_are_recorded(synchronous: bool) -> list[str]:
+    """Every wait here, however short."""
+    served._WAITED_SECONDS = 0.0
+    kv = kvstore.create("dist_sync" if synchronous else "dist_async")
+    kv.set_optimizer("test")
+    kv.init("w", full(0))
+    seen: list[tuple[str, float]] = []
+    kv._record = lambda name, value: seen.append((name, value))
+    kv.pushpull("w", full(1), out=full(0))
+    kv.barrier()
+    assert all(value >= 0 for _, value in seen)
+    return [name for name, _ in seen]
 
 
 def start_servers() -> None:
@@ -494,6 +509,11 @@ def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks, 
 def test_rounds_with_updates_on_two_servers(synchronous: Ranks) -> None:
     synchronous.run(rounds_on_servers)
     synchronous.run(spread)
+
+
+def test_waits_and_staleness_are_metrics(synchronous: Ranks) -> None:
+    assert synchronous.run(waits_are_recorded, True) == [["kv.wait"]] * 3
+    assert synchronous.run(waits_are_recorded, False) == [["kv.wait", "kv.staleness"]] * 3
 
 
 def test_a_killed_server_loses_and_repeats_no_push(own_ranks: Ranks) -> None:

@@ -101,7 +101,8 @@ class DistSyncStore(KVStore):
                 array = own[one]
                 self._outside[one] = array.dtype
                 if isinstance(given, RowSparse):  # all of its rows are stored from now on
-                    new[one] = (RowSparse(array, np.arange(given.shape[0]), given.shape), NUMPY)
+                    rows = RowSparse(array, np.arange(given.shape[0]), given.shape)
+                    new[one] = (rows, array_type_of(given) or NUMPY)
                 else:
                     array_type = array_type_of(given) or NUMPY
                     new[one] = (_float32(array) if self._multi_precision else array, array_type)

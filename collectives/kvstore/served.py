@@ -26,7 +26,6 @@ from hvdlab.collectives.kvstore.arrays import (
     RowSparse,
     array_type_of,
     checked_rows,
-    replace_rows,
     view_of,
     write,
 )
@@ -214,6 +213,8 @@ class ServerStore(KVStore):
                 self._refuse_elsewhere(found)
             raise
         for key, total in sums.items():
+            if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
+                total = _as_elements(total) if len(self._parts[key]) > 1 else total
             for part in self._parts[key]:
                 self._send(key, part, total)
 
@@ -271,7 +272,7 @@ class ServerStore(KVStore):
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
         sparse, stored = isinstance(arrays[0], RowSparse), isinstance(self._values[key], RowSparse)
-        if sparse != stored:
+        if sparse != stored and (stored or self._updater is None):
             kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
@@ -367,7 +368,7 @@ class ServerStore(KVStore):
                 except ValueError as error:
                     raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
             for (one, target), rows in zip(found, numbers, strict=True):
-                replace_rows(target, rows, self._pull_rows(one, rows))
+                target.replace(rows, self._pull_rows(one, rows))
 
     def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
         stored = self._values[key]
@@ -523,6 +524,13 @@ class ServerStore(KVStore):
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"
+
+
+def _as_elements(rows: RowSparse) -> RowSparse:
+    """The same of the flat array, as whose parts servers have a large dense value; a row may be on two of them."""
+    size = int(np.prod(rows.shape[1:], dtype=np.int64))
+    indices = (rows.indices[:, None] * size + np.arange(size)).reshape(-1)
+    return RowSparse(rows.data.reshape(-1), indices, (rows.shape[0] * size,))
 
 
 class KVStoreServer:

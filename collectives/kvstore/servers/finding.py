@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -31,7 +31,8 @@ class _Known(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class KnownServer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KnownServer:
     """A server as a worker knows it.
 
     Attributes:

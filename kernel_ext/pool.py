@@ -349,6 +349,7 @@ def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
         answer.threads,
         answer.plane,
         answer.pending,
+        answer.servers,
     )
 
 

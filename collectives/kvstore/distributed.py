@@ -69,6 +69,8 @@ class DistSyncStore(KVStore):
         #: Element types of values that are kept in float32 (``multi_precision``).
         self._outside: dict[Key, np.dtype[Any]] = {}
         self._multi_precision = False
+        #: How often the user's function failed on a key's sum here.
+        self._failed_updates: dict[Key, int] = {}
 
     def init(self, key: Any, value: Any) -> None:
         """Give keys rank 0's values. Every worker calls it, and it returns when all have.
@@ -99,7 +101,8 @@ class DistSyncStore(KVStore):
                 array = own[one]
                 self._outside[one] = array.dtype
                 if isinstance(given, RowSparse):  # all of its rows are stored from now on
-                    new[one] = (RowSparse(array, np.arange(given.shape[0]), given.shape), NUMPY)
+                    rows = RowSparse(array, np.arange(given.shape[0]), given.shape)
+                    new[one] = (rows, array_type_of(given) or NUMPY)
                 else:
                     array_type = array_type_of(given) or NUMPY
                     new[one] = (_float32(array) if self._multi_precision else array, array_type)
@@ -204,7 +207,12 @@ class DistSyncStore(KVStore):
                 return
             raise
         self._pending[key].popleft()
-        self._store({key: pushed.total()})
+        try:
+            self._store({key: pushed.total()})
+        except Exception:
+            if not isinstance(self._updater, Updater):
+                self._failed_updates[key] = self._failed_updates.get(key, 0) + 1
+            raise
 
     def _store_pushed(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -259,7 +267,9 @@ class DistSyncStore(KVStore):
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
-                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers.
+                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. What it raises is
+                raised by the pull, the weight is as before, and the store goes on. If it raises on some workers only, their
+                weights differ, and the next round of that key is refused on all.
 
         Raises:
             TypeError: It is none of these.
@@ -311,7 +321,10 @@ class DistSyncStore(KVStore):
         return collectives.joined().size
 
     def _name_of(self, key: Key) -> str:
-        return f"kv.{self._id}.{key}"
+        name, failed = f"kv.{self._id}.{key}", self._failed_updates.get(key)
+        # Where a function failed on some workers only, their values differ from then on. Under different names their pushes
+        # never meet, and the error that ends their waits names both.
+        return name if not failed else f"{name} (failed updates: {failed})"
 
 
 def _float32(array: Array) -> Array:

@@ -287,6 +287,7 @@ class RankAgent:
             device=self._device,
             plane=self._engine.plane(),
             pending=status.pending_now(self._engine.pending()),
+            servers=status.servers_now(self._engine),
         )
 
     def _stack(self, ticket: int) -> ToPool:

@@ -13,8 +13,8 @@ from hvdlab.collectives.coordinator.launch import Launch, settings_from
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import StartError, format_ranks
-from hvdlab.kernel_ext import checks, leftovers
+from hvdlab.collectives.errors import HvdlabError, StartError, compact_ranks, format_ranks
+from hvdlab.kernel_ext import checks, leftovers, transfer
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
@@ -91,7 +91,7 @@ class PoolBase:
         )
         self.resumed: list[CellHandle] = []
         self.newcomers: dict[int, Newcomer] = {}
-        self.group = Group(base.client, died=self._died, ready=self._is_ready)
+        self.group = Group(base.client, died=self._died, ready=self._is_ready, left=self._has_left)
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
@@ -292,6 +292,11 @@ class PoolBase:
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
         self.runs.rank_died(rank, reason, tail, detail)
 
+    def _has_left(self, rank: int) -> None:
+        """No cell gets anything of this rank any more; those that let it go know why."""
+        self.joining.gone(rank)
+        self.runs.rank_died(rank, "it left the pool")
+
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)
         return member.reason if member is not None else "it left the pool"
@@ -333,6 +338,39 @@ class PoolBase:
         self.newcomers = {rank: one for rank, one in self.newcomers.items() if rank in wanted}
         if len(self.newcomers) == len(wanted):
             self.newcomers = {}
+
+    def check_elastic(self, size: int) -> None:
+        """Raises ``InvalidRequestError`` if an elastic cell that runs can't do with this many ranks."""
+        for cell, (bounds, _) in self.runs.elastic().items():
+            bounds.check_size(size, self.runs.label(cell))
+
+    def bring_in(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Let these ranks, which are new, take part in the elastic cells that run: they get to know what the others know.
+
+        If they can't, that is said under the cell, and the others go on without them.
+        """
+        new = tuple(rank for rank in ranks if rank in self.group.ready())
+        for cell, (_, running) in self.runs.elastic().items():
+            sources = [rank for rank in running if rank not in new and rank in self.group.ready()]
+            if not new or not sources:
+                continue
+            try:
+                if any(rank in self.newcomers for rank in new):
+                    _, failed = transfer.bring_known(
+                        self.runs.questions, sources[0], new, deadline, near=self.near()
+                    )
+                    for name, reason in failed.items():
+                        self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
+                    self.newcomers = {r: one for r, one in self.newcomers.items() if r not in new}
+                self.runs.join(cell, new)
+            except HvdlabError as error:
+                self.tell(
+                    f"{format_ranks(new)} can't take part: {error}; `%hvd_pool restart {compact_ranks(new)}` tries again"
+                )
+
+    def near(self) -> set[int]:
+        """Ranks that share memory with this process."""
+        return {m.rank for m in self.client.membership().members if m.host == host_key()}
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""

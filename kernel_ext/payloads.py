@@ -69,8 +69,12 @@ from hvdlab.kernel_ext.messages.state import (
     Status,
 )
 from hvdlab.kernel_ext.messages.values import (
+    AskKnown,
     Done,
     Fetch,
+    Known,
+    Learn,
+    Learnt,
     Piece,
     PullValue,
     PushPart,
@@ -87,6 +91,7 @@ __all__ = [
     "Ask",
     "AskBlocks",
     "AskCells",
+    "AskKnown",
     "AskLeaves",
     "AskNames",
     "AskStack",
@@ -116,7 +121,10 @@ __all__ = [
     "HeldCell",
     "Inspect",
     "Inspection",
+    "Known",
     "Late",
+    "Learn",
+    "Learnt",
     "Leaves",
     "Left",
     "Names",
@@ -164,6 +172,8 @@ ToRank = (
     | PushValue
     | PushPart
     | PullValue
+    | AskKnown
+    | Learn
     | Fetch
     | Release
     | AskStatus
@@ -188,6 +198,8 @@ ToPool = (
     | Cells
     | CellDone
     | Done
+    | Known
+    | Learnt
     | Value
     | Piece
     | Status

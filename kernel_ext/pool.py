@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.asking import ANSWER_WITHIN, Asking
@@ -248,7 +247,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         Raises:
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
+        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._base.near())
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """The value of a variable or expression on these ranks (by default all), by rank.
@@ -256,11 +255,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         Raises:
             LookupError: It does not exist on a rank, can't be sent, or there is no memory for it here.
         """
-        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
-
-    def _near(self) -> set[int]:
-        """Ranks that share memory with this process."""
-        return {m.rank for m in self.client.membership().members if m.host == host_key()}
+        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._base.near())
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()

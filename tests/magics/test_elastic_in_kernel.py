@@ -65,6 +65,16 @@ def test_ranks_come_and_go_under_a_cell_of_the_notebook(kernel: LiveKernel, tmp_
     told("rank 2 died: killed by SIGKILL")
     assert done("%hvd_pool repair").text().startswith("rank 2 is back")
     told("rank 2 joins at the others' next commit")
+    text = done("print(repr(get_ipython().find_magic('hvd_elastic')('')))").text()
+    assert "3 of 3 ranks are there; cell [3] trains on ranks 0-2, at least 2, at most 3" in text
+    changes = [line.split()[1:4] for line in text.split("change", 1)[1].splitlines()[1:]]
+    assert changes == [
+        ["0", "joined", "start"],
+        ["1", "joined", "start"],
+        ["2", "joined", "resize"],
+        ["2", "died", "killed"],
+        ["2", "joined", "repair"],
+    ]
     done("%hvd_pool resize 2")
     told("rank 2 has left; nothing is lost by that")
     (tmp_path / "end").touch()

@@ -70,8 +70,12 @@ from hvdlab.kernel_ext.messages.state import (
     Status,
 )
 from hvdlab.kernel_ext.messages.values import (
+    AskKnown,
     Done,
     Fetch,
+    Known,
+    Learn,
+    Learnt,
     Piece,
     PullValue,
     PushPart,
@@ -88,6 +92,7 @@ __all__ = [
     "Ask",
     "AskBlocks",
     "AskCells",
+    "AskKnown",
     "AskLeaves",
     "AskNames",
     "AskStack",
@@ -117,7 +122,10 @@ __all__ = [
     "HeldCell",
     "Inspect",
     "Inspection",
+    "Known",
     "Late",
+    "Learn",
+    "Learnt",
     "Leaves",
     "Left",
     "Names",
@@ -166,6 +174,8 @@ ToRank = (
     | PushValue
     | PushPart
     | PullValue
+    | AskKnown
+    | Learn
     | Fetch
     | Release
     | AskStatus
@@ -190,6 +200,8 @@ ToPool = (
     | Cells
     | CellDone
     | Done
+    | Known
+    | Learnt
     | Value
     | Piece
     | Status

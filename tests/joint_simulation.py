@@ -236,36 +236,40 @@ class Simulation:
         self, rank: int, request: Request, site: str = "", *, directly: bool = False
     ) -> SimEntry | HvdlabError:
         """A user submits; ``directly`` for a user that waits for it, at the board if that may be."""
-        me = self.ranks[rank]
+        me, waits = self.ranks[rank], directly
         self._numbers += 1
         if request.input is not None:
             request.input[...] = self._numbers % 65_521  # names its submission where it turns up
         entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
-            posting = self._post(me, entry) if directly and fits(request) else None
-            if posting is None:
+            directly = directly and fits(request)
+            queued = not directly or self.random.random() < 0.3
+            if queued:
                 me.state.submit(entry)
-            else:
+            posting = self._post(me, entry, queued=queued) if directly else None
+            if posting is not None:
                 me.at_board = AtBoard(entry, posting)
+            elif not queued:
+                me.state.submit(entry)
         except HvdlabError as error:
             self._flush(me)
             return error
         me.entries.append(entry)
-        if directly:
+        if waits:
             me.blocked = entry
         if self.random.random() < 0.5:
             self._flush(me)
         return entry
 
-    def _post(self, me: SimRank, entry: SimEntry) -> Posting | None:
+    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> Posting | None:
         """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
         if not needs_plane(entry.request):
-            return me.state.post_directly(entry)
+            return me.state.post_directly(entry, queued=queued)
         group = me.state.sets.get(entry.request.process_set)
         if group is None or me.jobs:
             return None
         scope = entry.request.process_set, group.epoch
-        return me.state.post_directly(entry, (group.epoch, me.operations[scope]))
+        return me.state.post_directly(entry, (group.epoch, me.operations[scope]), queued=queued)
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""

@@ -28,10 +28,11 @@ from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.request import Limit, Request, Result
 from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
@@ -65,8 +66,13 @@ class Direct:
         self._spans = spans
         self._schedule_events = schedule_events
 
-    def run(self, handle: Handle) -> bool:
-        """Try to bring a handle that was not submitted yet to its end.
+    def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
+        """Try to bring a handle to its end that was not submitted yet, or not announced.
+
+        Args:
+            handle: What is waited for.
+            queued: Whether it was submitted.
+            limit: How long that may take.
 
         Returns:
             Whether it was submitted: it has ended, or its end can be waited for like any other's. Else it is to be submitted.
@@ -76,30 +82,31 @@ class Direct:
         """
         request = handle.request
         if not fits(request):
-            return False
+            return queued
         if not needs_plane(request):
-            posting = self._guarded.post_directly(handle)
-            if posting is not None and self._agreed(handle, posting):
+            posting = self._guarded.post_directly(handle, queued=queued)
+            if posting is not None and self._agreed(handle, posting, limit):
                 self._compute(handle, posting)
-            return posting is not None
+            return queued or posting is not None
         epoch = self._guarded.epoch(request.process_set)
-        return self._executor.while_idle(request.process_set, epoch, partial(self._meet, handle, epoch))
+        work = partial(self._meet, handle, epoch, queued, limit)
+        return self._executor.while_idle(request.process_set, epoch, work) or queued
 
-    def _meet(self, handle: Handle, epoch: int, slot: PlaneSlot) -> bool:
+    def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
         """What :meth:`run` does with a tensor that is too large for the board, while this thread has the lane."""
-        posting = self._guarded.post_directly(handle, (epoch, slot.operations))
-        if posting is not None and self._agreed(handle, posting):
+        posting = self._guarded.post_directly(handle, (epoch, slot.operations), queued=queued)
+        if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
             self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
             self._executor.run_alone(batch_of(handle, posting))
         return posting is not None
 
-    def _agreed(self, handle: Handle, posting: Posting) -> bool:
+    def _agreed(self, handle: Handle, posting: Posting, limit: Limit | None) -> bool:
         """Wait for the others; whether all have posted the same. If not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
         # An abort ends the epoch, and with it the handle, unless all had posted before.
         with contextlib.suppress(PlaneAborted):
-            self._wait(handle, posting)
+            self._wait(handle, posting, limit)
         if board.complete(number) and board.agreed(number):
             return True
         self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
@@ -121,14 +128,18 @@ class Direct:
             if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
 
-    def _wait(self, handle: Handle, posting: Posting) -> None:
+    def _wait(self, handle: Handle, posting: Posting, limit: Limit | None) -> None:
         board, number = posting.seat.board, posting.number
         if board.wait(number, PATIENCE):
             return
         self._guarded.tell(lambda state: state.ask_to_decline(handle, number))
-        if board.wait(number, OVERDUE):
+        if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
             return
         self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
+        if limit is not None:
+            if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
+                return
+            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         board.wait(number, None)
 
 

@@ -134,22 +134,33 @@ class RankState:
         else:
             seat.retire()
 
-    def post_directly(self, entry: Entry, plane: tuple[int, int] | None = None) -> Posting | None:
+    def post_directly(
+        self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
+    ) -> Posting | None:
         """Take in a request and post it on the board; ``None`` if it is to be submitted. Raises what :meth:`submit` does.
 
         Args:
             entry: The request.
             plane: For one that needs the plane: the plane's epoch, and how many operations have begun on it.
+            queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
         """
-        group = self.sets.get(entry.request.process_set)
+        process_set = entry.request.process_set
+        group = self.sets.get(process_set)
         if group is None or group.seat is None or not group.configured:
             return None
-        alone = not group.pending
+        if queued:
+            alone = len(group.pending) == 1 and self._outbox.get(process_set) == [entry]
+        else:
+            alone = not group.pending
         if plane is not None and (not alone or group.epoch != plane[0]):
             return None  # the coordinator may be about to order what is pending
         if self.lost is not None or self.failure is not None or not group.seat.takes(entry, alone=alone):
             return None
-        self._enter(group, entry)
+        if queued:
+            self.drop_announcements(process_set)
+            self.locals.unqueue(entry)
+        else:
+            self._enter(group, entry)
         entry.epoch, entry.phase = group.epoch, POSTED
         return group.seat.post(entry, 0 if plane is None else plane[1])
 

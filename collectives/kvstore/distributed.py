@@ -126,20 +126,20 @@ class DistSyncStore(KVStore):
             AbortedError: The coordinator is lost. Other failures of a sum are raised by the next pull of its key.
         """
         with self._lock:
-            for one in self._push(pairs(key, value), announce=True):
+            for one in self._push(pairs(key, value), at_once=False):
                 self._store_arrived(one)
 
-    def _push(self, found: list[tuple[Key, Any]], *, announce: bool) -> Iterable[Key]:
+    def _push(self, found: list[tuple[Key, Any]], *, at_once: bool) -> Iterable[Key]:
         try:
             sums = self._sums(found)
         except KVStoreError:
             self._fail_elsewhere(found)
             raise
         for one, total in sums.items():
-            self._pending.setdefault(one, deque()).append(self._submitted(one, total, announce))
+            self._pending.setdefault(one, deque()).append(self._submitted(one, total, at_once))
         return sums
 
-    def _submitted(self, key: Key, total: Value, announce: bool) -> _Pushed:
+    def _submitted(self, key: Key, total: Value, at_once: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
             numbers = collectives.submit_gather(total.indices, f"{name}.rows")
@@ -147,7 +147,7 @@ class DistSyncStore(KVStore):
                 (numbers, collectives.submit_gather(total.data, f"{name}.data")), None, total.shape
             )
         array = _float32(total) if self._multi_precision else total
-        return _Pushed((collectives.submit_sum(array, name, announce=announce),), array, array.shape)
+        return _Pushed((collectives.submit_sum(array, name, at_once=at_once),), array, array.shape)
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
@@ -257,7 +257,7 @@ class DistSyncStore(KVStore):
             except KVStoreError:
                 self._fail_elsewhere(found)
                 raise
-            self._push(found, announce=False)
+            self._push(found, at_once=True)
             self._write(targets, ignore_sparse=True)
 
     def set_optimizer(self, optimizer: Any) -> None:

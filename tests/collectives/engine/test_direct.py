@@ -16,7 +16,9 @@ import pytest
 
 from hvdlab.collectives import api, context
 from hvdlab.collectives.client import Client
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import direct
+from hvdlab.collectives.engine.request import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
@@ -362,6 +364,52 @@ def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
         assert one.results(PATIENCE) == [7.0]
         assert all(causes <= {CauseKind.INTERRUPTED} for causes in others.results(PATIENCE))
         assert three.run(total, 1.0) == [3.0] * 3
+
+
+# -- submitted before it is waited for --------------------------------------------------------------------------------
+
+
+def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
+    """One that is submitted, then waited for. Returns its first element, and how many were agreed on the board."""
+    engine, x = context.engine(), np.ones(size, np.float32)
+    direct.PATIENCE = PATIENCE
+    before = agreed()
+    other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside else None
+    request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
+    handle = engine.submit(request, at_once=True)
+    handle.wait()
+    if other is not None:
+        other.wait()
+    return float(x[0]), agreed() - before
+
+
+def test_what_is_waited_for_at_once_is_agreed_on_the_board_unless_there_is_more() -> None:
+    with Ranks(2) as two:
+        for size in (10, 100_000):
+            assert two.run(reduce_at_once, size, False) == [(2.0, 1)] * 2
+            assert two.run(reduce_at_once, size, True) == [(2.0, 0)] * 2
+
+
+def wait_or_withdraw(seconds: float) -> None:
+    x = np.ones(10, np.float32)
+    request = Request(OpKind.ALLREDUCE, "never", x, x, DType.F32, ReduceOp.SUM)
+    context.engine().submit(request, at_once=True).wait_or_withdraw(Limit(seconds, "it took too long"))
+
+
+def test_a_limit_that_passes_at_the_board_is_an_error_on_all(three: Ranks) -> None:
+    for seconds in (0.1, 0.7):
+        long, short = three.outcomes(wait_within, seconds, ranks=[0, 1])
+        for error in (long, short):
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind == CauseKind.TIMEOUT
+            assert "it took too long" in str(error)
+        three.run(meet)
+        assert three.run(total, 1.0) == [3.0] * 3
+
+
+def wait_within(seconds: float) -> None:
+    """Rank 2 never comes; rank 1 would wait for long."""
+    wait_or_withdraw(seconds if context.engine().rank == 0 else 20.0)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

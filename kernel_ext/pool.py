@@ -274,7 +274,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         Raises:
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._base.near())
+        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
 
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         """The value of a variable or expression on these ranks (by default all), by rank.
@@ -282,7 +282,10 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         Raises:
             LookupError: It does not exist on a rank, can't be sent, or there is no memory for it here.
         """
-        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._base.near())
+        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
+
+    def _near(self) -> set[int]:
+        return self._base.near()
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()

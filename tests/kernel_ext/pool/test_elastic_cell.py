@@ -116,7 +116,7 @@ def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> 
 
     # A rank is lost and replaced, the first one: the state is that of the others.
     os.kill(before[0], signal.SIGKILL)
-    said.wait(lambda: said.sizes(1)[-1:] == [2])
+    said.wait(lambda: said.sizes(1)[-1:] == [2] and 0 in pool.lost)
     assert pool.repair() == (0,)
     said.wait(lambda: said.sizes(0)[-1:] == [3] and said.sizes(1)[-1:] == [3])
 

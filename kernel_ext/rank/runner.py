@@ -91,7 +91,7 @@ class CellRunner:
         self._prompting.cell_begins(request.cell)
         self._shell.run_code = self._run_code
         settings = self._engine.settings
-        if request.at_least:  # who is too few waits, until there are enough or the user interrupts
+        if request.at_least:  # too few ranks wait until there are enough or the user interrupts
             self._engine.settings = replace(settings, min_np=request.at_least, elastic_timeout=FOR_EVER)
         result = None
         try:

@@ -66,6 +66,7 @@ def test_a_repaired_rank_is_empty_and_that_is_said(
 ) -> None:
     notebook.run("%hvd_pool start 2")
     monkeypatch.setattr(notebook.pool, "repair", lambda: (1,))
+    monkeypatch.setattr(notebook.pool, "newcomers", (1,))
     monkeypatch.setattr(notebook.pool, "names", lambda: {0: Names(0, ("x",), ()), 1: Names(0, (), ())})
     (said,) = notebook.run("%hvd_pool repair").lines
     assert said.startswith("rank 1 is back (0.0 s); it lacks x: ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,36 @@ class _Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
+    #: Whether it is a DTensor, which is divided among ranks as its parameter is.
+    divided: bool
+
+
+class StateTransfer(Protocol):
+    """Takes an optimizer's state from one rank to others."""
+
+    def plan(self, plan: Any) -> Any:
+        """The source's object; elsewhere ``plan`` is ``None``."""
+
+    def tensors(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite tensors with those of the source; of a ``DTensor`` what this rank has of it."""
+
+
+class _FromRoot:
+    """To all ranks of the world."""
+
+    def __init__(self, root_rank: int) -> None:
+        self._root = root_rank
+
+    def plan(self, plan: Any) -> Any:
+        return broadcast_object(plan, self._root, "optimizer_state")
+
+    def tensors(self, tensors: list[torch.Tensor]) -> None:
+        handles = [
+            broadcast_async_(tensor, self._root, f"optimizer_state.{number}")
+            for number, tensor in enumerate(tensors)
+        ]
+        for handle in handles:
+            synchronize(handle)
 
 
 def broadcast_optimizer_state(
@@ -43,24 +73,38 @@ def broadcast_optimizer_state(
         model: Tells which of the parameters are embeddings with sparse gradients, which then get sparse zeros. Not
             needed otherwise, and not for ``SparseAdam``.
     """
-    at_root = context.engine().rank == root_rank
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    root = context.engine().rank == root_rank
+    if not transfer_optimizer_state(optimizer, _FromRoot(root_rank), gives=root):
+        _make_gradients(_parameters(optimizer), _sparse_parameters(optimizer, model))
+
+
+def transfer_optimizer_state(
+    optimizer: torch.optim.Optimizer, transfer: StateTransfer, *, gives: bool
+) -> bool:
+    """Make state and settings those of another rank.
+
+    Args:
+        optimizer: The rank's own.
+        transfer: The way there.
+        gives: Whether this rank is the source.
+
+    Returns:
+        Whether the source has any state.
+    """
+    parameters = _parameters(optimizer)
     groups, states = _contents(optimizer, parameters)
     tensors: list[torch.Tensor] = []
-    plan = _planned((groups, states), tensors) if at_root else None
-    plan = broadcast_object(plan, root_rank, "optimizer_state")
-    if not at_root:
+    plan = transfer.plan(_planned((groups, states), tensors) if gives else None)
+    if not gives:
         groups, states = _prepared(plan, groups, states, parameters, tensors)
-    handles = [
-        broadcast_async_(tensor, root_rank, f"optimizer_state.{number}")
-        for number, tensor in enumerate(tensors)
-    ]
-    for handle in handles:
-        synchronize(handle)
-    if not at_root:
+    transfer.tensors(tensors)
+    if not gives:
         _install(optimizer, parameters, groups, states)
-    if not states:
-        _make_gradients(parameters, _sparse_parameters(optimizer, model))
+    return bool(states)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _sparse_parameters(
@@ -97,7 +141,7 @@ def _planned(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of nested containers with a slot for each tensor in them; these are appended to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Slot(tuple(value.shape), value.dtype, value.is_cpu)
+        return _Slot(tuple(value.shape), value.dtype, value.is_cpu, hasattr(value, "device_mesh"))
     if isinstance(value, dict):
         return {key: _planned(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -120,28 +164,35 @@ def _prepared(
             f"{len(planned_states)} parameters; the one here has {len(groups)} groups and {len(parameters)} "
             "parameters. They must be made alike on all ranks."
         )
-    cpu = torch.device("cpu")
-    filled_groups = [_filled(p, own, cpu, tensors) for p, own in zip(planned_groups, groups, strict=True)]
+    filled_groups = [
+        _filled(p, own, torch.empty(0), tensors) for p, own in zip(planned_groups, groups, strict=True)
+    ]
     filled_states = {
-        number: _filled(planned, states.get(number), parameters[number].device, tensors)
+        number: _filled(planned, states.get(number), parameters[number], tensors)
         for number, planned in planned_states.items()
     }
     return filled_groups, filled_states
 
 
-def _filled(plan: Any, own: Any, device: torch.device, tensors: list[torch.Tensor]) -> Any:
+def _filled(plan: Any, own: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
     """The plan with tensors for its slots: what this rank has in the same place, if it fits, else a new one."""
     if isinstance(plan, _Slot):
         if not _fits(plan, own):
-            own = torch.empty(plan.shape, dtype=plan.dtype, device="cpu" if plan.on_cpu else device)
+            own = (
+                torch.empty_like(parameter, dtype=plan.dtype, requires_grad=False)
+                if plan.divided
+                else torch.empty(
+                    plan.shape, dtype=plan.dtype, device="cpu" if plan.on_cpu else parameter.device
+                )
+            )
         tensors.append(own)
         return own
     if isinstance(plan, dict):
         mine = own if isinstance(own, dict) else {}
-        return {key: _filled(item, mine.get(key), device, tensors) for key, item in plan.items()}
+        return {key: _filled(item, mine.get(key), parameter, tensors) for key, item in plan.items()}
     if type(plan) in (list, tuple):
         items = own if type(own) is type(plan) and len(own) == len(plan) else [None] * len(plan)
-        return type(plan)(_filled(p, o, device, tensors) for p, o in zip(plan, items, strict=True))
+        return type(plan)(_filled(p, o, parameter, tensors) for p, o in zip(plan, items, strict=True))
     return plan
 
 
@@ -151,6 +202,7 @@ def _fits(slot: _Slot, own: Any) -> bool:
         and tuple(own.shape) == slot.shape
         and own.dtype == slot.dtype
         and own.is_cpu == slot.on_cpu
+        and hasattr(own, "device_mesh") == slot.divided
     )
 
 

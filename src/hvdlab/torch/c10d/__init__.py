@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch.distributed  # what the backend is registered with  # noqa: F401
 
+from hvdlab.torch.c10d.agreeing import Agreement, agree
 from hvdlab.torch.c10d.group import HvdlabProcessGroup
 from hvdlab.torch_backend import register
 
-__all__ = ["HvdlabProcessGroup"]
+__all__ = ["Agreement", "HvdlabProcessGroup", "agree"]
 
 register()

@@ -1,0 +1,321 @@
+"""``agree(model, optimizer)``: after a step that failed, ranks that are behind get what the others have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.fingerprint import fingerprint
+from hvdlab.collectives.visible import visible
+from hvdlab.torch.fingerprints import of_tensor
+from hvdlab.torch.optimizer_state import transfer_optimizer_state
+
+_OPTIMIZER = "optimizer: "
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What :func:`agree` found and did; the same on all ranks.
+
+    Attributes:
+        sources: For each rank of the group that was given values, the rank that they came from.
+        tensors: Names of what differed: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
+        steps: Steps that each rank's optimizer had taken, by rank; ``None`` where it does not count them.
+    """
+
+    sources: Mapping[int, int]
+    tensors: tuple[str, ...]
+    steps: tuple[int | None, ...]
+
+    def __repr__(self) -> str:
+        if not self.sources:
+            return "the ranks agree"
+        several = len(self.tensors) - 1
+        what = f"`{visible(self.tensors[0])}`" + (f" and {several} more" if several else "")
+        sentences = [self._sentence(source) for source in sorted(set(self.sources.values()))]
+        return f"the ranks differed in {what}: {'; '.join(sentences)}"
+
+    def _sentence(self, source: int) -> str:
+        ranks = [rank for rank, other in self.sources.items() if other == source]
+        behind = {rank: self._behind(rank, source) for rank in ranks}
+        lag = ", ".join(
+            f"{format_ranks([rank for rank in ranks if behind[rank] == count])} "
+            f"{'was' if list(behind.values()).count(count) == 1 else 'were'} {count} step{'s' * (count > 1)} behind"
+            for count in sorted(set(behind.values()) - {0})
+        )
+        has = f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} the values of rank {source} now"
+        return f"{lag}; {has}" if lag else has
+
+    def _behind(self, rank: int, source: int) -> int:
+        own, other = self.steps[rank], self.steps[source]
+        return 0 if own is None or other is None else other - own
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What one rank has, as the others need to know it.
+
+    Attributes:
+        place: Which part of the model's shards it has: ranks with the same place are to have the same values.
+        parameters: Names of the parameters and buffers, in order.
+        digests: Fingerprint of each of them, and of each part of the optimizer's state.
+        steps: How many steps its optimizer has taken, if that counts them.
+    """
+
+    place: tuple[tuple[int, ...], ...]
+    parameters: tuple[str, ...]
+    digests: Mapping[str, bytes]
+    steps: int | None
+
+    def whole(self) -> bytes:
+        """The fingerprint of all that it has."""
+        return fingerprint(
+            *(part for name, digest in sorted(self.digests.items()) for part in (name.encode(), digest))
+        )
+
+
+def agree(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    buffers: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Agreement:
+    """Make the ranks' copies of a model, and of its optimizer's state, equal again, bit by bit.
+
+    For what follows a failed step: some ranks may have taken it and others not. The ranks compare fingerprints. If these
+    differ, ranks get the values of one that has taken more steps, as the optimizer counts them (``state["step"]`` of Adam
+    and most others). Without such a count they get what most of the ranks have, and of equally many what the lowest
+    rank has. Gradients are dropped, since those of a failed step are partly reduced. Called by all ranks of the group.
+
+    Works for models wrapped in ``DistributedDataParallel``, for those of ``fully_shard`` and for other
+    ``DTensor`` parameters. Shards are compared with their replicas, and brought along from these, as far as there are any.
+
+    Args:
+        model: The same on all ranks, wrapped or not.
+        optimizer: Its optimizer, whose state is compared and brought along.
+        buffers: Compare and bring along buffers, too. Running statistics of batch normalization differ from rank to rank by
+            nature.
+        group: The ranks that train together; by default all.
+
+    Returns:
+        What was found and done. In a notebook it is shown as a sentence.
+
+    Raises:
+        InvalidRequestError: The models have other parameters, or a rank that is behind has shards that no other rank has;
+            then nothing was changed, and the last checkpoint has to be loaded.
+        CollectiveError: Not all ranks got here, or one failed meanwhile; ranks that were behind may have got a part of the
+            values. Call it again.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidRequestError(f"agree() takes a torch.nn.Module, not a {type(model).__name__}.")
+    if dist.get_rank(group) < 0:
+        raise InvalidRequestError(
+            "agree() is called by the ranks of its group, to which this one does not belong."
+        )
+    model.zero_grad(set_to_none=True)
+    _begin_anew(model)
+    accounts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(accounts, _account(model, optimizer, buffers), group)
+    agreement = decide(accounts)
+    if agreement.sources:
+        _bring(model, optimizer, buffers, agreement, group)
+    return agreement
+
+
+def decide(accounts: Sequence[_Account]) -> Agreement:
+    """Which rank gets whose values. Every rank comes to the same result.
+
+    Raises:
+        InvalidRequestError: There is nothing to be done.
+    """
+    for rank, account in enumerate(accounts):
+        if odd := set(account.parameters) ^ set(accounts[0].parameters):
+            name = visible(min(odd))
+            has, lacks = (rank, 0) if name in account.parameters else (0, rank)
+            raise InvalidRequestError(
+                f"agree() is for models that are alike: rank {has} has a parameter `{name}`, and rank {lacks} has not."
+            )
+    steps = tuple(account.steps for account in accounts)
+    most = max((count for count in steps if count is not None), default=None)
+    ahead = [rank for rank, count in enumerate(steps) if count == most]
+    sources: dict[int, int] = {}
+    for place in dict.fromkeys(account.place for account in accounts):
+        ranks = [rank for rank, account in enumerate(accounts) if account.place == place]
+        wholes = {rank: accounts[rank].whole() for rank in ranks}
+        if not (chosen := [rank for rank in ranks if rank in ahead]):
+            raise InvalidRequestError(
+                f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {steps[ranks[0]]} and "
+                f"{format_ranks(ahead)} at step {most}, and no rank that is ahead has the shards of "
+                f"{'this one' if len(ranks) == 1 else 'these'}: load the last checkpoint on all ranks."
+            )
+        votes = Counter(wholes[rank] for rank in chosen)
+        source = max(chosen, key=lambda rank: (votes[wholes[rank]], -rank))
+        sources |= {rank: source for rank in ranks if wholes[rank] != wholes[source]}
+    names = dict.fromkeys(
+        name
+        for rank, source in sources.items()
+        for name in (*accounts[source].digests, *accounts[rank].digests)
+        if accounts[rank].digests.get(name) != accounts[source].digests.get(name)
+    )
+    return Agreement(sources, tuple(names), steps)
+
+
+def _begin_anew(model: torch.nn.Module) -> None:
+    """Let wrappers forget a pass that has failed on some ranks in its middle."""
+    from torch.distributed.fsdp import FSDPModule
+
+    within: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            _make_reducer(module)
+        elif isinstance(module, FSDPModule) and module not in within:
+            within.update(module.modules())
+            _reshard(module)
+
+
+def _make_reducer(wrapper: Any) -> None:
+    """Give a ``DistributedDataParallel`` a reducer as it was when the model was wrapped.
+
+    That of a failed pass may still wait for gradients, and its buckets may be others than those of other ranks: DDP orders
+    them anew in its second pass, and a rank that was stopped there has the old ones. Gradients would then be mixed up.
+    """
+    wrapper.reducer._remove_autograd_hooks()
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = False
+    if wrapper.static_graph:
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()
+    if wrapper.mixed_precision is not None:
+        wrapper.reducer._set_mixed_precision_param_dtype(wrapper.mixed_precision.param_dtype)
+    for hook, state in wrapper._comm_hooks:
+        dist._register_comm_hook(wrapper.reducer, state, hook)  # type: ignore[attr-defined]
+
+
+def _reshard(root: Any) -> None:
+    """Make the parameters of ``fully_shard`` the shards again, and let it forget how far it was."""
+    if not hasattr(root, "reset_iter_state"):  # before torch 2.13
+        root.reshard()
+        return
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        return  # nothing was computed yet
+    for each in state._state_ctx.all_states:
+        for parameters in each._fsdp_param_groups:
+            # Torch would wait for what was gathered ahead, and raise what that failed with.
+            parameters._all_gather_result = None
+    root.reset_iter_state()
+
+
+def _tensors(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    if buffers:
+        yield from model.named_buffers()
+
+
+def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, buffers: bool) -> _Account:
+    named = dict(_tensors(model, buffers))
+    digests = {name: of_tensor(_local(tensor)) for name, tensor in named.items()}
+    steps: list[int] = []
+    if optimizer is not None:
+        names = {tensor: name for name, tensor in named.items()}
+        for number, parameter in enumerate(p for each in optimizer.param_groups for p in each["params"]):
+            label = names.get(parameter, f"parameter {number}")
+            for key, value in optimizer.state.get(parameter, {}).items():
+                plain = of_tensor(_local(value)) if isinstance(value, torch.Tensor) else repr(value).encode()
+                digests[f"{_OPTIMIZER}{label}.{key}"] = fingerprint(plain)
+                if key == "step":
+                    steps.append(int(value))
+    place = tuple(_place(tensor) for tensor in named.values())
+    return _Account(place, tuple(named), digests, max(steps, default=None if optimizer is None else 0))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Which shard of a ``DTensor`` this rank has; ranks that differ in it have other values by nature."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return ()
+    placements: Any = getattr(tensor, "placements", ())
+    return tuple(
+        coordinate
+        for coordinate, placement in zip(mesh.get_coordinate(), placements, strict=True)
+        if not placement.is_replicate()
+    )
+
+
+class _Transfer:
+    """Takes values from one rank to some others: by broadcasts where all get the same, else by messages.
+
+    Args:
+        agreement: Who gets whose values.
+        group: The ranks.
+    """
+
+    def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
+        self._group, rank = group, dist.get_rank(group)
+        size, sources = dist.get_world_size(group), agreement.sources
+        several = len(sources) == size - 1 > 1
+        #: The rank that all get values of, if that is so.
+        self._root = self._global(next(iter(sources.values()))) if several else None
+        self._from = self._global(sources[rank]) if rank in sources else None
+        self._to = [self._global(other) for other, source in sources.items() if source == rank]
+        #: Whether this rank gives values, gets some, or does neither.
+        self.gives, self.gets = bool(self._to), rank in sources
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
+    def plan(self, plan: Any) -> Any:
+        """The source's object."""
+        box = [plan]
+        if self._root is not None:
+            dist.broadcast_object_list(box, self._root, self._group)
+        elif self._from is not None:
+            dist.recv_object_list(box, self._from, self._group)
+        for other in self._to if self._root is None else ():
+            dist.send_object_list(box, other, self._group)
+        return box[0]
+
+    @torch.no_grad()
+    def tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors with those of the source."""
+        local = [_local(tensor).detach() for tensor in tensors]
+        works: list[Any] = []
+        for tensor in local:
+            if self._root is not None:
+                works.append(dist.broadcast(tensor, self._root, self._group, async_op=True))
+            elif self._from is not None:
+                works.append(dist.irecv(tensor, self._from, self._group))
+            for other in self._to if self._root is None else ():
+                works.append(dist.isend(tensor, other, self._group))
+        for work in works:
+            work.wait()
+
+
+def _bring(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    buffers: bool,
+    agreement: Agreement,
+    group: dist.ProcessGroup | None,
+) -> None:
+    transfer = _Transfer(agreement, group)
+    if not (transfer.gives or transfer.gets):
+        return
+    transfer.tensors([tensor for _, tensor in _tensors(model, buffers)])
+    if optimizer is not None:
+        transfer_optimizer_state(optimizer, transfer, gives=transfer.gives)

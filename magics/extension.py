@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives import context
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
+from hvdlab.magics.c10d import C10dMagics
 from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.debug import DebugMagics
@@ -51,6 +52,7 @@ MAGICS = {
         "hvd_timeline",
         "hvd_metrics",
         "hvd_elastic",
+        "hvd_c10d",
         "autohvd",
     ),
     "cell": ("hvd_run", "hvd_rank", "local"),
@@ -85,6 +87,7 @@ class Extension:
             TimelineMagics(self.session),
             MetricsMagics(self.session),
             ElasticMagics(self.session),
+            C10dMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)

@@ -210,6 +210,17 @@ def test_a_new_number_keeps_the_variables_of_those_that_stay(kernel: LiveKernel)
     assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20"]
 
 
+def test_torch_distributed_is_switched_on_for_ranks_that_come_later_as_well(kernel: LiveKernel) -> None:
+    get = "%%hvd_run\nprint(__import__('os').environ.get('HVDLAB_C10D'))"
+    assert "make groups of hvdlab's" in kernel.run("%hvd_c10d on").text()
+    assert "[0-3] 1" in kernel.run(get).text()
+    kernel.run("%hvd_pool resize 5")
+    assert "[0-4] 1" in kernel.run(get).text()
+    assert "others are torch's own" in kernel.run("%hvd_c10d off").text()
+    assert "[0-4] 0" in kernel.run(get).text()
+    kernel.run("%hvd_pool resize 4\nimport os; del os.environ['HVDLAB_C10D']")
+
+
 def test_ranks_can_be_chosen(kernel: LiveKernel) -> None:
     assert kernel.run("%%hvd_run --ranks ::2\nprint(1)").lines() == ["[0,2] 1"]
     assert kernel.run("%%hvd_rank 3\nprint(x)").lines() == ["30"]

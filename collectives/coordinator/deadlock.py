@@ -13,24 +13,43 @@ from hvdlab.collectives.errors import call_name, format_ranks
 
 
 class Stuck(NamedTuple):
-    """A rank in a wait, and the ranks that it waits for."""
+    """A rank in a wait, and the ranks that it waits for.
 
-    process_set: ProcessSet
-    round: Round
+    Attributes:
+        process_set: Of the collective; ``None`` if the wait is for something else.
+        what: Such as ``allreduce `loss```.
+        site: The line.
+        missing: The ranks that it waits for. One that can go on may be enough.
+    """
+
+    process_set: ProcessSet | None
+    what: str
     site: str
     missing: tuple[int, ...]
 
 
+def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
+    return Stuck(ps, call_name(kind_label(current.info.kind), current.info.name), site, missing)
+
+
 def find_deadlock(
-    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int]
+    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int], *, awaits: bool = False
 ) -> dict[int, Stuck]:
     """The ranks that can never go on, because each waits for ranks that can't go on either.
 
     A rank counts only if what it waits for is undecided: what was released executes and will end by itself.
+
+    Args:
+        sets: The process sets.
+        ranks: The ranks that may be stuck.
+        idle: Those that do nothing, and free no other rank.
+        awaits: Whether what ranks wait for outside of collectives counts.
     """
     stuck: dict[int, Stuck] = {}
     for rank, peer in ranks.items():
         waits = _waits_for(sets, peer)
+        if waits is None and awaits:
+            waits = _awaits(peer)
         if waits is not None:
             stuck[rank] = waits
     changed = True
@@ -56,26 +75,33 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
             return None  # it will get a verdict
         queued = (current.behind or {}).get(peer.rank, ())
         if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
-            return Stuck(ps, current, defined.site, ps.matcher.missing(current))
+            return _in_round(ps, current, defined.site, ps.matcher.missing(current))
     for held in ps.matcher.held.get(defined.info.group, ()):
         if held.heads.get(peer.rank) is defined:
             # Complete by itself; what its group lacks may have to come from any member that has not joined.
             joined = ps.matcher.joined
-            return Stuck(ps, held, defined.site, tuple(rank for rank in ps.members if rank not in joined))
+            return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None
+
+
+def _awaits(peer: RankPeer) -> Stuck | None:
+    first = next(iter(peer.awaits.values()), None)
+    if first is None or peer.wait is not None:
+        return None
+    return Stuck(None, first.message.what, first.message.site, first.message.ranks)
 
 
 def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
     """Who waits where, ranks in the same place together."""
-    places: dict[tuple[int, str, str], list[int]] = {}
+    places: dict[tuple[int | None, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]
-        what = call_name(kind_label(s.round.info.kind), s.round.info.name)
-        places.setdefault((s.process_set.id, what, s.site), []).append(rank)
-    several = len({place[0] for place in places}) > 1
+        id = None if s.process_set is None else s.process_set.id
+        places.setdefault((id, s.what, s.site), []).append(rank)
+    several = len({id for id, _, _ in places if id is not None}) > 1
     parts = []
     for (id, what, site), ranks in places.items():
         where = f" ({site})" if site else ""
-        of = f" of process set {id}" if several else ""
+        of = f" of process set {id}" if several and id is not None else ""
         parts.append(f"{format_ranks(ranks)} in {what}{where}{of}")
     return "deadlock, all wait for each other: " + "; ".join(parts)

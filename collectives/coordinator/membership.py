@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
-from hvdlab.collectives.protocol.messages import Death, Hello, Member, World
+from hvdlab.collectives.protocol.messages import Await, Death, Hello, Member, World
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks; a thousand ranks would else send a million."""
@@ -25,6 +26,21 @@ class Wait(NamedTuple):
     since: float
 
 
+@dataclass(slots=True)
+class Awaited:
+    """What a thread of a rank waits for outside of collectives.
+
+    Attributes:
+        message: What the rank said.
+        asked: Whether it was asked if it still waits, since mail was sent to it last.
+        confirmed: Whether it has answered that it does.
+    """
+
+    message: Await
+    asked: bool = False
+    confirmed: bool = False
+
+
 class RankPeer:
     """A living rank.
 
@@ -37,10 +53,11 @@ class RankPeer:
         definitions: What its local ids stand for.
         wait: What its user is blocked in that is not decided, or ``None``.
         executing: What its user is blocked in that is executed, or ``None``.
+        awaits: What its user's threads wait for outside of collectives, by number.
     """
 
     __slots__ = (
-        "admitted", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "wait",
+        "admitted", "awaits", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "wait",
     )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
@@ -56,6 +73,7 @@ class RankPeer:
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
+        self.awaits: dict[int, Awaited] = {}
 
 
 class Membership:

@@ -70,7 +70,7 @@ def end(state: CoordinatorState, rank: int, now: float) -> None:
         for current, _ in ps.matcher.waiting():
             current.since = put_off(current.since, since, now)
     state.stalls.put_off(since, now)
-    state.check_blocked = bool(state.blocked)
+    state.check_blocked = bool(state.blocked or state.awaiting)
 
 
 def told(state: CoordinatorState) -> m.PausedRanks:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import set_changes
+from hvdlab.collectives.coordinator import awaits, set_changes
 from hvdlab.collectives.coordinator.fusion import fuse
 from hvdlab.collectives.coordinator.orders import execute
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
@@ -70,6 +70,8 @@ def free_from_idle(state: CoordinatorState) -> None:
                     why = state.cells.absence(absent, current.heads)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
+    if state.awaiting:
+        awaits.free_from_idle(state, idle)
 
 
 def end_disputes(state: CoordinatorState, now: float) -> bool:

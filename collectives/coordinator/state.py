@@ -79,6 +79,7 @@ class CoordinatorState:
         self.check_admission = False
         self.check_blocked = False
         self.blocked: set[int] = set()  # ranks that wait
+        self.awaiting: set[int] = set()  # ranks that wait for others outside of collectives
         self._check_due: float | None = None
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
         self.pauses = Pauses()
@@ -235,7 +236,7 @@ class CoordinatorState:
 
     def _settle(self, now: float) -> None:
         if self._check_due is not None and now >= self._check_due:
-            self._check_due, self.check_blocked = None, bool(self.blocked)
+            self._check_due, self.check_blocked = None, bool(self.blocked or self.awaiting)
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
@@ -274,7 +275,7 @@ class CoordinatorState:
 
     def _check_later(self, now: float) -> None:
         """Look for ranks that wait for each other, once those that need not any more have had time to say so."""
-        if self.blocked and self._check_due is None:
+        if (self.blocked or self.awaiting) and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN
             self._due = None
 
@@ -293,6 +294,7 @@ class CoordinatorState:
         assert self.by_peer == {peer.peer: peer for peer in ranks.values()}
         assert not self.by_peer.keys() & self.membership.clients.keys()
         assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
+        assert self.awaiting == {rank for rank, peer in ranks.items() if peer.awaits}
         assert self.pauses.reasons.keys() <= ranks.keys()
         assert not self.outbox.effects
         references = sum(len(peer.definitions) for peer in ranks.values())

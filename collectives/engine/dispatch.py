@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hvdlab.collectives import logs
+from hvdlab.collectives.engine.awaits import Awaits
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.effects import (
     AbortPlane,
@@ -68,6 +69,7 @@ class Dispatcher:
         self._address = address
         self._tickets = Tickets()
         self.lacking = Lacking(self.send, self._call_later)
+        self.awaits = Awaits(self.send)
         self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
@@ -80,6 +82,8 @@ class Dispatcher:
             m.Leave: self._on_leave,
             m.RankEvents: self.mailbox.events,
             m.Stalled: self.mailbox.stalled,
+            m.Absent: self.awaits.absent,
+            m.AwaitStill: self.awaits.asked,
         }
 
     def receive(self) -> None:
@@ -285,6 +289,7 @@ class Dispatcher:
         with control.reading:  # no other thread is to read meanwhile
             self._guarded.resume(endpoint, self.world.alive)
         control.renewed()
+        self.awaits.reconnected()
         self.mailbox.reconnected()
 
     def _on_leave(self, message: m.Message) -> None:

@@ -13,6 +13,7 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.affinity import bind
+from hvdlab.collectives.engine.awaits import Awaiting
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.direct import Direct
 from hvdlab.collectives.engine.dispatch import Dispatcher
@@ -314,6 +315,32 @@ class Engine(Groups):
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         """Send mail to ranks, or to all clients if ``to`` is ``None``. Silently lost if the coordinator is gone."""
         self._dispatcher.send(m.Post(topic, body, tuple(to or ())))
+
+    def begin_await(
+        self, ranks: Sequence[int], what: str, waiter: Awaiting, *, any: bool, site: str = ""
+    ) -> int:
+        """Let the coordinator know that this thread begins to wait for ranks outside of collectives.
+
+        It then looks after that as it does after collectives: the wait is in vain when ranks end their cells, or when all wait
+        for each other.
+
+        Args:
+            ranks: Whom it waits for.
+            what: What it does, for texts.
+            waiter: What waits; it learns when that is in vain.
+            any: Whether one of them is enough; else all are needed.
+            site: The user's line.
+
+        Returns:
+            What :meth:`end_await` takes.
+        """
+        number = self._dispatcher.awaits.begin(ranks, what, site, waiter, any=any)
+        self.flush()
+        return number
+
+    def end_await(self, number: int) -> None:
+        """The wait is over. Idempotent."""
+        self._dispatcher.awaits.end(number)
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""

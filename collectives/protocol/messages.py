@@ -228,6 +228,35 @@ class Blocked(Message, frozen=True):
     executing: bool = False
 
 
+class Await(Message, frozen=True):
+    """The user's thread waits for ranks outside of collectives, such as for a message of any of them.
+
+    ``number`` is the sender's own. Without ``ranks`` that wait is over. ``any``: one of them is enough; else all are
+    needed. ``what`` and ``site`` are for texts. Sent again as the answer to :class:`AwaitStill`.
+    """
+
+    number: int
+    ranks: tuple[int, ...] = ()
+    any: bool = False
+    what: str = ""
+    site: str = ""
+
+
+class AwaitStill(Message, frozen=True):
+    """Does that wait still go on, after all mail that was sent before this? A rank that does not wait any more says nothing."""
+
+    number: int
+
+
+class Absent(Message, frozen=True):
+    """The ranks that an :class:`Await` waits for won't do what it waits for; it is over with that."""
+
+    number: int
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+
 class Paused(Message, frozen=True):
     """The user looks around here (at a prompt, in a debugger): nobody who waits for this rank waits in vain."""
 
@@ -621,6 +650,7 @@ FromRank = (
     | Announce
     | Duplicate
     | Blocked
+    | Await
     | Paused
     | Resumed
     | Withdraw
@@ -674,5 +704,7 @@ ToPeer = (
     | World
     | RankEvents
     | Stalled
+    | AwaitStill
+    | Absent
     | PausedRanks
 )

@@ -120,6 +120,24 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
             # Also where the error has come through DDP's C++, it is known whose it is.
             assert errors[rank].mismatch or (errors[rank].aborted and results.origin(rank) == {0})
         assert list(pool.run(GOOD)) == [True] * 3, wrong
+    for wrong, ranks, told in (
+        ("if rank == 0: dist.recv(torch.ones(1))", {0}, "ranks 1,2 finished their cells without it"),
+        (
+            "if rank == 0: dist.recv(torch.ones(1))\nelif rank: raise ValueError('no message')",
+            {0, 1, 2},
+            "failed: ValueError: no message",
+        ),
+        ("dist.recv(torch.ones(1))", {0, 1, 2}, "all wait for each other: ranks 0-2 in recv from any rank"),
+        (
+            "dist.barrier() if rank else dist.recv(torch.ones(1))",
+            {0, 1, 2},
+            "rank 0 in recv from any rank with tag 0",
+        ),
+    ):
+        errors = pool.run(wrong).errors
+        assert errors.keys() == ranks, errors
+        assert told in errors[0].evalue
+    assert list(pool.run(GOOD)) == [True] * 3
     for absent in (2, 0):  # a rank that is no member need not call anything
         assert pool.run(MEMBERS.format(absent, absent)).errors == {}
     started = Recorder()

@@ -23,6 +23,8 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, HvdlabErro
 from hvdlab.torch.c10d.work import Deliver, HvdlabWork, futures_threads
 
 _COUNT = "c10d.any_source"
+_AT_ONCE = 0.02
+"""Seconds within which most messages come; only what takes longer is worth a message to the coordinator."""
 _SAID_AFTER = 10.0
 """Seconds after which, and how often, a receive that waits for any rank says so."""
 
@@ -126,6 +128,11 @@ class AnySource:
                 return True
             return False
 
+    def waits(self, group: str, tag: int, work: AnySourceWork) -> bool:
+        """Whether a receive has no source yet."""
+        with self.changed:
+            return work in self._counts(group).waiting.get(tag, ())
+
     def _match(self, counts: Counts) -> None:
         for work, source in counts.match():
             self._matched.append((work, source))
@@ -174,6 +181,7 @@ class AnySourceWork(HvdlabWork):
         members: The group's ranks.
         tag: Of the messages.
         submit: Submits the receive from a source, by filling this object.
+        site: The user's line.
         args, kwargs: See :class:`HvdlabWork`.
     """
 
@@ -184,12 +192,15 @@ class AnySourceWork(HvdlabWork):
         members: Sequence[int],
         tag: int,
         submit: Callable[[AnySourceWork, int], None],
+        site: str,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._any_source, self._group, self._members, self._tag = any_source, group, tuple(members), tag
-        self._submit = submit
+        self._submit, self._site = submit, site
+        #: Why no rank will send what it waits for; set once that is known.
+        self._absent: Cause | None = None
         #: Whether its source is known and it is submitted, or it has failed before.
         self._begun = False
 
@@ -217,9 +228,35 @@ class AnySourceWork(HvdlabWork):
         return super().wait(timedelta(seconds=max(deadline.remaining() or 0.0, 1e-3)))
 
     def _wait_for_source(self, deadline: Deadline) -> None:
+        changed = self._any_source.changed
+        with changed:
+            if self._begun or changed.wait_for(lambda: self._begun, _AT_ONCE):
+                return
+        others = [member for member in self._members if member != self._engine.rank]
+        what = f"recv from any rank with tag {self._tag}"
+        number = self._engine.begin_await(others, what, self, any=True, site=self._site)
+        try:
+            self._wait_on(deadline)
+        finally:
+            self._engine.end_await(number)
+
+    def still_waits(self) -> bool:
+        """Whether it has no source yet. Control thread."""
+        return self._any_source.waits(self._group, self._tag, self)
+
+    def in_vain(self, cause: Cause) -> None:
+        """No rank will send any more. Control thread."""
+        if self._any_source.remove(self._group, self._tag, self):
+            with self._any_source.changed:
+                self._absent = cause
+                self._any_source.changed.notify_all()
+
+    def _wait_on(self, deadline: Deadline) -> None:
         changed, said = self._any_source.changed, Deadline(_SAID_AFTER)
         with changed:
             while not self._begun:
+                if self._absent is not None:
+                    raise self._ended(self._absent.kind, self._absent.ranks, self._absent.text)
                 lost = sorted(set(self._members) - set(self._engine.living))
                 if lost:
                     raise self._ended(

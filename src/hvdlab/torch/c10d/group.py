@@ -685,6 +685,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             members,
             tag,
             submit,
+            site,
             self._engine,
             self._set,
             label,

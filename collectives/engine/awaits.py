@@ -1,0 +1,76 @@
+"""Waits of this rank for others outside of collectives: the coordinator knows when what they wait for won't come."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hvdlab.collectives.errors import Cause, CauseKind
+from hvdlab.collectives.protocol import messages as m
+
+
+class Awaiting(Protocol):
+    """What waits. Called on the control thread; must not block."""
+
+    def still_waits(self) -> bool:
+        """Whether nothing that has come by now ends the wait."""
+        ...
+
+    def in_vain(self, cause: Cause) -> None:
+        """What it waits for won't come, for this reason. Called once at most."""
+        ...
+
+
+class Awaits:
+    """What threads of this process wait for.
+
+    Args:
+        send: Sends a message to the coordinator, from any thread.
+    """
+
+    def __init__(self, send: Callable[[m.Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        #: Those that go on, by number.
+        self._waiting: dict[int, tuple[m.Await, Awaiting]] = {}
+
+    def begin(self, ranks: Sequence[int], what: str, site: str, waiter: Awaiting, *, any: bool) -> int:
+        """A thread begins to wait. Returns the number by which the wait is ended."""
+        message = m.Await(next(self._numbers), tuple(ranks), any, what, site)
+        with self._lock:
+            self._waiting[message.number] = message, waiter
+        self._send(message)
+        return message.number
+
+    def end(self, number: int) -> None:
+        """It waits no more, for whatever reason."""
+        with self._lock:
+            found = self._waiting.pop(number, None)
+        if found is not None:
+            self._send(m.Await(number))
+
+    def absent(self, message: m.Message) -> None:
+        """The coordinator knows that a wait is in vain. Control thread."""
+        assert isinstance(message, m.Absent)
+        with self._lock:
+            found = self._waiting.pop(message.number, None)
+        if found is not None:
+            found[1].in_vain(Cause(CauseKind(message.kind), message.ranks, message.text))
+
+    def asked(self, message: m.Message) -> None:
+        """The coordinator asks whether a wait still goes on, after all mail that it has sent. Control thread."""
+        assert isinstance(message, m.AwaitStill)
+        with self._lock:
+            found = self._waiting.get(message.number)
+        if found is not None and found[1].still_waits():
+            self._send(found[0])
+
+    def reconnected(self) -> None:
+        """The coordinator's successor knows of nothing yet. Control thread."""
+        with self._lock:
+            waiting = [message for message, _ in self._waiting.values()]
+        for message in waiting:
+            self._send(message)

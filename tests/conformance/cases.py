@@ -49,7 +49,12 @@ def broadcast(actor: CollectiveActor, count: int, dtype: DType, root: int, seed:
     expected = inputs.values(seed, root, count, dtype)
     buffer = inputs.values(seed, actor.index, count, dtype)
     actor.broadcast(buffer, root, dtype)
-    assert np.array_equal(buffer, expected)
+    wrong = np.flatnonzero(buffer != expected)
+    assert not len(wrong), (
+        f"root {root}, {dtype.name}[{count}]: {len(wrong)} elements differ, {wrong[0]} to {wrong[-1]}; "
+        f"{np.count_nonzero(buffer == inputs.values(seed, actor.index, count, dtype))} are this member's own; "
+        f"{buffer[wrong[:4]]} for {expected[wrong[:4]]}"
+    )
     return inputs.digest([buffer])
 
 

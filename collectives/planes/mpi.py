@@ -1,8 +1,10 @@
 """The ``mpi`` plane: ranks that an MPI launcher started, through mpi4py.
 
 MPI offers no way to cancel a collective, so every operation is a non-blocking one that is polled and can be given up.
-A request that was given up may still write into its buffers, whenever MPI next makes progress: so MPI only ever writes to
-memory of ours, which then stays alive with the process, and the next epoch has a communicator of its own. MPI makes progress inside the poll, hence polling is the transfer, not a wait beside it.
+A request that was given up may still read and write its buffers, whenever MPI next makes progress: what it reads then goes to
+members that have not given up, and a root of a large broadcast gets back what it has sent. So MPI is only ever given memory of ours, which
+stays as it is with the process once a request was given up, and the next epoch has a communicator of its own. MPI makes progress inside the
+poll, hence polling is the transfer, not a wait beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.staging import Staging, leave_to_library
+from hvdlab.collectives.planes.staging import Scratch, Staging, leave_to_library
 
 # While a transfer may be under way the poll only yields; a member that is much later than the bytes would need is
 # waited for in short sleeps.
@@ -41,6 +43,8 @@ class MpiPlane(HostPlane):
         super().__init__(context)
         # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to what numpy gives.
         self._staging = Staging({DType.U8: np.dtype(np.int32), DType.I8: np.dtype(np.int32)}, direct=False)
+        #: Copies of what is sent.
+        self._sent = Scratch()
         self._comm: Any = None
         self._aborted = threading.Event()
 
@@ -104,13 +108,18 @@ class MpiPlane(HostPlane):
         phases.unpack += time.monotonic_ns() - start
 
     def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+        from mpi4py import MPI
+
         sizes = [c * send.itemsize for c in counts]
+        first = sum(sizes[: self.context.index])
         with self._received(out, phases) as received:
-            self._run(lambda: self._comm.Iallgatherv(_raw(send), [received, sizes]), phases, send, received)
+            received[first : first + send.nbytes] = _raw(send)
+            self._run(lambda: self._comm.Iallgatherv(MPI.IN_PLACE, [received, sizes]), phases, received)
 
     def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
         if root == self.context.index:
-            self._run(lambda: self._comm.Ibcast(_raw(buffer), root), phases, buffer)
+            sent = self._copy(buffer, phases)
+            self._run(lambda: self._comm.Ibcast(sent, root), phases, sent)
             return
         with self._received(buffer, phases) as received:
             self._run(lambda: self._comm.Ibcast(received, root), phases, received)
@@ -148,11 +157,11 @@ class MpiPlane(HostPlane):
         out: HostArray,
         phases: Phases,
     ) -> None:
-        item = send.itemsize
-        sent = [_raw(send), [c * item for c in send_counts]]
+        item, sent = send.itemsize, self._copy(send, phases)
+        parts = [sent, [c * item for c in send_counts]]
         sizes = [c * item for c in recv_counts]
         with self._received(out, phases) as received:
-            self._run(lambda: self._comm.Ialltoallv(sent, [received, sizes]), phases, send, received)
+            self._run(lambda: self._comm.Ialltoallv(parts, [received, sizes]), phases, sent, received)
 
     def barrier(self, phases: Phases) -> None:
         start = time.monotonic_ns()
@@ -166,6 +175,14 @@ class MpiPlane(HostPlane):
     def close(self) -> None:
         # MPI_Comm_free is collective and would wait for members that may be gone; the handle is left to MPI_Finalize.
         self._comm = None
+
+    def _copy(self, send: HostArray, phases: Phases) -> HostArray:
+        """What is to be sent, as bytes in memory of ours."""
+        start = time.monotonic_ns()
+        sent = self._sent.take(send.nbytes, np.dtype(np.uint8))
+        np.copyto(sent, _raw(send))
+        phases.pack += time.monotonic_ns() - start
+        return sent
 
     @contextmanager
     def _received(self, out: HostArray, phases: Phases) -> Iterator[HostArray]:
@@ -181,18 +198,24 @@ class MpiPlane(HostPlane):
         if self._aborted.is_set():
             raise PlaneAborted
         start = time.monotonic_ns()
-        request = begin()
         eager_until = start + int(
             1e9 * max(_EAGER_SECONDS, sum(b.nbytes for b in buffers) / _BYTES_PER_SECOND)
         )
-        while not request.Test():
-            if self._aborted.is_set():
-                leave_to_library(request, *buffers)
-                raise PlaneAborted
-            if time.monotonic_ns() < eager_until:
-                os.sched_yield()
-            else:
-                self._aborted.wait(_SLEEP_SECONDS)
+        request = None
+        try:
+            request = begin()
+            while not request.Test():
+                if self._aborted.is_set():
+                    raise PlaneAborted
+                if time.monotonic_ns() < eager_until:
+                    os.sched_yield()
+                else:
+                    self._aborted.wait(_SLEEP_SECONDS)
+        except BaseException:
+            leave_to_library(request, *buffers)
+            self._staging.leave()
+            self._sent.leave()
+            raise
         phases.transfer += time.monotonic_ns() - start
         if self._aborted.is_set():
             raise PlaneAborted

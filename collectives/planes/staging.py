@@ -73,6 +73,10 @@ class Scratch:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes].view(kind)
 
+    def leave(self) -> None:
+        """Write to this memory no more: a library still uses it."""
+        self._memory = np.empty(0, np.uint8)
+
 
 class Staging(Scratch):
     """Reusable contiguous buffers between fused tensors and a library call.

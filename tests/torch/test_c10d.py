@@ -614,7 +614,7 @@ def _failures() -> list[str]:
             dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
     dist.monitored_barrier(_GROUPS["gloo"])  # where the others wait, of which hvdlab knows nothing
     with pytest.raises(
-        AbortedError, match="all wait for each other: ranks 0.* in recv from any rank with tag 9"
+        AbortedError, match=r"all wait for each other: ranks 0.* in recv from any rank with tag 9"
     ):
         dist.recv(torch.ones(2), tag=9)
     with pytest.raises(InvalidRequestError, match="times the elements"):  # by which Gloo ends the process

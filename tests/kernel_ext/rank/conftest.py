@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import queue
 import threading
@@ -271,6 +272,14 @@ class Rank:
 
     def _left(self) -> None:
         self.left.set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """As in forked ranks: what other tests have imported here is nothing that collections go through after each failed cell."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="package")

@@ -30,7 +30,6 @@ ABSENT = {
     "horovod.spark.torch": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
-    "horovod.spark.common": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.runner.elastic.driver": _DRIVER,
     "horovod.runner.elastic.registration": _DRIVER,
     "horovod.runner.elastic.rendezvous": _DRIVER,

@@ -43,6 +43,11 @@ def test_horovods_name_is_the_same_module() -> None:
         "import horovod.spark, hvdlab.spark, sys\n"
         "assert horovod.spark is hvdlab.spark\n"
         "assert 'pyspark' not in sys.modules\n"
+        "from horovod.spark.common.store import Store\n"
+        "from horovod.spark.common.backend import SparkBackend\n"
+        "import horovod.spark.torch, hvdlab.spark.common.store, hvdlab.spark.torch\n"
+        "assert Store is hvdlab.spark.common.store.Store\n"
+        "assert horovod.spark.torch.TorchEstimator is hvdlab.spark.torch.TorchEstimator\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     wanted = (

@@ -222,8 +222,8 @@ class AbstractFilesystemStore(Store):
         return bool(self._parquet_files(path))
 
     def get_parquet_dataset(self, path: str) -> Any:
-        import pyarrow.dataset
-        import pyarrow.fs
+        import pyarrow.dataset  # pyright: ignore[reportMissingImports]
+        import pyarrow.fs  # pyright: ignore[reportMissingImports]
 
         # Without the way over Python for each read, where that can be.
         local = isinstance(self.fs, LocalFileSystem)

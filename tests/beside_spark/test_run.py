@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hvdlab.spark
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner.calling import RankFailedError
 
 
@@ -173,6 +173,15 @@ def test_without_a_context_and_without_the_interpreter(spark: Any, monkeypatch: 
     with pytest.raises(
         Exception, match="Could not find an active SparkContext, are you running in a PySpark session"
     ):
+        hvdlab.spark.run(lambda: 0, num_proc=1)
+
+
+def test_spark_connect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    with pytest.raises(StartError, match="a session of Spark Connect has none"):
         hvdlab.spark.run(lambda: 0, num_proc=1)
 
 

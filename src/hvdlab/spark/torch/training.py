@@ -271,26 +271,24 @@ class _Totals:
 
     def __init__(self, job: Training) -> None:
         self._metrics = job.metrics
-        self._sums: Any = 0.0
+        self._rows = 0
+        #: Tensors, not numbers: a GPU is not waited for at each batch.
+        self._sums: list[Any] = [0.0] * (1 + sum(map(len, job.metrics)))
 
     def add(self, loss: Any, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
         rows = len(labels[0])
+        values = [loss]
         with torch.no_grad():
-            values = [loss]
             for metrics, output, label in zip(self._metrics, outputs, labels, strict=True):
                 values += [metric(output, label) for metric in metrics]
-            # No .item(): a GPU is not waited for at each batch.
-            numbers = [
-                torch.as_tensor(value, dtype=torch.float64, device=outputs[0].device) for value in values
-            ]
-            self._sums = self._sums + torch.stack(
-                [*(each.detach() * rows for each in numbers), numbers[0].new_tensor(rows)]
-            )
+        for index, value in enumerate(values):
+            number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+            self._sums[index] = self._sums[index] + number * rows
+        self._rows += rows
 
     def over_all_ranks(self, what: str) -> Logs:
-        width = 2 + sum(map(len, self._metrics))
-        sums = self._sums if isinstance(self._sums, torch.Tensor) else torch.zeros(width, dtype=torch.float64)
-        total = hvd.allreduce(sums.cpu(), op=hvd.Sum, name=f"hvdlab.spark.{what}")
+        sums = torch.tensor([*map(float, self._sums), self._rows], dtype=torch.float64)
+        total = hvd.allreduce(sums, op=hvd.Sum, name=f"hvdlab.spark.{what}")
         loss, *metrics = (total[:-1] / total[-1]).tolist()
         values = iter(metrics)
         named = [{_name(metric): next(values) for metric in group} for group in self._metrics]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hvdlab.spark
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner.calling import RankFailedError
 
 
@@ -43,6 +43,11 @@ def test_horovods_name_is_the_same_module() -> None:
         "import horovod.spark, hvdlab.spark, sys\n"
         "assert horovod.spark is hvdlab.spark\n"
         "assert 'pyspark' not in sys.modules\n"
+        "from horovod.spark.common.store import Store\n"
+        "from horovod.spark.common.backend import SparkBackend\n"
+        "import horovod.spark.torch, hvdlab.spark.common.store, hvdlab.spark.torch\n"
+        "assert Store is hvdlab.spark.common.store.Store\n"
+        "assert horovod.spark.torch.TorchEstimator is hvdlab.spark.torch.TorchEstimator\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     wanted = (
@@ -168,6 +173,15 @@ def test_without_a_context_and_without_the_interpreter(spark: Any, monkeypatch: 
     with pytest.raises(
         Exception, match="Could not find an active SparkContext, are you running in a PySpark session"
     ):
+        hvdlab.spark.run(lambda: 0, num_proc=1)
+
+
+def test_spark_connect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    with pytest.raises(StartError, match="a session of Spark Connect has none"):
         hvdlab.spark.run(lambda: 0, num_proc=1)
 
 

@@ -206,7 +206,7 @@ def test_uninstall(python: Run, real_horovod: str) -> None:
 def test_modules_that_are_not_there_say_what_to_use(python: Run) -> None:
     code = (
         "import importlib.util, hvdlab\nhvdlab.install_as_horovod()\n"
-        "for name in 'ray spark.torch ray.runner'.split():\n"
+        "for name in 'ray spark.keras ray.runner'.split():\n"
         "    for how in ('import horovod.{}', 'from horovod.{} import x', 'from horovod import {}'):\n"
         "        if '.' in name and 'horovod import' in how:\n"
         "            continue\n"

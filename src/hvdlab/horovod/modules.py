@@ -27,10 +27,8 @@ _DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher
 
 ABSENT = {
     "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
-    "horovod.spark.torch": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
-    "horovod.spark.common": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.runner.elastic.driver": _DRIVER,
     "horovod.runner.elastic.registration": _DRIVER,
     "horovod.runner.elastic.rendezvous": _DRIVER,

@@ -256,6 +256,11 @@ def active_context() -> Any:
         raise StartError(f"hvdlab.spark needs pyspark ({error}): pip install 'hvdlab[spark]'") from error
     context = SparkContext._active_spark_context
     if context is None:
+        if "SPARK_CONNECT_MODE_ENABLED" in os.environ or "SPARK_REMOTE" in os.environ:
+            raise StartError(
+                "hvdlab.spark needs a SparkContext, and a session of Spark Connect has none: run it where the driver is, in a "
+                "classic session."
+            )
         raise StartError("Could not find an active SparkContext, are you running in a PySpark session?")
     return context
 

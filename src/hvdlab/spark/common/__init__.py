@@ -1,0 +1,1 @@
+"""``horovod.spark.common``: stores, backends, and what estimators of all frameworks share."""

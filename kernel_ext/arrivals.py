@@ -36,6 +36,10 @@ class Arrivals:
         known = before or {}
         self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
+    def begin(self, ranks: Iterable[int]) -> None:
+        """These ranks, as other processes than before if they were there, get the cell as well."""
+        self._parts.update({rank: _Part() for rank in ranks})
+
     @property
     def waiting(self) -> tuple[int, ...]:
         """Ranks whose part has not ended."""

@@ -13,12 +13,13 @@ from hvdlab.collectives.coordinator.launch import Launch, settings_from
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
-from hvdlab.collectives.errors import StartError, format_ranks
-from hvdlab.kernel_ext import checks, leftovers
+from hvdlab.collectives.errors import HvdlabError, StartError, compact_ranks, format_ranks
+from hvdlab.kernel_ext import checks, leftovers, transfer
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
+from hvdlab.kernel_ext.history import Change, History
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
@@ -64,6 +65,7 @@ class PoolBase:
         resumed: Cells that a process before this one has left, of a pool that was kept.
         joining: Which ranks are engines of ipyparallel.
         newcomers: Ranks that were started after others and have learnt nothing from them.
+        history: When ranks came and went.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class PoolBase:
         )
         self.resumed: list[CellHandle] = []
         self.newcomers: dict[int, Newcomer] = {}
-        self.group = Group(base.client, died=self._died, ready=self._is_ready)
+        self.history = History()
+        self.group = Group(base.client, died=self._died, ready=self._is_ready, left=self._has_left)
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,
@@ -157,6 +160,7 @@ class PoolBase:
         try:
             progress(f"starting {size} ranks")
             self.group.want(range(size), deadline)
+            self._note_arrivals("start", range(size))
             if keep is not None:
                 self.keeping = Keeping.begin(
                     base, keep, size=size, plane=plane, ports=self._ports, deadline=deadline
@@ -191,6 +195,7 @@ class PoolBase:
             if silent := self.group.wait_answered(Deadline(ANSWER_WITHIN)):
                 self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
             self.note_kept()
+            self._note_arrivals("attach", self.group.pids())
         except BaseException:
             self.leave()
             raise
@@ -290,7 +295,14 @@ class PoolBase:
         self.joining.gone(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
+        self._note_end("died", rank, reason)
         self.runs.rank_died(rank, reason, tail, detail)
+
+    def _has_left(self, rank: int) -> None:
+        """No cell gets anything of this rank any more; those that let it go know why."""
+        self.joining.gone(rank)
+        self._note_end("left", rank, "the pool was resized")
+        self.runs.rank_died(rank, "it left the pool")
 
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)
@@ -329,10 +341,55 @@ class PoolBase:
     def came(self, how: str, ranks: Sequence[int]) -> None:
         """These ranks are new; if no other rank is left, nobody has come later."""
         wanted = self.group.members.wanted
+        self._note_arrivals(how, ranks)
         self.newcomers |= {rank: Newcomer(how) for rank in ranks}
         self.newcomers = {rank: one for rank, one in self.newcomers.items() if rank in wanted}
         if len(self.newcomers) == len(wanted):
             self.newcomers = {}
+
+    def _note_arrivals(self, how: str, ranks: Iterable[int]) -> None:
+        pids = self.group.pids()
+        hosts = {member.rank: member.host for member in self.client.membership().members}
+        for rank in ranks:
+            self.history.add(Change(rank, "joined", how, hosts.get(rank, ""), pids.get(rank, 0)))
+
+    def _note_end(self, what: str, rank: int, reason: str) -> None:
+        came = self.history.arrival(rank)
+        if came is not None and not self._closed:
+            self.history.add(Change(rank, what, reason, came.host, came.pid))
+
+    def check_elastic(self, size: int) -> None:
+        """Raises ``InvalidRequestError`` if an elastic cell that runs can't do with this many ranks."""
+        for cell, (bounds, _) in self.runs.elastic().items():
+            bounds.check_size(size, self.runs.label(cell))
+
+    def bring_in(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Let these ranks, which are new, take part in the elastic cells that run: they get to know what the others know.
+
+        If they can't, that is said under the cell, and the others go on without them.
+        """
+        new = tuple(rank for rank in ranks if rank in self.group.ready())
+        for cell, (_, running) in self.runs.elastic().items():
+            sources = [rank for rank in running if rank not in new and rank in self.group.ready()]
+            if not new or not sources:
+                continue
+            try:
+                if any(rank in self.newcomers for rank in new):
+                    _, failed = transfer.bring_known(
+                        self.runs.questions, sources[0], new, deadline, near=self.near()
+                    )
+                    for name, reason in failed.items():
+                        self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
+                    self.newcomers = {r: one for r, one in self.newcomers.items() if r not in new}
+                self.runs.join(cell, new)
+            except HvdlabError as error:
+                self.tell(
+                    f"{format_ranks(new)} can't take part: {error}; `%hvd_pool restart {compact_ranks(new)}` tries again"
+                )
+
+    def near(self) -> set[int]:
+        """Ranks that share memory with this process."""
+        return {m.rank for m in self.client.membership().members if m.host == host_key()}
 
     def tell(self, text: str) -> None:
         """Say this to the user: under the cells that run, else before the next one. Any thread."""

@@ -21,7 +21,9 @@ from hvdlab.kernel_ext.members import (
     Effect,
     Event,
     Expect,
+    Gone,
     Leave,
+    LetGo,
     Members,
     MemberState,
     Resized,
@@ -50,13 +52,19 @@ class Group:
         client: The connection to the coordinator.
         died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
         ready: Called with a rank that became ready. The same holds.
+        left: Called with a rank that was to leave and has left. The same holds.
     """
 
     def __init__(
-        self, client: Client, *, died: Callable[[int, str], None], ready: Callable[[int], None]
+        self,
+        client: Client,
+        *,
+        died: Callable[[int, str], None],
+        ready: Callable[[int], None],
+        left: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._client = client
-        self._died, self._ready = died, ready
+        self._died, self._ready, self._left = died, ready, left
         self._starter: Starter | None = None
         self._members = Members()
         self._changed = threading.Condition(threading.RLock())
@@ -139,6 +147,8 @@ class Group:
             match effect:
                 case Expect(ranks):
                     self._client.expect(ranks)
+                case LetGo(ranks):
+                    self._client.release(ranks)
                 case Start(ranks, size):
                     self._starter.start(ranks, size)
                 case Resized(ranks, size):
@@ -148,10 +158,30 @@ class Group:
                 case Died(rank, pid, reason):
                     self._died(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
+                case Gone(rank):
+                    self._left(rank)
                 case Leave():
                     pass  # the coordinator tells the rank; leave() sees to it
 
     # -- changes --------------------------------------------------------------------------------------------------
+
+    def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Make the pool of these ranks; others leave where elastic training lets the world change. Waits until they have.
+
+        Raises:
+            StartError: Some have not left in time; they do so later.
+        """
+
+        def leaving() -> tuple[int, ...]:
+            return tuple(rank for rank in self._members.living() if rank not in self._members.wanted)
+
+        with self._changed:
+            self.handle(Wanted(tuple(ranks), at_commit=True))
+            self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining())
+            if late := leaving():
+                raise StartError(
+                    f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
+                )
 
     def want(self, ranks: Sequence[int], deadline: Deadline, *, replace_lost: bool = False) -> None:
         """Make the pool of these ranks: start those that are missing, end those that are too many, and wait.

@@ -48,10 +48,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The pool is to be made of these ranks; those that are lost are to be started again if ``replace_lost``."""
+    """The pool is to be made of these ranks; those that are lost are to be started again if ``replace_lost``.
+
+    With ``at_commit`` none is to be started, and those that are too many leave where elastic training lets them.
+    """
 
     ranks: tuple[int, ...]
     replace_lost: bool = False
+    at_commit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class LetGo:
+    """Tell the coordinator that these ranks leave where elastic training lets the world change."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Resized:
     """Tell these ranks, which stay, that the pool has ``size`` ranks now."""
 
@@ -114,7 +125,14 @@ class Died:
     reason: str
 
 
-Effect = Expect | Start | Leave | Resized | Died
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank that was to leave has left."""
+
+    rank: int
+
+
+Effect = Expect | LetGo | Start | Leave | Resized | Died | Gone
 
 
 class Members:
@@ -182,7 +200,8 @@ class Members:
     def _want(self, event: Wanted) -> list[Effect]:
         before, self._wanted = self._wanted, tuple(sorted(set(event.ranks)))
         starting: list[int] = []
-        effects: list[Effect] = [Expect(self._wanted)]
+        left = tuple(rank for rank in before if rank not in self._wanted)
+        effects: list[Effect] = [LetGo(left) if event.at_commit else Expect(self._wanted)]
         for rank in self._wanted:
             member = self._members.get(rank)
             if member is None or (member.state is MemberState.LOST and event.replace_lost):
@@ -229,7 +248,7 @@ class Members:
         """A rank that was to leave has left."""
         del self._members[member.rank]
         if member.rank not in self._again:
-            return []
+            return [Gone(member.rank)]
         self._again.discard(member.rank)
         self._members[member.rank] = Member(member.rank)
-        return [Start((member.rank,), len(self._wanted))]
+        return [Gone(member.rank), Start((member.rank,), len(self._wanted))]

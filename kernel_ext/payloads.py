@@ -64,13 +64,18 @@ from hvdlab.kernel_ext.messages.state import (
     Inspection,
     Names,
     PendingNow,
+    ServerNow,
     Stack,
     StackFrame,
     Status,
 )
 from hvdlab.kernel_ext.messages.values import (
+    AskKnown,
     Done,
     Fetch,
+    Known,
+    Learn,
+    Learnt,
     Piece,
     PullValue,
     PushPart,
@@ -87,6 +92,7 @@ __all__ = [
     "Ask",
     "AskBlocks",
     "AskCells",
+    "AskKnown",
     "AskLeaves",
     "AskNames",
     "AskStack",
@@ -116,7 +122,10 @@ __all__ = [
     "HeldCell",
     "Inspect",
     "Inspection",
+    "Known",
     "Late",
+    "Learn",
+    "Learnt",
     "Leaves",
     "Left",
     "Names",
@@ -132,6 +141,7 @@ __all__ = [
     "Reply",
     "Resync",
     "RunCell",
+    "ServerNow",
     "Settled",
     "Shared",
     "Stack",
@@ -164,6 +174,8 @@ ToRank = (
     | PushValue
     | PushPart
     | PullValue
+    | AskKnown
+    | Learn
     | Fetch
     | Release
     | AskStatus
@@ -188,6 +200,8 @@ ToPool = (
     | Cells
     | CellDone
     | Done
+    | Known
+    | Learnt
     | Value
     | Piece
     | Status

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.asking import ANSWER_WITHIN, Asking
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.sink import OutputSink
+from hvdlab.kernel_ext.history import ElasticState
 from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.inspect.views import Ranks
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.measuring import Measuring
+from hvdlab.kernel_ext.members import MemberState
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import AskStatus, Status
 from hvdlab.kernel_ext.recording import Recording
@@ -222,6 +223,31 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
                 found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
         return found
 
+    def elastic(self) -> ElasticState:
+        """Which ranks there are, since when and from where, which are awaited, and what became of the others."""
+        self._check_running()
+        members, world, history = self._base.group.members, self.client.membership(), self._base.history
+        runs = self._base.runs
+        states: dict[int, str] = {}
+        for rank in members.wanted:
+            member = members.get(rank)
+            if member is None:
+                continue
+            if member.reason:
+                states[rank] = f"lost: {member.reason}"
+            elif rank in world.waiting:
+                states[rank] = "waits to be let in"
+            else:
+                states[rank] = "in the world" if member.state is MemberState.READY else member.state.value
+        return ElasticState(
+            generation=world.epoch,
+            cells=[(runs.label(cell), *found) for cell, found in runs.elastic().items()],
+            members=states,
+            awaited=tuple(rank for rank in members.wanted if rank not in members.ready),
+            arrivals={rank: came for rank in states if (came := history.arrival(rank)) is not None},
+            history=history.all(),
+        )
+
     @property
     def first_to_fail(self) -> int | None:
         """The rank that failed first in the last cell that did not end well; None if there was none."""
@@ -259,8 +285,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
 
     def _near(self) -> set[int]:
-        """Ranks that share memory with this process."""
-        return {m.rank for m in self.client.membership().members if m.host == host_key()}
+        return self._base.near()
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()
@@ -349,6 +374,7 @@ def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
         answer.threads,
         answer.plane,
         answer.pending,
+        answer.servers,
     )
 
 

@@ -18,6 +18,8 @@ from hvdlab.kernel_ext.payloads import (
     Done,
     Expressed,
     Inspection,
+    Known,
+    Learnt,
     Names,
     Piece,
     Stack,
@@ -29,6 +31,8 @@ from hvdlab.kernel_ext.payloads import (
 Answer = (
     Cells
     | Done
+    | Known
+    | Learnt
     | Value
     | Piece
     | Status

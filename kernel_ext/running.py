@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.events import TimePassed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
@@ -38,6 +39,7 @@ class Running:
         file: str = "",
         prompter: Prompter | None = None,
         late: ShowLate | None = None,
+        elastic: Bounds | None = None,
     ) -> CellResults:
         """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
 
@@ -57,13 +59,26 @@ class Running:
                 default where this process has its input.
             late: Shows what the cell's threads and tasks write after its end, ``late(rank, chunks)``; called on a thread
                 of the pool's, and must not block. The output is kept in any case.
+            elastic: The cell trains by an elastic function, and goes on while ranks are lost, replaced, added and let go,
+                as long as there are this many; it runs on all ranks.
 
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
         prompter = prompter or ProcessPrompter()
         return self._dispatch(
-            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, prompter, late
+            source,
+            ranks,
+            label,
+            line_offset,
+            out,
+            timeout,
+            want_value,
+            store_history,
+            file,
+            prompter,
+            late,
+            elastic,
         ).wait()
 
     def start_run(
@@ -79,6 +94,7 @@ class Running:
         store_history: bool = True,
         file: str = "",
         late: ShowLate | None = None,
+        elastic: Bounds | None = None,
     ) -> CellHandle:
         """Like :meth:`run`, in the background: returns at once.
 
@@ -86,7 +102,17 @@ class Running:
             StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
         """
         handle = self._dispatch(
-            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, late=late
+            source,
+            ranks,
+            label,
+            line_offset,
+            out,
+            timeout,
+            want_value,
+            store_history,
+            file,
+            late=late,
+            elastic=elastic,
         )
         try:
             with checks.limits_told("the cell could not be run in the background"):
@@ -114,8 +140,12 @@ class Running:
         file: str,
         prompter: Prompter | None = None,
         late: ShowLate | None = None,
+        elastic: Bounds | None = None,
     ) -> CellHandle:
         cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
+        if elastic is not None:
+            elastic.check()
+            elastic.check_size(len(chosen), label)
         recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
         recorder.show_late(late)
         try:
@@ -131,6 +161,7 @@ class Running:
                 store_history=store_history,
                 file=file,
                 prompter=prompter,
+                elastic=elastic,
             )
         except BaseException:
             self._base.transcripts.forget(cell)

@@ -9,15 +9,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.events import (
     Asked,
     DoneArrived,
     OutputArrived,
     RankDied,
+    RanksReleased,
     Stalled,
     Told,
     Unasked,
@@ -59,12 +63,14 @@ class _Run:
         arrivals: What has come from them.
         handle: Takes it.
         watch: Asks ranks where they are.
+        elastic: How many ranks it may have, if ranks may come and go.
     """
 
     order: RunCell
     arrivals: Arrivals
     handle: CellHandle
     watch: Watch
+    elastic: Bounds | None = None
     taken_over: bool = False
     # What comes by mail and what is told of a rank's end come on two threads.
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,10 +155,21 @@ class Runs:
         store_history: bool = True,
         file: str = "",
         prompter: Prompter | None = None,
+        elastic: Bounds | None = None,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
-        order = RunCell(cell, label, source, line_offset, want_value, store_history=store_history, file=file)
-        run = self._begin(order, Arrivals(ranks), ranks, sink, timeout, prompter)
+        at_least = elastic.at_least if elastic is not None else 0
+        order = RunCell(
+            cell,
+            label,
+            source,
+            line_offset,
+            want_value,
+            store_history=store_history,
+            file=file,
+            at_least=at_least,
+        )
+        run = self._begin(order, Arrivals(ranks), ranks, sink, timeout, prompter, elastic)
         try:
             with self._order:
                 self._send(run)
@@ -185,6 +202,7 @@ class Runs:
         sink: OutputSink,
         timeout: float | None,
         prompter: Prompter | None = None,
+        elastic: Bounds | None = None,
     ) -> _Run:
         cell, now = order.cell, time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
@@ -198,6 +216,7 @@ class Runs:
                 stall_time=self._stall_time,
                 replaceable=self._replaceable,
                 newcomers=self._newcomers(),
+                elastic=elastic,
             ),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
@@ -207,13 +226,51 @@ class Runs:
             finished=lambda results: self._finished(cell, results),
             desk=PromptDesk(prompter, self._reply),
         )
-        run = _Run(order, arrivals, handle, watch)
+        run = _Run(order, arrivals, handle, watch, elastic)
         with self._lock:
             self._runs[cell] = run
         return run
 
-    def _tell_dead(self, run: _Run) -> None:
-        for rank in run.handle.ranks:
+    def elastic(self) -> dict[str, tuple[Bounds, tuple[int, ...]]]:
+        """The elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
+        with self._lock:
+            return {
+                cell: (run.elastic, run.arrivals.waiting)
+                for cell, run in self._runs.items()
+                if run.elastic is not None
+            }
+
+    def label(self, cell: str) -> str:
+        """How users know a cell that runs; empty if it has ended."""
+        with self._lock:
+            return run.order.label if (run := self._runs.get(cell)) is not None else ""
+
+    def join(self, cell: str, ranks: tuple[int, ...]) -> bool:
+        """Send an elastic cell to ranks that came later, and know all that the others do. Whether it still runs.
+
+        From then on the coordinator lets them in where the others' training lets the world change.
+        """
+        with self._order:
+            with self._lock:
+                run = self._runs.get(cell)
+                if run is None or not run.arrivals.waiting:
+                    return False
+                with run.lock:
+                    run.arrivals.begin(ranks)
+                    run.handle.join(ranks)
+            self._send_to(msgspec.structs.replace(run.order, joins=True), ranks)
+        self._tell_dead(run, ranks)
+        return True
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """These ranks are let go where elastic training lets the world change. Before they are told."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values() if run.elastic is not None]
+        for handle in handles:
+            handle.feed(RanksReleased(ranks))
+
+    def _tell_dead(self, run: _Run, ranks: Sequence[int] | None = None) -> None:
+        for rank in run.handle.ranks if ranks is None else ranks:
             if reason := self._reason(rank):  # it died between the caller's look and now
                 run.arrivals.died(rank)
                 run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
@@ -344,12 +401,15 @@ class Runs:
 
     def _send(self, run: _Run) -> None:
         """Send a cell, unless the coordinator is lost: then :meth:`resync` does it."""
+        self._send_to(run.order, run.handle.ranks)
+
+    def _send_to(self, order: RunCell, ranks: Sequence[int]) -> None:
         if not self._connected:
             return
         with contextlib.suppress(CoordinatorLostError):
             # The coordinator must know before any rank can be ahead of the others in a collective.
-            self._client.cell_started(run.order.cell, run.handle.ranks, label=run.order.label)
-            self._client.post(TO_RANK, encode(run.order), run.handle.ranks)
+            self._client.cell_started(order.cell, ranks, label=order.label)
+            self._client.post(TO_RANK, encode(order), ranks)
 
     def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:
         arrivals.taken(rank, taken)
@@ -364,6 +424,9 @@ class Runs:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
             run.watch.close()
+            gone = set(results.unanswered) if results is not None else set()
+            if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
+                self.interrupt(late)  # they joined just when the others ended
             if not self._leaving:
                 self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
 

@@ -26,6 +26,9 @@ class Sizing:
     def resize(self, np: int, *, timeout: float = 60) -> None:
         """Change the number of ranks. Those that stay keep their process and variables.
 
+        While an elastic cell runs, ranks that are added get to know what the others know and take part in it, and ranks
+        that are too many leave at their next commit, so that no step is lost.
+
         Raises:
             InvalidRequestError: This size can't be had; nothing has changed.
             StartError: A new rank did not start; the others are as before.
@@ -34,13 +37,21 @@ class Sizing:
         wanted = checks.check_size(np)
         with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
-            before = self._base.group.ready()
-            self._base.group.want(range(wanted), Deadline(timeout))
-            self._base.came("resize", [rank for rank in self._base.group.ready() if rank not in before])
+            self._base.check_elastic(wanted)
+            deadline, before = Deadline(timeout), self._base.group.ready()
+            if (leaving := tuple(rank for rank in before if rank >= wanted)) and self._base.runs.elastic():
+                self._base.runs.release(leaving)
+                self._base.group.let_go(range(wanted), deadline)
+            self._base.group.want(range(wanted), deadline)
+            new = [rank for rank in self._base.group.ready() if rank not in before]
+            self._base.came("resize", new)
             self._base.note_kept()
+            self._base.bring_in(new, deadline)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
+
+        While an elastic cell runs, they get to know what the others know and take part in it.
 
         Raises:
             StartError: One did not start; it stays lost.
@@ -54,6 +65,7 @@ class Sizing:
                 self._base.check_replaceable()
                 self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
                 self._base.came("repair", lost)
+                self._base.bring_in(lost, deadline)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
@@ -71,6 +83,7 @@ class Sizing:
             self._base.group.end(chosen, deadline)
             self._base.group.want(wanted, deadline, replace_lost=True)
             self._base.came("restart", chosen)
+            self._base.bring_in(chosen, deadline)
 
     @property
     def newcomers(self) -> tuple[int, ...]:

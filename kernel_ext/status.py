@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from hvdlab.kernel_ext.payloads import PendingNow
+from hvdlab.kernel_ext.payloads import PendingNow, ServerNow
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,6 +23,7 @@ class RankStatus:
         threads: Number of its threads.
         plane: Data plane that it uses.
         pending: Collectives that it is in.
+        servers: Parameter servers of its key-value stores.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankStatus:
     threads: int = 0
     plane: str = ""
     pending: tuple[PendingNow, ...] = ()
+    servers: tuple[ServerNow, ...] = ()
 
     def __repr__(self) -> str:
         values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))

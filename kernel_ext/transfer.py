@@ -15,7 +15,20 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
+from hvdlab.kernel_ext.payloads import (
+    AskKnown,
+    Done,
+    Fetch,
+    Known,
+    Learn,
+    Learnt,
+    Piece,
+    PullValue,
+    PushPart,
+    PushValue,
+    Release,
+    Value,
+)
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.rank.lending import NOT_SHARED, Window, Windows
 from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
@@ -213,3 +226,42 @@ def _check(names: Sequence[str], answers: Mapping[int, Any]) -> None:
     if failed:
         text = next(iter(failed.values()))
         raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(names)}: {text}")
+
+
+def bring_known(
+    questions: Questions, source: int, ranks: Sequence[int], deadline: Deadline, *, near: Collection[int] = ()
+) -> tuple[Known, dict[str, str]]:
+    """Bring what ``source`` knows, while it may be running a cell, to ranks that run none, by way of this process.
+
+    Returns:
+        What was brought, and what was not, and why.
+
+    Raises:
+        HvdlabError: Nothing was brought to at least one of them; the text says why.
+    """
+    known = questions.ask(AskKnown, [source], deadline).get(source)
+    if not isinstance(known, Known):
+        raise HvdlabError(f"rank {source} did not answer")
+    if known.error:
+        raise HvdlabError(f"what rank {source} knows can't be sent: {known.error}")
+    name = f"what rank {source} knows"
+    try:
+        found = _fetch_all(questions, name, known.ticket, {source: known.sizes}, near)
+    except LookupError as error:
+        raise HvdlabError(str(error)) from error
+    finally:
+        questions.tell(Release(known.ticket), [source])
+    failed = dict(known.failed)
+    lot = secrets.randbits(62)
+    try:
+        _bring(questions, [name], lot, [memoryview(part) for part in found[source]], ranks, near)
+        answers = questions.ask(lambda ticket: Learn(ticket, lot), ranks, deadline)
+    finally:
+        questions.tell(Release(lot), ranks)
+    for rank in ranks:
+        answer = answers.get(rank)
+        if not isinstance(answer, Learnt) or answer.error:
+            why = answer.error if isinstance(answer, Learnt) else "it did not answer"
+            raise HvdlabError(f"rank {rank} could not take {name}: {why}")
+        failed |= answer.failed
+    return known, failed

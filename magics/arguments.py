@@ -143,10 +143,22 @@ def run_parser(magic: str = "%%hvd_run") -> MagicParser:
     parser.add_argument("--ranks", metavar="0,2-3,::2", help="run on these ranks only")
     add_cell_options(parser)
     parser.add_argument(
-        "--elastic", action="store_true", help="go on when ranks come and go (not in this release)"
+        "--elastic",
+        action="store_true",
+        help="training goes on while ranks are lost, repaired, added and let go; newcomers join by themselves",
     )
-    parser.add_argument("--min-np", type=positive, metavar="N", help="with --elastic: fewest ranks")
-    parser.add_argument("--max-np", type=positive, metavar="N", help="with --elastic: most ranks")
+    parser.add_argument(
+        "--min-np",
+        type=positive,
+        metavar="N",
+        help="with --elastic: training waits while there are fewer (default: 1)",
+    )
+    parser.add_argument(
+        "--max-np",
+        type=positive,
+        metavar="N",
+        help="with --elastic: the pool does not grow beyond that meanwhile",
+    )
     return parser
 
 

@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import TimedSink, status_of
+from hvdlab.kernel_ext.cells.sink import TimedSink, began, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Transcript
@@ -47,6 +47,9 @@ class BackgroundSink:
     def kept(self, transcript: Transcript) -> None:
         if isinstance(self._inner, KeptSink):
             self._inner.kept(transcript)
+
+    def began(self, rank: int) -> None:
+        began(self._inner, rank)
 
     def finished(self, results: CellResults) -> None:
         lines = report(results, colours=self._colours)

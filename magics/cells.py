@@ -8,8 +8,9 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, output_can_be_silenced
 
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.magics.arguments import documented, parse_ranks, rank_parser, run_parser
-from hvdlab.magics.session import Session, ranks_of
+from hvdlab.magics.session import Session, as_usage_error, ranks_of
 from hvdlab.magics.syntax import check_syntax, magic_line_offset
 
 
@@ -35,7 +36,7 @@ class CellMagics(Magics):
         if options.help:
             print(parser.format_help())
             return None
-        _check_elastic(options)
+        _check_elastic(parser.prog, options)
         if not source.strip():
             raise UsageError(
                 f"{parser.prog}: there is no code to run; write some after the options "
@@ -77,9 +78,12 @@ def _run(session: Session, *arguments: Any) -> Any:
     return run_cell(session, *arguments)
 
 
-def _check_elastic(options: argparse.Namespace) -> None:
-    if options.elastic or options.min_np or options.max_np:
-        raise UsageError(
-            "--elastic is beyond this release; run without it, and use `%hvd_pool repair` after a rank has died "
-            "or a new -np to grow and shrink"
-        )
+def _check_elastic(prog: str, options: argparse.Namespace) -> None:
+    if options.elastic:
+        if options.ranks:
+            raise UsageError(f"{prog}: --elastic is about all ranks; run it without --ranks")
+        with as_usage_error():
+            Bounds(options.min_np or 1, options.max_np).check()
+    elif options.min_np or options.max_np:
+        given = "--min-np" if options.min_np else "--max-np"
+        raise UsageError(f"{prog}: {given} belongs to --elastic, which is missing")

@@ -18,6 +18,7 @@ from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.debug import DebugMagics
 from hvdlab.magics.debugger import load_debugger, unload_debugger
 from hvdlab.magics.diff import DiffMagics
+from hvdlab.magics.elastic import ElasticMagics
 from hvdlab.magics.exchange import ExchangeMagics
 from hvdlab.magics.metrics import MetricsMagics
 from hvdlab.magics.output import OutputMagics
@@ -49,6 +50,7 @@ MAGICS = {
         "hvd_replay",
         "hvd_timeline",
         "hvd_metrics",
+        "hvd_elastic",
         "autohvd",
     ),
     "cell": ("hvd_run", "hvd_rank", "local"),
@@ -82,6 +84,7 @@ class Extension:
             ReplayMagics(self.session),
             TimelineMagics(self.session),
             MetricsMagics(self.session),
+            ElasticMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.cells.guarded import GuardedSink
 from hvdlab.kernel_ext.cells.sink import TimedSink
@@ -17,10 +17,11 @@ class LateOutput:
 
     Args:
         make: Makes the sink when the first output comes.
+        ranks: The ranks that it knows.
     """
 
-    def __init__(self, make: Callable[[], TimedSink]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], TimedSink], ranks: Sequence[int]) -> None:
+        self._make, self._ranks = make, set(ranks)
         self._sink: GuardedSink | None = None
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, tuple[Chunk, ...]]] = deque()
@@ -42,6 +43,9 @@ class LateOutput:
             with self._changed:
                 waiting, self._waiting = self._waiting, deque()
             for rank, chunks in waiting:
+                if rank not in self._ranks:  # it came while the cell ran
+                    self._ranks.add(rank)
+                    self._sink.began(rank)
                 self._sink.output(rank, chunks)
             at = self._sink.tick(time.monotonic())
             with self._changed:

@@ -118,7 +118,7 @@ class PoolMagics(Magics):
         with as_usage_error():
             replaced = pool.repair()
             seconds = time.monotonic() - begin
-            lacks = {} if self.session.ranks_by_default else pool.names()
+            lacks = {} if self.session.ranks_by_default or not pool.newcomers else pool.names()
             print(back(lacks, replaced, seconds) if replaced else "no rank is missing")
         if self.session.ranks_by_default and (new := self.session.greet(pool)):
             print(new)
@@ -129,7 +129,8 @@ class PoolMagics(Magics):
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():
             pool.restart(ranks)
-            lacks = "" if self.session.ranks_by_default else lacking(pool.names(), ranks)
+            known = self.session.ranks_by_default or not set(ranks) & set(pool.newcomers)
+            lacks = "" if known else lacking(pool.names(), ranks)
         print(f"{say_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
         if self.session.ranks_by_default and (new := self.session.greet(pool)):
             print(new)

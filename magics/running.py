@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.failure import failure_of
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
@@ -44,7 +45,7 @@ def run_cell(
     """Run a cell; returns what the magic returns.
 
     Args:
-        options: ``output``, ``out``, ``background`` and ``timeout``.
+        options: ``output``, ``out``, ``background`` and ``timeout``; of cells that may be elastic, that as well.
         offset: Lines of the notebook's cell above the source.
 
     Raises:
@@ -70,6 +71,8 @@ def run_cell(
         "store_history": session.store_history,
         "file": present_cell_file(),
     }
+    if getattr(options, "elastic", False):
+        arguments["elastic"] = Bounds(options.min_np or 1, options.max_np)
     session.running_label = label
     if options.background:
         with as_usage_error():
@@ -172,7 +175,7 @@ def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOut
         limit = shown_limit(os.environ)
         return LimitedSink(sink, ranks, limit) if limit else sink
 
-    return LateOutput(make)
+    return LateOutput(make, ranks)
 
 
 def _foreground_sink(

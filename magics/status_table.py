@@ -1,4 +1,4 @@
-"""``%hvd_pool status`` as a table."""
+"""``%hvd_pool status`` as tables: of ranks, and of the parameter servers that they use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ WIDEST = 300
 """Characters of a cell that are shown."""
 
 COLUMNS = ("rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane")
-_NUMBERS = {"rank", "pid", "memory", "CPU"}
+SERVER_COLUMNS = ("server", "host", "pid", "keys", "values", "memory")
+_NUMBERS = {"rank", "server", "pid", "memory", "CPU", "keys", "values"}
 
 
 class StatusTable:
-    """One row for each rank; text in a terminal, HTML in a notebook.
+    """One row for each rank, and below one for each parameter server; text in a terminal, HTML in a notebook.
 
     Args:
         rows: What :meth:`Pool.status` returned.
@@ -32,31 +33,71 @@ class StatusTable:
         self._labels = dict(labels or {})
 
     def cells(self) -> list[tuple[str, ...]]:
+        """The ranks' rows."""
+        return [_row(row, self._hosts(), self._labels) for row in self.rows]
+
+    def server_cells(self) -> list[tuple[str, ...]]:
+        """The servers' rows. Each has as many keys as the rank says that knows of most: some may not have made the store yet."""
+        found: dict[tuple[str, int], list[Any]] = {}
+        for row in self.rows:
+            for server in row.servers:
+                found.setdefault((server.host, server.index), []).append(server)
+        hosts = self._hosts()
+        return [
+            _server_row(hosts, max(seen, key=lambda server: (server.keys, server.pid)), seen)
+            for _, seen in sorted(found.items(), key=lambda item: item[0][1])
+        ]
+
+    def _hosts(self) -> dict[str, str]:
+        """What hosts are called, by what tells them apart."""
         keys = {str(row.host or "") for row in self.rows}
         names = Counter(key.split("#")[0] for key in keys)
         # What follows the # tells apart hosts of the same name.
-        hosts = {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
-        return [_row(row, hosts, self._labels) for row in self.rows]
+        return {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
 
     def __repr__(self) -> str:
-        table = [COLUMNS, *self.cells()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
-        return "\n".join(
-            "  ".join(
-                _pad(text, width, name) for text, width, name in zip(row, widths, COLUMNS, strict=True)
-            ).rstrip()
-            for row in table
-        )
+        servers = self.server_cells()
+        text = _text(COLUMNS, self.cells())
+        return f"{text}\n\n{_text(SERVER_COLUMNS, servers)}" if servers else text
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th{_align(name)}>{name}</th>" for name in COLUMNS)
-        body = "".join(
-            "<tr>"
-            + "".join(f"<td{_align(n)}>{html.escape(t)}</td>" for t, n in zip(row, COLUMNS, strict=True))
-            + "</tr>"
-            for row in self.cells()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        servers = self.server_cells()
+        return _html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else "")
+
+
+def _text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = [columns, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            _pad(text, width, name) for text, width, name in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in table
+    )
+
+
+def _html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th{_align(name)}>{name}</th>" for name in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{_align(n)}>{html.escape(t)}</td>" for t, n in zip(row, columns, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _server_row(hosts: Mapping[str, str], server: Any, seen: Sequence[Any]) -> tuple[str, ...]:
+    host = str(server.host)
+    found = (
+        str(server.index),
+        hosts.get(host, host.split("#")[0]),
+        str(server.pid or ""),
+        str(server.keys),
+        memory(server.bytes),
+        memory(max(one.pss for one in seen)),
+    )
+    return tuple(visible(text, WIDEST) for text in found)
 
 
 def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:

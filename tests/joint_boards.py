@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvdlab.collectives.engine.direct import batch_of
 from hvdlab.collectives.engine.effects import NewEpoch
-from hvdlab.collectives.engine.posting import Posting, Seat
+from hvdlab.collectives.engine.posting import Posting, Seat, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
@@ -89,6 +90,11 @@ class AtBoard:
     posting: Posting
     asked: bool = False
 
+    @property
+    def keeps_lane(self) -> bool:
+        """Whether nothing is executed on this rank's planes meanwhile."""
+        return needs_plane(self.entry.request)
+
 
 @dataclass
 class Boards:
@@ -116,6 +122,10 @@ class Boards:
         me.at_board = None
         if not (board.complete(number) and board.agreed(number)):
             me.state.leave_board(at.entry, at.posting.seat, agreed=False)
+            return
+        if at.keeps_lane:
+            me.state.order_posted(at.entry, at.posting.seat, 0)
+            me.jobs.appendleft(batch_of(at.entry, at.posting))
             return
         scope = at.posting.seat.process_set, board.epoch, number
         result = at.entry.name, tuple(float(part.view(np.float32)[0]) for part in at.posting.parts)

@@ -23,18 +23,25 @@ class Planes:
 
     def can_run(self, me: SimRank) -> bool:
         """Whether the next operation of this rank can end."""
+        if me.keeps_lane:
+            return False
         job = me.jobs[0]
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
             return True
         others = [self._by_pid[pid] for pid in me.members[here[:2]]]
-        return all(here in o.done or (o.alive and o.jobs and _operation(o.jobs[0]) == here) for o in others)
+        return all(
+            here in o.done or (o.alive and o.jobs and not o.keeps_lane and _operation(o.jobs[0]) == here)
+            for o in others
+        )
 
     def meets_nobody(self, me: SimRank) -> bool:
         """Whether the plane notices that somebody else will not come."""
         here = _operation(me.jobs[0])
         others = [self._by_pid[pid] for pid in me.members[here[:2]]]
-        return any(here not in o.done and (not o.alive or here[:2] in o.broken) for o in others)
+        return not me.keeps_lane and any(
+            here not in o.done and (not o.alive or here[:2] in o.broken) for o in others
+        )
 
     def break_one(self, me: SimRank) -> None:
         """The next operation of this rank fails, and its plane with it."""
@@ -49,6 +56,8 @@ class Planes:
         if here[:2] in me.aborted or here[:2] in me.broken:
             return
         me.done.add(here)
+        if not _is_local(job):
+            me.operations[here[:2]] += 1
         names = tuple(f"{e.request.kind.label} {e.name}" for e in job.entries)
         me.order.setdefault(here[:2], []).append(names)
         result = self._result(me, job, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class SimRank:
         members: Process ids of the members of each epoch.
         aborted, broken: Epochs whose plane was ended, or has failed here.
         order: What was executed in each epoch.
+        operations: How many of these met others on the plane.
     """
 
     rank: int
@@ -84,3 +85,9 @@ class SimRank:
     entries: list[SimEntry] = field(default_factory=list)
     done: set[Operation] = field(default_factory=set)
     order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)
+    operations: Counter[Scope] = field(default_factory=Counter)
+
+    @property
+    def keeps_lane(self) -> bool:
+        """Whether its user's thread waits at a board for others with which it wants to meet on the plane."""
+        return self.at_board is not None and self.at_board.keeps_lane

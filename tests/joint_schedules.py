@@ -66,6 +66,7 @@ class Schedule:
             tracked=self.tracked,
             options=options,
             validate=0.05,
+            lacking=chance.choice([0.0, 0.0, 0.1]),
         )
         self.cells = 0
         self.script = False  # whether nobody but the ranks knows anything
@@ -142,10 +143,11 @@ class Schedule:
         where = self.chance.choice([0, 0, 0, 1, 2])
         names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
         for name in names:
+            usual = (2000,) if self.chance.random() < 0.3 else (4,)  # the former meet on the plane
             for me in self.free():
                 if (where in me.state.sets or where == 0) and self.chance.random() < 0.97:
                     directly = self.chance.random() < 0.95
-                    shape = (4,) if self.chance.random() < 0.97 else (5,)
+                    shape = usual if self.chance.random() < 0.97 else (5,)
                     done = self.sim.submit(
                         me.rank, allreduce(name, shape, process_set=where), directly=directly
                     )

@@ -28,7 +28,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorOptions, Coordinator
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import ANNOUNCED
-from hvdlab.collectives.engine.posting import fits
+from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
@@ -53,6 +53,7 @@ class Simulation:
         tracked: Whether ranks' collectives belong to cells.
         options: The coordinator's settings.
         validate: How often (a probability) states are validated after a step.
+        lacking: How often a rank does not get the memory of an epoch.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Simulation:
         tracked: bool = False,
         options: CoordinatorOptions | None = None,
         validate: float = 1.0,
+        lacking: float = 0.0,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.tracked, self._local_limit, self._validate = tracked, local_limit, validate
+        self._lacking = lacking
         self.options = options or CoordinatorOptions(size=size)
         self.coordinator = CoordinatorState(self.options)
         self.ranks: list[SimRank] = []
@@ -233,26 +236,40 @@ class Simulation:
         self, rank: int, request: Request, site: str = "", *, directly: bool = False
     ) -> SimEntry | HvdlabError:
         """A user submits; ``directly`` for a user that waits for it, at the board if that may be."""
-        me = self.ranks[rank]
+        me, waits = self.ranks[rank], directly
         self._numbers += 1
         if request.input is not None:
             request.input[...] = self._numbers % 65_521  # names its submission where it turns up
         entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
-            posting = me.state.post_directly(entry) if directly and fits(request) else None
-            if posting is None:
+            directly = directly and fits(request)
+            queued = not directly or self.random.random() < 0.3
+            if queued:
                 me.state.submit(entry)
-            else:
+            posting = self._post(me, entry, queued=queued) if directly else None
+            if posting is not None:
                 me.at_board = AtBoard(entry, posting)
+            elif not queued:
+                me.state.submit(entry)
         except HvdlabError as error:
             self._flush(me)
             return error
         me.entries.append(entry)
-        if directly:
+        if waits:
             me.blocked = entry
         if self.random.random() < 0.5:
             self._flush(me)
         return entry
+
+    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> Posting | None:
+        """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
+        if not needs_plane(entry.request):
+            return me.state.post_directly(entry, queued=queued)
+        group = me.state.sets.get(entry.request.process_set)
+        if group is None or me.jobs:
+            return None
+        scope = entry.request.process_set, group.epoch
+        return me.state.post_directly(entry, (group.epoch, me.operations[scope]), queued=queued)
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
@@ -448,7 +465,8 @@ class Simulation:
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():
                     me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
-                    self.boards.open(me, effect)
+                    if self.random.random() >= self._lacking:
+                        self.boards.open(me, effect)
 
     # -- what must hold -------------------------------------------------------------------------------------------
 

@@ -174,6 +174,7 @@ class FakePool:
                 pss=3 << 20,
                 cpu=1.25,
                 plane=self.plane,
+                servers=(),
             )
             for r in self.ranks
         ]

@@ -10,6 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -58,7 +59,7 @@ from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.inspect.views import told
 from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
-from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, Stack, StackFrame
+from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch.exits import Outcome
 from hvdlab.magics.screens.pages import page_html
@@ -83,6 +84,7 @@ def table(name: str) -> Table:
 
 def status(name: str) -> StatusTable:
     row = RankStatus(0, host=name, pid=1, device=name, state=f"lost: {name}", cell="c", plane=name)
+    row = replace(row, servers=(ServerNow(0, f"{name}#2", 1, 1, 1, 1),))
     return StatusTable([row], {"c": name})
 
 

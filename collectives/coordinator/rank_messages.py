@@ -77,20 +77,27 @@ def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.Decline
         _count_out(state, past, message)
 
 
-def _count_out(state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost) -> None:
-    """Pass the message on to all that may be at that board, and say which of their processes are there."""
+def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
+    ps = state.open_set(rank, message) or _past_set(state, rank, message)
+    if ps is not None:
+        _count_out(state, ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+
+
+def _count_out(
+    state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost, *, without: int | None = None
+) -> None:
+    """Pass the message on to all that may be at that board, and say which of their processes are there, ``without`` this one."""
     there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
     ranks = [other for other in state.membership.ranks.values() if other.peer in there]
     told = tuple(sorted(other.peer for other in ranks))
-    state.outbox.send(
-        told, msgspec.structs.replace(message, pids=tuple(sorted(other.pid for other in ranks)))
-    )
+    pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
+    state.outbox.send(told, msgspec.structs.replace(message, pids=pids))
 
 
 def _past_set(
     state: CoordinatorState,
     rank: RankPeer,
-    message: m.Withdraw | m.DeclinePost | m.PlaneFailed | m.StoreSet | m.StoreGet,
+    message: m.Withdraw | m.DeclinePost | m.BoardMissing | m.PlaneFailed | m.StoreSet | m.StoreGet,
 ) -> ProcessSet | None:
     """The process set that a message is about, if it is of an epoch before: some may still be executing in that."""
     ps = state.sets.by_id.get(message.process_set)
@@ -210,6 +217,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.Post: _on_post,
     m.Withdraw: _on_withdraw,
     m.DeclinePost: _on_decline_post,
+    m.BoardMissing: _on_board_missing,
     m.PlaneFailed: _on_plane_failed,
     m.Renew: _on_renew,
     m.CellBegin: _on_cell_begin,

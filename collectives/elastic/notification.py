@@ -33,6 +33,10 @@ class NotificationManager:
         self._told: tuple[int, ...] = ()
         self._told_leaving: tuple[int, ...] = ()
 
+    def __reduce__(self) -> str:
+        """Each process has its own: an elastic function that comes to another rank uses the one there."""
+        return "notification_manager"
+
     def init(self) -> None:
         """Listen to the engine of this process, if it has one."""
         engine = context.engine() if context.is_initialized() else None

@@ -32,6 +32,20 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another rank gets of it: news of the world are this rank's own, and are not brought along."""
+        return {name: value for name, value in self.__dict__.items() if name != "_host_messages"}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        # As they are: assigning to an attribute of a state may do more than that.
+        self.__dict__.update(
+            attributes, _host_messages=queue.SimpleQueue(), _last_updated_timestamp=0, _commits=0
+        )
+        if (
+            "_saves" in attributes
+        ):  # who only got the state has committed nothing, and must not be gone on from
+            self.__dict__["_saves"] = 0
+
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call these whenever training begins again with other ranks, before the state is synchronized.
 

@@ -1,7 +1,7 @@
-"""The direct way: small blocking collectives that the members of a host agree on in shared memory, without the coordinator.
+"""The direct way: collectives that a rank waits for, agreed on by the members of a host in shared memory, without the coordinator.
 
 Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it. Everything else goes the way that
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it; a tensor that is too large for the board goes to the plane then. Everything else goes the way that
 everything went before: as soon as one member asks for something else, or somebody has waited for :data:`PATIENCE` and had
 the coordinator ask the others to decline, all members announce what they want to the coordinator. So it is the coordinator, as ever, that
 knows of mismatches, missing ranks, deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
@@ -16,19 +16,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.posting import Posting, fits
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
+from hvdlab.collectives.engine.request import Limit, Request, Result
+from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
@@ -62,8 +66,13 @@ class Direct:
         self._spans = spans
         self._schedule_events = schedule_events
 
-    def run(self, handle: Handle) -> bool:
-        """Try to bring a handle that was not submitted yet to its end.
+    def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
+        """Try to bring a handle to its end that was not submitted yet, or not announced.
+
+        Args:
+            handle: What is waited for.
+            queued: Whether it was submitted.
+            limit: How long that may take.
 
         Returns:
             Whether it was submitted: it has ended, or its end can be waited for like any other's. Else it is to be submitted.
@@ -73,47 +82,72 @@ class Direct:
         """
         request = handle.request
         if not fits(request):
-            return False
-        posting = self._guarded.post_directly(handle)
-        if posting is None:
-            return False
+            return queued
+        if not needs_plane(request):
+            posting = self._guarded.post_directly(handle, queued=queued)
+            if posting is not None and self._agreed(handle, posting, limit):
+                self._compute(handle, posting)
+            return queued or posting is not None
+        epoch = self._guarded.epoch(request.process_set)
+        work = partial(self._meet, handle, epoch, queued, limit)
+        return self._executor.while_idle(request.process_set, epoch, work) or queued
+
+    def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
+        """What :meth:`run` does with a tensor that is too large for the board, while this thread has the lane."""
+        posting = self._guarded.post_directly(handle, (epoch, slot.operations), queued=queued)
+        if posting is not None and self._agreed(handle, posting, limit):
+            now = monotonic_ns()
+            self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
+            self._executor.run_alone(batch_of(handle, posting))
+        return posting is not None
+
+    def _agreed(self, handle: Handle, posting: Posting, limit: Limit | None) -> bool:
+        """Wait for the others; whether all have posted the same. If not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
-        with contextlib.suppress(
-            PlaneAborted
-        ):  # the epoch has ended, and with it the handle, unless all had posted before
-            self._wait(handle, posting)
-        ready = monotonic_ns()
-        if not (board.complete(number) and board.agreed(number)):
-            self._leave(handle, posting)
+        # An abort ends the epoch, and with it the handle, unless all had posted before.
+        with contextlib.suppress(PlaneAborted):
+            self._wait(handle, posting, limit)
+        if board.complete(number) and board.agreed(number):
             return True
-        handle.received = ready
-        seat = posting.seat
+        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+        return False
+
+    def _compute(self, handle: Handle, posting: Posting) -> None:
+        """End an agreed handle by what lies on the board."""
+        seat, handle.received = posting.seat, monotonic_ns()
         try:
-            result = _result(request, posting)
+            result = _result(handle.request, posting)
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
-            self._executor.failed(seat.process_set, board.epoch, error)
+            self._executor.failed(seat.process_set, seat.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
             self._guarded.tell(lambda state: state.posted_failed(seat, text))
-            return True
+            return
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
-            run = RunBatch(seat.process_set, board.epoch, FIRST_SEQUENCE + number, 0, (handle,), ())
-            if self._spans.batch(run, ready, monotonic_ns(), Phases()):
+            batch = batch_of(handle, posting)
+            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
-        return True
 
-    def _leave(self, handle: Handle, posting: Posting) -> None:
-        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
-
-    def _wait(self, handle: Handle, posting: Posting) -> None:
+    def _wait(self, handle: Handle, posting: Posting, limit: Limit | None) -> None:
         board, number = posting.seat.board, posting.number
         if board.wait(number, PATIENCE):
             return
         self._guarded.tell(lambda state: state.ask_to_decline(handle, number))
-        if board.wait(number, OVERDUE):
+        if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
             return
         self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
+        if limit is not None:
+            if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
+                return
+            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         board.wait(number, None)
+
+
+def batch_of(entry: Entry, posting: Posting) -> RunBatch:
+    """What all members have posted, as the coordinator would have ordered it."""
+    seat = posting.seat
+    number = FIRST_SEQUENCE + posting.number
+    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (entry,), ((),))
 
 
 def _result(request: Request, posting: Posting) -> Result:

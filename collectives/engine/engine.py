@@ -86,9 +86,9 @@ class Engine(Groups):
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(settings, hello, generation, self._dispatcher, self._control)
         self._leader = Leader(guarded, endpoint, self._control, self._executor)
-        self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks)
-        self.wait_for = self._waiter.wait_for
         self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
+        self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
+        self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
         self.exports = Exports(self._dispatcher, subscription)
@@ -177,11 +177,12 @@ class Engine(Groups):
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, announce: bool = True) -> Handle:
+    def submit(self, request: Request, *, announce: bool = True, at_once: bool = False) -> Handle:
         """Submit a collective and return at once.
 
         It is announced by the control thread, or by the next wait or :meth:`flush` if that is sooner, together with
-        what else was submitted by then; without ``announce`` by the latter two or the next submission only.
+        what else was submitted by then; without ``announce`` by the latter two or the next submission only. The latter is for those
+        that wait for it ``at_once``: then that wait may go the direct way.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
@@ -190,7 +191,9 @@ class Engine(Groups):
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         self._submit(handle)
-        if announce:
+        if at_once:
+            handle.at_once = self.settings.direct
+        elif announce:
             self._guarded.want_flush()
         return handle
 
@@ -232,7 +235,7 @@ class Engine(Groups):
                 submitted += 1
         except BaseException:
             if submitted:  # they would wait for ever for the rest of their group
-                self._waiter.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
+                self._guarded.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
             raise
         if announce:
             self._guarded.want_flush()

@@ -125,6 +125,33 @@ class Executor:
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
+    def while_idle(self, process_set: int, epoch: int, work: Callable[[PlaneSlot], bool]) -> bool:
+        """Keep the lane while the calling thread does something, if it has nothing to do: what is put meanwhile waits.
+
+        Args:
+            process_set: Whose plane is needed.
+            epoch: Of which epoch.
+            work: Is given the plane for tensors of the host, and may call :meth:`run_alone`.
+
+        Returns:
+            What ``work`` returned; false if the lane is busy or there is no such plane.
+        """
+        lane = self.lane
+        slot = self._slots.get((process_set, epoch, HOST))
+        if slot is None or lane.jobs or lane.baton.locked():
+            return False
+        try:
+            # No generator with the lane in it: if Ctrl-C came as it is entered, it would keep the lane until its traceback is gone.
+            with lane.baton:
+                return not (lane.abandoned or lane.jobs or slot.aborted) and work(slot)
+        finally:
+            if lane.jobs:
+                self.ring()
+
+    def run_alone(self, batch: RunBatch) -> None:
+        """Run a batch on the calling thread, which has the lane by :meth:`while_idle`."""
+        self._run(self.lane, batch)
+
     def take_interrupted(self) -> list[tuple[int, int]]:
         """Process set and epoch of the batch that was left by an interrupt of the calling thread, which worked on it."""
         lane = self.lane
@@ -150,6 +177,7 @@ class Executor:
             elif batch.entries[0].request.kind is OpKind.JOIN:
                 results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the others did
             else:
+                slot.operations += 1
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass

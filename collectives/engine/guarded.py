@@ -81,8 +81,10 @@ class GuardedState:
             self._wake()  # a duplicate has to be told, an interrupted submission to be mended
             raise
 
-    def post_directly(self, handle: Handle) -> Posting | None:
-        """Post a request on the board, if it may be. Raises what :meth:`RankState.submit` does."""
+    def post_directly(
+        self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
+    ) -> Posting | None:
+        """Post a request on the board, if it may be; see :meth:`RankState.post_directly`. Raises what :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
         try:
@@ -91,7 +93,7 @@ class GuardedState:
                     self._mend()
                 self._torn = True
                 try:
-                    posting = self.state.post_directly(handle)
+                    posting = self.state.post_directly(handle, plane, queued=queued)
                 except HvdlabError:
                     self._torn = False
                     raise
@@ -100,6 +102,11 @@ class GuardedState:
         except BaseException:
             self._wake()
             raise
+
+    def epoch(self, process_set: int) -> int:
+        """The present epoch of a process set; it may be another one a moment later."""
+        group = self.state.sets.get(process_set)
+        return 0 if group is None else group.epoch
 
     def want_flush(self) -> None:
         """Let the control thread send what is queued, unless a wait is quicker."""
@@ -155,6 +162,16 @@ class GuardedState:
             change(self.state)
             self._torn = False
         self.flush_direct()
+
+    def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
+        """Give the handle's epoch up on all ranks, unless it has ended by now."""
+
+        def withdraw(state: RankState) -> None:
+            group = state.sets.get(handle.request.process_set)
+            if group is not None and handle in group.pending:
+                state.withdraw(group.id, kind, text, handle.site)
+
+        self.tell(withdraw)
 
     def post(self, message: m.Message) -> None:
         """Queue a message; nothing is sent."""

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import CompletionHook, Request, Result
+from hvdlab.collectives.engine.request import CompletionHook, Limit, Request, Result
 
 if TYPE_CHECKING:
     from hvdlab.collectives.engine.engine import Engine
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class Handle(Entry):
     """A collective in flight. Made by :meth:`Engine.submit`."""
 
-    __slots__ = ("_done", "_engine", "_error", "_result", "ended", "hook_called", "wakeup")
+    __slots__ = ("_done", "_engine", "_error", "_result", "at_once", "ended", "hook_called", "wakeup")
 
     def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
+        self.at_once = False  # whoever submitted it waits for it next, and has not begun to
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -34,6 +35,16 @@ class Handle(Entry):
     def done(self) -> bool:
         """Whether it has ended, well or badly. Never blocks."""
         return self._done
+
+    def wait_or_withdraw(self, limit: Limit) -> Result:
+        """Wait for the end; if that takes too long, it is given up on all ranks, with all that is pending in its process set.
+
+        Raises:
+            MismatchError, AbortedError, KeyboardInterrupt: As :meth:`wait`; ``AbortedError`` also when the limit has passed.
+        """
+        if not self._done:
+            self._engine.wait_for(self, limit.seconds, limit)
+        return self.wait()
 
     def wait(self, timeout: float | None = None) -> Result:
         """Wait for the end and return the result; may be called again and from several threads.

@@ -25,17 +25,23 @@ LONGEST_PAUSE = 10
 
 _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
 _BYTE = np.dtype(np.uint8)
+_PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
 
 
 def fits(request: Request) -> bool:
-    """Whether a request may be posted: one that moves little, and nothing of whose result depends on who else takes part."""
+    """Whether a request may be posted: nothing of its result depends on who else takes part."""
     if request.kind not in _KINDS or request.group is not None or request.device != HOST:
         return False
     if request.prescale != request.prescale or request.postscale != request.postscale:
         return False  # NaN equals nothing
-    return request.input is None or 0 < request.input.nbytes <= BYTES
+    return request.input is None or request.input.nbytes > 0
+
+
+def needs_plane(request: Request) -> bool:
+    """Whether the tensor is too large for the board: the members agree there, and then meet on the data plane."""
+    return request.input is not None and request.input.nbytes > BYTES
 
 
 class Plan:
@@ -54,7 +60,7 @@ class Plan:
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
         self.digest = digest if digest != DECLINED else 1
         self.parts: tuple[list[HostArray], ...] = ([], [])
-        if request.input is not None:
+        if request.input is not None and not needs_plane(request):
             size, storage = request.input.nbytes, storage_type(request.dtype)
             self.parts = tuple([place[:size].view(storage) for place in row] for row in places)
 
@@ -118,13 +124,23 @@ class Seat:
             return False
         return True
 
-    def post(self, entry: Entry) -> Posting:
-        """Post a request that the seat takes."""
+    def post(self, entry: Entry, operations: int) -> Posting:
+        """Post a request that the seat takes.
+
+        Args:
+            entry: The request.
+            operations: For one that needs the plane: how many operations this member has begun there. Only if all have begun as many is this
+                the next one on all of them.
+        """
         plan = self._plan(entry)
-        source = entry.request.input
-        tensor = None if source is None else host_view(source).reshape(-1).view(_BYTE)
+        source, tensor = entry.request.input, None
+        digest = plan.digest
+        if needs_plane(entry.request):
+            digest = (digest ^ operations * _PRIME) & _WORD or 1
+        elif source is not None:
+            tensor = host_view(source).reshape(-1).view(_BYTE)
         self._posted = entry
-        number = self.board.post(plan.digest, tensor)
+        number = self.board.post(digest, tensor)
         return Posting(self, number, plan.parts[number & 1])
 
     def _plan(self, entry: Entry) -> Plan:
@@ -188,8 +204,8 @@ class Seat:
         return False
 
     def count_out(self, pids: Sequence[int]) -> None:
-        """Of the processes that were members only these are left, after the epoch has ended in order."""
-        if self._posted is not None:  # else the memory is gone
+        """Of the processes that were members only these post anything: others have ended, or have no board."""
+        if self._posted is not None or not self._over:  # else the memory is gone
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
             self.board.count_out(gone)
 
@@ -197,17 +213,17 @@ class Seat:
         """The epoch ends at once: whoever waits at the board gets ``PlaneAborted``.
 
         Returns:
-            What was agreed before that, if its thread has not come to it yet: that goes on to its end. Others may have ended it, and what
-            they did then may be why the epoch ends.
+            What was agreed before that, if its thread has not come to it yet and all it needs is on the board: that goes on to its end.
+            Others may have ended it, and what they did then may be why the epoch ends.
         """
         self._over = True
         self.board.abort()
         if self._posted is None:
             self._close()
             return None
-        number = self.board.number
-        agreed = self.board.complete(number) and self.board.agreed(number) and not self._posted.given_up
-        return self._posted if agreed else None
+        number, entry = self.board.number, self._posted
+        agreed = self.board.complete(number) and self.board.agreed(number)
+        return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
 
     def _close(self) -> None:
         self._plans.clear()

@@ -12,6 +12,19 @@ from hvdlab.collectives.planes.buffers import HOST, Tensor
 Allocate = Callable[[tuple[int, ...]], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How long a wait may take.
+
+    Attributes:
+        seconds: From its begin.
+        text: What all ranks read when it takes longer, and the collective is given up.
+    """
+
+    seconds: float
+    text: str
+
+
 class CompletionHook(Protocol):
     """Is called by the engine when a request is finished.
 

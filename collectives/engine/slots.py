@@ -29,6 +29,7 @@ class PlaneSlot:
         aborted: The epoch has ended; nothing more is executed in it.
         error: Why the plane failed here, if it did.
         under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
+        operations: How many batches have begun on it; equal on all members between two of them. Belongs to whoever has the baton.
         outdated: A newer epoch has begun: it is closed once nothing is under way. Belongs to the executor.
     """
 
@@ -36,7 +37,7 @@ class PlaneSlot:
         self.name = name
         self.context = context
         self.scope: Scope = (context.process_set, context.epoch, device)
-        self.under_way = 0
+        self.under_way = self.operations = 0
         self.outdated = False
         self.plane: Plane | None = None
         self.aborted = False

@@ -134,20 +134,35 @@ class RankState:
         else:
             seat.retire()
 
-    def post_directly(self, entry: Entry) -> Posting | None:
-        """Take in a request and post it on the board; ``None`` if it is to be submitted. Raises what :meth:`submit` does."""
-        group = self.sets.get(entry.request.process_set)
+    def post_directly(
+        self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
+    ) -> Posting | None:
+        """Take in a request and post it on the board; ``None`` if it is to be submitted. Raises what :meth:`submit` does.
+
+        Args:
+            entry: The request.
+            plane: For one that needs the plane: the plane's epoch, and how many operations have begun on it.
+            queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
+        """
+        process_set = entry.request.process_set
+        group = self.sets.get(process_set)
         if group is None or group.seat is None or not group.configured:
             return None
-        if (
-            self.lost is not None
-            or self.failure is not None
-            or not group.seat.takes(entry, alone=not group.pending)
-        ):
+        if queued:
+            alone = len(group.pending) == 1 and self._outbox.get(process_set) == [entry]
+        else:
+            alone = not group.pending
+        if plane is not None and (not alone or group.epoch != plane[0]):
+            return None  # the coordinator may be about to order what is pending
+        if self.lost is not None or self.failure is not None or not group.seat.takes(entry, alone=alone):
             return None
-        self._enter(group, entry)
+        if queued:
+            self.drop_announcements(process_set)
+            self.locals.unqueue(entry)
+        else:
+            self._enter(group, entry)
         entry.epoch, entry.phase = group.epoch, POSTED
-        return group.seat.post(entry)
+        return group.seat.post(entry, 0 if plane is None else plane[1])
 
     def leave_board(self, entry: Entry, seat: Seat, *, agreed: bool) -> None:
         """What was posted is over at the board. If it was not agreed, and its epoch has not failed, it is announced."""
@@ -159,6 +174,13 @@ class RankState:
         group = self.sets.get(entry.request.process_set)
         if group is not None:
             self._announce_or_hold(group, entry)
+
+    def order_posted(self, entry: Entry, seat: Seat, now: int) -> None:
+        """What was posted was agreed, and is executed on the plane as if the coordinator had ordered it."""
+        seat.leave(agreed=True)
+        if entry.phase == POSTED:
+            self._end_overdue(entry)
+            entry.phase, entry.received = EXECUTING, now
 
     def posted_failed(self, seat: Seat, text: str) -> None:
         """What was agreed could not be computed here; it ends with the epoch."""
@@ -458,6 +480,9 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
             seat.asked_to_decline(message.number)
             if message.pids:
                 seat.count_out(message.pids)
+        elif message.number:
+            # Its memory has not come to this rank, for lack of a descriptor perhaps. No answer to an answer: those have no number.
+            state.post(m.BoardMissing(message.process_set, message.epoch))
     return []
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from hvdlab.collectives.engine.direct import Direct
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.leading import Leader
+from hvdlab.collectives.engine.request import Limit
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import CauseKind
 
@@ -20,36 +22,57 @@ class Waiter:
     """Waits of one rank's user threads."""
 
     def __init__(
-        self, rank: int, guarded: GuardedState, leader: Leader, executor: Executor, hooks: Hooks
+        self,
+        rank: int,
+        guarded: GuardedState,
+        leader: Leader,
+        executor: Executor,
+        hooks: Hooks,
+        direct: Direct,
     ) -> None:
         self._rank = rank
         self._guarded = guarded
         self._leader = leader
         self._executor = executor
         self._hooks = hooks
+        self._direct = direct
 
-    def wait_for(self, handle: Handle, timeout: float | None) -> None:
-        """Wait until the handle has ended; see :meth:`Handle.wait`. Raises ``InvalidRequestError`` in a completion hook."""
+    def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None) -> None:
+        """Wait until the handle has ended, or was withdrawn since the limit has passed; see :meth:`Handle.wait`.
+
+        Raises ``InvalidRequestError`` in a completion hook.
+        """
         self._hooks.refuse_to_wait()
         try:
-            if timeout is None:
-                left = self._leader.lead(handle, BLOCKED_AFTER)
-            else:
-                # Who leads may find itself in the middle of an operation, which does not look at the clock.
-                self._guarded.flush_direct()
-                left = min(BLOCKED_AFTER, max(timeout, 0.0))
-            if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
-                raise TimeoutError(
-                    f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after "
-                    f"{timeout:g} s"
-                )
-            handle.ended.release()
+            if handle.at_once:
+                handle.at_once = False
+                if timeout is None or limit is not None:
+                    self._direct.run(handle, queued=True, limit=limit)
+            if not handle.done():
+                self._wait_indirectly(handle, timeout)
+        except TimeoutError:
+            if limit is None:
+                raise
+            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         except KeyboardInterrupt:
             self._interrupted(handle)
             raise
         finally:
             if handle.done():
                 handle.open()  # an exception may have come between the two steps; others may wait, too
+
+    def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
+        if timeout is None:
+            left = self._leader.lead(handle, BLOCKED_AFTER)
+        else:
+            # Who leads may find itself in the middle of an operation, which does not look at the clock.
+            self._guarded.flush_direct()
+            left = min(BLOCKED_AFTER, max(timeout, 0.0))
+        if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
+            raise TimeoutError(
+                f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after {timeout:g} s"
+            )
+        handle.ended.release()
 
     def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
         """Second part of a wait: the coordinator knows that this thread is blocked, to find deadlocks."""
@@ -69,20 +92,10 @@ class Waiter:
     def _interrupted(self, handle: Handle) -> None:
         self._leader.torn()
         text = f"rank {self._rank} was interrupted"
-        self.withdraw(handle, CauseKind.INTERRUPTED, text)
+        self._guarded.withdraw(handle, CauseKind.INTERRUPTED, text)
         # This thread may have been executing an operation of another process set meanwhile.
         for set_id, epoch in self._executor.take_interrupted():
             self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
-
-    def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
-        """Give the handle's epoch up on all ranks, unless it has ended by now."""
-
-        def withdraw(state: RankState) -> None:
-            group = state.sets.get(handle.request.process_set)
-            if group is not None and handle in group.pending:
-                state.withdraw(group.id, kind, text, handle.site)
-
-        self._guarded.tell(withdraw)
 
 
 def _withdraw(set_id: int, epoch: int, text: str, site: str, state: RankState) -> None:

@@ -62,6 +62,11 @@ class RowSparse:
         dense[self.indices] = self.data
         return dense
 
+    def replace(self, indices: npt.NDArray[np.int64], data: Array) -> None:
+        """Store these rows instead; ``indices`` increase, and ``data`` is cast to the element type as C does."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.indices, self.data = indices.copy(), data.astype(self.dtype)
+
     def __repr__(self) -> str:
         return (
             f"RowSparse({len(self.indices)} of {self.shape[0]} rows, shape={self.shape}, dtype={self.dtype})"
@@ -89,11 +94,6 @@ def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
     return data
 
 
-def replace_rows(out: RowSparse, indices: npt.NDArray[np.int64], data: Array) -> None:
-    """Make ``out`` these rows, in its own element type; ``indices`` increase."""
-    out.indices, out.data = indices.copy(), data.astype(out.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class ArrayType:
     """How the stores read and write the arrays of one framework.
@@ -106,6 +106,8 @@ class ArrayType:
         write_back: Copies a numpy array of the same shape into such an array, casting as C does. Raises ``TypeError`` if it
             can't be written to.
         wrap: Makes such an array of a numpy array, for updaters of the user's; shared memory or not.
+        wrap_rows: The same of a row-sparse array.
+        rows: A row-sparse array of the framework as one of ours; ``None`` if it is dense. Its ``replace`` writes to the framework's.
     """
 
     name: str
@@ -113,6 +115,8 @@ class ArrayType:
     view: Callable[[Any], Array]
     write_back: Callable[[Any, Array], None]
     wrap: Callable[[Array], Any] = lambda array: array
+    wrap_rows: Callable[[RowSparse], Any] = lambda rows: rows
+    rows: Callable[[Any], RowSparse | None] = lambda value: None
 
 
 def _write_numpy(target: Array, array: Array) -> None:
@@ -153,8 +157,44 @@ def register_array_type(array_type: ArrayType) -> None:
     _types[:] = [known for known in _types if known.name != array_type.name] + [array_type]
 
 
+class FrameworkRows(RowSparse):
+    """A row-sparse array of a framework.
+
+    Args:
+        data, indices, shape: See :class:`RowSparse`.
+        array_type: The framework's.
+        write_back: Copies this one into it.
+    """
+
+    __slots__ = ("_write_back", "array_type")
+
+    def __init__(
+        self,
+        data: Any,
+        indices: Any,
+        shape: Sequence[int],
+        array_type: ArrayType,
+        write_back: Callable[[RowSparse], None],
+    ) -> None:
+        super().__init__(data, indices, shape)
+        self.array_type, self._write_back = array_type, write_back
+
+    def replace(self, indices: npt.NDArray[np.int64], data: Array) -> None:
+        super().replace(indices, data)
+        self._write_back(self)
+
+
+def adopted(value: Any) -> Any:
+    """A framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
+    array_type = None if isinstance(value, RowSparse) else array_type_of(value)
+    rows = None if array_type is None else array_type.rows(value)
+    return value if rows is None else rows
+
+
 def array_type_of(value: Any) -> ArrayType | None:
     """How to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
+    if isinstance(value, FrameworkRows):
+        return value.array_type
     for array_type in (*_types, _BUFFER):
         if array_type.matches(value):
             return array_type

@@ -20,13 +20,13 @@ def joined() -> Engine:
     return context.init()
 
 
-def submit_sum(array: Array, name: str, *, announce: bool = True) -> Handle:
+def submit_sum(array: Array, name: str, *, at_once: bool = False) -> Handle:
     """Start the sum over all ranks, in place. Several of one name may be in flight: they are matched in order.
 
-    Without ``announce`` the caller waits next, which announces it without a change of threads.
+    If the caller waits for it ``at_once``, that is quicker.
     """
     request = Request(OpKind.ALLREDUCE, name, array, array, _dtype(array), ReduceOp.SUM, anonymous=True)
-    return context.engine("pushpull").submit(request, announce=announce)
+    return context.engine("pushpull").submit(request, at_once=at_once)
 
 
 def submit_broadcast(array: Array, name: str) -> Handle:

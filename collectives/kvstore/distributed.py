@@ -69,6 +69,8 @@ class DistSyncStore(KVStore):
         #: Element types of values that are kept in float32 (``multi_precision``).
         self._outside: dict[Key, np.dtype[Any]] = {}
         self._multi_precision = False
+        #: How often the user's function failed on a key's sum here.
+        self._failed_updates: dict[Key, int] = {}
 
     def init(self, key: Any, value: Any) -> None:
         """Give keys rank 0's values. Every worker calls it, and it returns when all have.
@@ -99,7 +101,8 @@ class DistSyncStore(KVStore):
                 array = own[one]
                 self._outside[one] = array.dtype
                 if isinstance(given, RowSparse):  # all of its rows are stored from now on
-                    new[one] = (RowSparse(array, np.arange(given.shape[0]), given.shape), NUMPY)
+                    rows = RowSparse(array, np.arange(given.shape[0]), given.shape)
+                    new[one] = (rows, array_type_of(given) or NUMPY)
                 else:
                     array_type = array_type_of(given) or NUMPY
                     new[one] = (_float32(array) if self._multi_precision else array, array_type)
@@ -123,20 +126,20 @@ class DistSyncStore(KVStore):
             AbortedError: The coordinator is lost. Other failures of a sum are raised by the next pull of its key.
         """
         with self._lock:
-            for one in self._push(pairs(key, value), announce=True):
+            for one in self._push(pairs(key, value), at_once=False):
                 self._store_arrived(one)
 
-    def _push(self, found: list[tuple[Key, Any]], *, announce: bool) -> Iterable[Key]:
+    def _push(self, found: list[tuple[Key, Any]], *, at_once: bool) -> Iterable[Key]:
         try:
             sums = self._sums(found)
         except KVStoreError:
             self._fail_elsewhere(found)
             raise
         for one, total in sums.items():
-            self._pending.setdefault(one, deque()).append(self._submitted(one, total, announce))
+            self._pending.setdefault(one, deque()).append(self._submitted(one, total, at_once))
         return sums
 
-    def _submitted(self, key: Key, total: Value, announce: bool) -> _Pushed:
+    def _submitted(self, key: Key, total: Value, at_once: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
             numbers = collectives.submit_gather(total.indices, f"{name}.rows")
@@ -144,7 +147,7 @@ class DistSyncStore(KVStore):
                 (numbers, collectives.submit_gather(total.data, f"{name}.data")), None, total.shape
             )
         array = _float32(total) if self._multi_precision else total
-        return _Pushed((collectives.submit_sum(array, name, announce=announce),), array, array.shape)
+        return _Pushed((collectives.submit_sum(array, name, at_once=at_once),), array, array.shape)
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
@@ -204,7 +207,12 @@ class DistSyncStore(KVStore):
                 return
             raise
         self._pending[key].popleft()
-        self._store({key: pushed.total()})
+        try:
+            self._store({key: pushed.total()})
+        except Exception:
+            if not isinstance(self._updater, Updater):
+                self._failed_updates[key] = self._failed_updates.get(key, 0) + 1
+            raise
 
     def _store_pushed(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -249,7 +257,7 @@ class DistSyncStore(KVStore):
             except KVStoreError:
                 self._fail_elsewhere(found)
                 raise
-            self._push(found, announce=False)
+            self._push(found, at_once=True)
             self._write(targets, ignore_sparse=True)
 
     def set_optimizer(self, optimizer: Any) -> None:
@@ -259,7 +267,9 @@ class DistSyncStore(KVStore):
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
-                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers.
+                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. What it raises is
+                raised by the pull, the weight is as before, and the store goes on. If it raises on some workers only, their
+                weights differ, and the next round of that key is refused on all.
 
         Raises:
             TypeError: It is none of these.
@@ -311,7 +321,10 @@ class DistSyncStore(KVStore):
         return collectives.joined().size
 
     def _name_of(self, key: Key) -> str:
-        return f"kv.{self._id}.{key}"
+        name, failed = f"kv.{self._id}.{key}", self._failed_updates.get(key)
+        # Where a function failed on some workers only, their values differ from then on. Under different names their pushes
+        # never meet, and the error that ends their waits names both.
+        return name if not failed else f"{name} (failed updates: {failed})"
 
 
 def _float32(array: Array) -> Array:

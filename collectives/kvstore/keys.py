@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.arrays import is_array
+from hvdlab.collectives.kvstore.arrays import adopted, is_array
 
 Key = int | str
 
@@ -14,7 +14,7 @@ _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
 def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
-    """One pair for each array: a list for one key gives as many pairs.
+    """One pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
 
     Args:
         keys: An int, a str, or a list or tuple of these, all of one kind.
@@ -35,7 +35,7 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
     if isinstance(key, int) and not _INT_MIN <= key <= _INT_MAX:
         raise ValueError(f"key {key} does not fit into 32 bits")
     if is_array(values):
-        return [(key, values)]
+        return [(key, adopted(values))]
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
         raise TypeError(
             f"the value of key {key!r} is a {type(values).__name__}, not an array or a list of arrays"
@@ -43,7 +43,7 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
     arrays = list(values)
     for value in arrays:
         require(is_array(value), f"a value of key {key!r} is a {type(value).__name__}, not an array")
-    return [(key, value) for value in arrays]
+    return [(key, adopted(value)) for value in arrays]
 
 
 def require(condition: bool, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -25,7 +26,6 @@ from hvdlab.collectives.kvstore.arrays import (
     RowSparse,
     array_type_of,
     checked_rows,
-    replace_rows,
     view_of,
     write,
 )
@@ -36,6 +36,9 @@ from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+
+_WAITED_SECONDS = 0.01
+"""From here on a pull has waited for other workers, or for a busy server, and that is recorded."""
 
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
@@ -150,6 +153,9 @@ class ServerStore(KVStore):
                     new[one] = (nothing, array_type_of(given) or NUMPY)
             for one, link, ticket in tickets:
                 self._done(one, link.wait(ticket), "init")
+            for one, array in own.items():
+                for part in self._parts[one]:
+                    part.link.has(self._id, array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
             self._add(new)
             self.barrier()
 
@@ -207,6 +213,8 @@ class ServerStore(KVStore):
                 self._refuse_elsewhere(found)
             raise
         for key, total in sums.items():
+            if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
+                total = _as_elements(total) if len(self._parts[key]) > 1 else total
             for part in self._parts[key]:
                 self._send(key, part, total)
 
@@ -264,7 +272,7 @@ class ServerStore(KVStore):
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
         sparse, stored = isinstance(arrays[0], RowSparse), isinstance(self._values[key], RowSparse)
-        if sparse != stored:
+        if sparse != stored and (stored or self._updater is None):
             kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
@@ -304,7 +312,11 @@ class ServerStore(KVStore):
 
     def _pulled_part(self, key: Key, part: _Part, ticket: Ticket) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
+        begun = time.monotonic()
         answer = part.link.wait(ticket)
+        waited = time.monotonic() - begun
+        if waited > _WAITED_SECONDS and self._record is not None:
+            self._record("kv.wait", waited)
         self._look_at_pushes(key, part)
         failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
         if failed:
@@ -356,7 +368,7 @@ class ServerStore(KVStore):
                 except ValueError as error:
                     raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
             for (one, target), rows in zip(found, numbers, strict=True):
-                replace_rows(target, rows, self._pull_rows(one, rows))
+                target.replace(rows, self._pull_rows(one, rows))
 
     def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
         stored = self._values[key]
@@ -512,6 +524,13 @@ class ServerStore(KVStore):
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"
+
+
+def _as_elements(rows: RowSparse) -> RowSparse:
+    """The same of the flat array, as whose parts servers have a large dense value; a row may be on two of them."""
+    size = int(np.prod(rows.shape[1:], dtype=np.int64))
+    indices = (rows.indices[:, None] * size + np.arange(size)).reshape(-1)
+    return RowSparse(rows.data.reshape(-1), indices, (rows.shape[0] * size,))
 
 
 class KVStoreServer:

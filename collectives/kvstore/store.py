@@ -18,7 +18,6 @@ from hvdlab.collectives.kvstore.arrays import (
     RowSparse,
     array_type_of,
     checked_rows,
-    replace_rows,
     rows_of,
     view_of,
     write,
@@ -141,7 +140,7 @@ class KVStore(KVStoreBase):
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         stored = self._values[key]
-        if len({type(array) for array in arrays}) > 1:
+        if len({isinstance(array, RowSparse) for array in arrays}) > 1:
             raise KVStoreError(f"key {key!r} was given dense and row-sparse arrays in one push", key)
         if isinstance(arrays[0], np.ndarray) and isinstance(stored, RowSparse) and self._updater is not None:
             raise KVStoreError(f"key {key!r} is row-sparse, but was given a dense gradient", key)
@@ -254,7 +253,7 @@ class KVStore(KVStoreBase):
                 self._say_sparse(key)
             elif isinstance(target, RowSparse):
                 sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
-                replace_rows(target, sparse.indices, sparse.data)
+                target.replace(sparse.indices, sparse.data)
             else:
                 write(
                     target, stored.todense() if isinstance(stored, RowSparse) else self._pulled(key, stored)
@@ -339,7 +338,8 @@ class KVStore(KVStoreBase):
                 stored = self._values[one]
                 assert isinstance(stored, RowSparse)
                 numbers = np.unique(rows).astype(np.int64)
-                replace_rows(target, numbers, rows_of(stored, numbers))
+                assert isinstance(target, RowSparse)
+                target.replace(numbers, rows_of(stored, numbers))
 
     def _check_sparse(self, key: Key, target: Any) -> None:
         stored = self._values[key]
@@ -519,7 +519,9 @@ class _ForUser:
     def __call__(self, key: Key, received: Value, stored: Array) -> None:
         array_type = self._array_types[key]
         weight = array_type.wrap(stored)
-        self._updater(key, received if isinstance(received, RowSparse) else array_type.wrap(received), weight)
+        wrap_rows, wrap = array_type.wrap_rows, array_type.wrap
+        gradient = wrap_rows(received) if isinstance(received, RowSparse) else wrap(received)
+        self._updater(key, gradient, weight)
         changed = array_type.view(weight)
         if not np.shares_memory(changed, stored):
             np.copyto(stored, changed)

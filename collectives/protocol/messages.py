@@ -261,6 +261,13 @@ class DeclinePost(Message, frozen=True):
     pids: tuple[int, ...] = ()
 
 
+class BoardMissing(Message, frozen=True):
+    """This rank has no board of this epoch, or has it no more: what it has posted there is all that it ever will. To the coordinator."""
+
+    process_set: int
+    epoch: int
+
+
 class PlaneFailed(Message, frozen=True):
     """The data plane failed on this rank."""
 
@@ -618,6 +625,7 @@ FromRank = (
     | Resumed
     | Withdraw
     | DeclinePost
+    | BoardMissing
     | PlaneFailed
     | Renew
     | CellBegin

@@ -30,8 +30,10 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     LookAt,
     Note,
+    RankBegan,
     RankDied,
     RankEnded,
+    RanksJoined,
     SendCredit,
     ShowStatus,
     TimePassed,
@@ -107,6 +109,11 @@ class CellHandle:
                 self._desk.withdraw(rank)
             case Unasked(rank, number):
                 self._desk.withdraw(rank, number)
+
+    def join(self, ranks: tuple[int, ...]) -> None:
+        """These ranks are about to be sent the cell as well. Any thread; it must be elastic."""
+        self.ranks = tuple(sorted({*self.ranks, *ranks}))
+        self.feed(RanksJoined(ranks))
 
     def interrupt(self) -> None:
         """Ask the ranks to stop. Any thread; the second call soon gives up those that don't answer."""
@@ -243,6 +250,8 @@ class CellHandle:
                 self._held.append(effect)
             case InterruptRanks(ranks):
                 self._interrupt(ranks)
+            case RankBegan(rank):
+                self._sink.began(rank)
             case RankEnded(rank, done):
                 self._sink.done(rank, done)
             case Note(text):

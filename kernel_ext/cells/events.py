@@ -51,6 +51,20 @@ class RankDied:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksJoined:
+    """These ranks, which came later, were sent the cell as well. Only of elastic cells."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RanksReleased:
+    """These ranks are let go where elastic training lets the world change. Only of elastic cells."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InterruptRequested:
     """The user wants the cell to end."""
 
@@ -117,6 +131,8 @@ Event = (
     OutputArrived
     | DoneArrived
     | RankDied
+    | RanksJoined
+    | RanksReleased
     | InterruptRequested
     | TimePassed
     | Told
@@ -152,6 +168,13 @@ class InterruptRanks:
     """Raise KeyboardInterrupt on these ranks."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBegan:
+    """Tell the sink that output of this rank comes from now on, which may have ended before."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +224,15 @@ class Finished:
     results: CellResults
 
 
-Effect = Deliver | SendCredit | InterruptRanks | RankEnded | Note | AskStacks | LookAt | ShowStatus | Finished
+Effect = (
+    Deliver
+    | SendCredit
+    | InterruptRanks
+    | RankBegan
+    | RankEnded
+    | Note
+    | AskStacks
+    | LookAt
+    | ShowStatus
+    | Finished
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from hvdlab.kernel_ext.cells.sink import EndingSink, NullSink, OutputSink, TimedSink, settle, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, NullSink, OutputSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class GuardedSink:
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._guard(lambda: self._sink.output(rank, chunks))
+
+    def began(self, rank: int) -> None:
+        self._guard(lambda: began(self._sink, rank))
 
     def done(self, rank: int, done: CellDone | None) -> None:
         self._guard(lambda: self._sink.done(rank, done))

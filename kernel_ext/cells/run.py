@@ -6,6 +6,9 @@ user interrupts a second time and no longer wants to wait for those that don't a
 When one rank fails, the others get :data:`GRACE` seconds to end by themselves (their collectives are aborted by the
 coordinator) and are interrupted then, so that the cell ends everywhere within a second. A death alone interrupts
 nobody: survivors that need the dead rank are told by their collective, and elastic code goes on without it.
+
+An elastic cell also goes on with ranks that join it while it runs, and without those that are let go. Deaths that it has
+survived are no failure of it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.cells.elastic import Bounds, Participants
 from hvdlab.kernel_ext.cells.events import (
     Asked,
     AtPrompts,
@@ -26,8 +30,11 @@ from hvdlab.kernel_ext.cells.events import (
     Note,
     OutputArrived,
     ProcessSeen,
+    RankBegan,
     RankDied,
     RankEnded,
+    RanksJoined,
+    RanksReleased,
     SendCredit,
     StackArrived,
     Stalled,
@@ -73,6 +80,7 @@ class CellRun:
         stall_time: float | None = None,
         replaceable: bool = True,
         newcomers: Mapping[int, Newcomer] | None = None,
+        elastic: Bounds | None = None,
         ack_bytes: int = ACK_BYTES,
     ) -> None:
         if not ranks:
@@ -88,6 +96,7 @@ class CellRun:
         self._failure = ""
         self._replaceable = replaceable
         self._newcomers = dict(newcomers or {})
+        self._participants = None if elastic is None else Participants(elastic)
         self._places = Places()
         self._interrupts = Interrupts(self._places)
         self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
@@ -127,6 +136,8 @@ class CellRun:
             effects += self._give_up()
         if not self.running:
             self.finished = True
+            if self._participants is not None and self._participants.ended:  # no report tells of them
+                effects += self._announce()
             results = self._results()
             # What it waited for stands before the end of the output.
             effects = [*self._stalls.close(results.ok, now), *effects, Finished(results)]
@@ -155,6 +166,8 @@ class CellRun:
         if event.rank not in self.running:
             return []
         self.running.discard(event.rank)
+        if self._participants is not None and self._participants.left(event.rank, event.done):
+            return self._left(event.rank)
         self._done[event.rank] = event.done
         self._stalls.rank_ended(event.rank, now)
         error = event.done.error
@@ -168,6 +181,8 @@ class CellRun:
         if event.rank not in self.running:
             return []
         self.running.discard(event.rank)
+        if self._participants is not None and self._participants.left(event.rank, None):
+            return self._left(event.rank)
         death = self._deaths[event.rank] = Death(
             event.rank, event.reason, event.when, event.tail, event.detail
         )
@@ -176,6 +191,45 @@ class CellRun:
         if self._announce_at is None:
             self._announce_at = now + ANNOUNCE
         return [RankEnded(event.rank, None)]
+
+    def _left(self, rank: int) -> list[Effect]:
+        """A rank that was let go has gone."""
+        self._places.gone(rank)
+        self.ranks = tuple(other for other in self.ranks if other != rank)
+        return [RankEnded(rank, None), Note(f"rank {rank} has left; nothing is lost by that")]
+
+    @_on.register
+    def _ranks_joined(self, event: RanksJoined, now: float) -> list[Effect]:
+        participants, ranks = self._participants, [r for r in event.ranks if r not in self.running]
+        if participants is None or not ranks:
+            return []
+        said = self._announce()
+        self.running.update(ranks)
+        self.ranks = tuple(sorted({*self.ranks, *ranks}))
+        for rank in ranks:
+            self._acked[rank] = 0
+            self._done.pop(rank, None)
+            self._deaths.pop(rank, None)
+            self._shown.pop(rank, None)
+            self._newcomers.pop(rank, None)
+        self._stalls.joined(ranks)
+        return [*said, *map(RankBegan, ranks), Note(participants.joined(ranks, self.running))]
+
+    @_on.register
+    def _ranks_released(self, event: RanksReleased, now: float) -> list[Effect]:
+        ranks = [rank for rank in event.ranks if rank in self.running]
+        if self._participants is None or not ranks:
+            return []
+        return [Note(self._participants.leaving(ranks))]
+
+    def _announce(self) -> list[Effect]:
+        """Say which ranks have died, and that too few are left."""
+        self._announce_at = None
+        effects: list[Effect] = [Note(death.line) for death in self._unannounced]
+        self._unannounced.clear()
+        if effects and self._participants is not None and (said := self._participants.lost(self.running)):
+            effects.append(Note(said))
+        return effects
 
     @_on.register
     def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
@@ -189,9 +243,7 @@ class CellRun:
         if self._asking_since is None:
             effects += self._limits(now)
         if self._announce_at is not None and now >= self._announce_at:
-            self._announce_at = None
-            effects += [Note(death.line) for death in self._unannounced]
-            self._unannounced.clear()
+            effects += self._announce()
         return effects + self._look(now)
 
     def _limits(self, now: float) -> list[Effect]:
@@ -286,6 +338,9 @@ class CellRun:
         return [RankEnded(rank, None) for rank in self._unanswered]
 
     def _results(self) -> CellResults:
+        if self._participants is not None and self._participants.ended:
+            self.ranks = tuple(rank for rank in self.ranks if rank not in self._deaths)
+            self._deaths.clear()
         return CellResults(
             self.ranks,
             self._done,

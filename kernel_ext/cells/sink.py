@@ -62,6 +62,20 @@ class EndingSink(OutputSink, Protocol):
 
 
 @runtime_checkable
+class GrowingSink(OutputSink, Protocol):
+    """A sink that knows the ranks of the run, and can take others."""
+
+    def began(self, rank: int) -> None:
+        """This rank writes from now on, too; it may have ended before, and is another process then."""
+
+
+def began(sink: OutputSink, rank: int) -> None:
+    """Tell a sink of one more rank, if it wants to know."""
+    if isinstance(sink, GrowingSink):
+        sink.began(rank)
+
+
+@runtime_checkable
 class SettlingSink(OutputSink, Protocol):
     """A sink that holds output back, and can be told to show all of it now."""
 

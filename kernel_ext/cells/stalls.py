@@ -116,6 +116,11 @@ class Stalls:
         if self._ended_at is None:
             self._ended_at = now
 
+    def joined(self, ranks: Collection[int]) -> None:
+        """These ranks run the cell from now on, too."""
+        self._ranks = tuple(sorted({*self._ranks, *ranks}))
+        self._ended = [rank for rank in self._ended if rank not in ranks]
+
     def time(self, running: Collection[int], now: float) -> list[Effect]:
         """The deadline was reached; ``running`` are the ranks that have not ended the cell."""
         self._refresh_at = None

@@ -20,6 +20,8 @@ class RunCell(Payload, frozen=True):
         line_offset: Number of lines of the notebook's cell above the source (the magic line).
         want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
         file: What the frontend's debugger calls the whole cell.
+        at_least: Ranks that elastic training needs in this cell; 0 in a cell that is not elastic.
+        joins: Whether other ranks have been running it for a while: this one enters the world first.
     """
 
     cell: str
@@ -30,6 +32,8 @@ class RunCell(Payload, frozen=True):
     value_limit: int = 1 << 20
     store_history: bool = True
     file: str = ""
+    at_least: int = 0
+    joins: bool = False
 
 
 class Credit(Payload, frozen=True):

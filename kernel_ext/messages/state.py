@@ -61,6 +61,20 @@ class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     executing: bool = False
 
 
+class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A parameter server that the rank is connected to: how many keys of its stores are there, and the bytes of their values.
+
+    ``pss`` is the memory of its process, 0 if that is on another host.
+    """
+
+    index: int
+    host: str
+    pid: int
+    keys: int
+    bytes: int
+    pss: int
+
+
 class Status(Payload, frozen=True):
     """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
 
@@ -77,6 +91,7 @@ class Status(Payload, frozen=True):
     device: str
     plane: str
     pending: tuple[PendingNow, ...] = ()
+    servers: tuple[ServerNow, ...] = ()
 
 
 class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from hvdlab.kernel_ext.inspect.messages import Shared
 from hvdlab.kernel_ext.payload import Payload
 
@@ -58,6 +60,44 @@ class Release(Payload, frozen=True):
     """Nothing of this lot is needed any longer."""
 
     lot: int
+
+
+class AskKnown(Payload, frozen=True):
+    """Ask for all variables and modules of a rank, also while it runs a cell: :class:`Known`."""
+
+    ticket: int
+
+
+class Known(Payload, frozen=True):
+    """Answer to AskKnown: ``sizes`` are the bytes of its parts, to be fetched (:class:`Fetch`) and released.
+
+    ``names`` and ``modules`` are in it; ``failed`` has the name of what is not, and why. With an ``error`` there is nothing.
+    """
+
+    ticket: int
+    sizes: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    failed: dict[str, str] = msgspec.field(default_factory=dict)
+    error: str = ""
+
+
+class Learn(Payload, frozen=True):
+    """Take what another rank knows, which was brought before as :class:`PushPart` of this lot: :class:`Learnt`.
+
+    It is bound when a cell begins that this rank joins.
+    """
+
+    ticket: int
+    lot: int
+
+
+class Learnt(Payload, frozen=True):
+    """Answer to Learn: modules that could not be imported, and why nothing was taken, if so."""
+
+    ticket: int
+    failed: dict[str, str] = msgspec.field(default_factory=dict)
+    error: str = ""
 
 
 class Done(Payload, frozen=True):

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, settle, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.output.lines import current
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
@@ -92,6 +92,12 @@ class LimitedSink:
         if account.cut and not self._told:
             self._told = True
             self._inner.note(self._explanation(rank))
+
+    def began(self, rank: int) -> None:
+        self._ranks.setdefault(rank, _Rank())
+        self._running.add(rank)
+        self._plain = len(self._ranks) == 1
+        began(self._inner, rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         account = self._ranks[rank]

@@ -87,6 +87,16 @@ class LineMerger:
             else:
                 self._add(rank, [_Rich(chunk)], now)
 
+    def begin(self, rank: int) -> None:
+        """This rank writes from now on, too."""
+        self.running.add(rank)
+        if rank in self._queues:
+            return
+        self.ranks = tuple(sorted({*self.ranks, rank}))
+        self._queues[rank] = RankQueue(rank, self._totals)
+        self._splitters.update({(rank, stream): LineSplitter() for stream in ("stdout", "stderr")})
+        self._plain = False
+
     def end(self, rank: int, now: float) -> None:
         """Nothing more comes from this rank; its unfinished lines are complete now."""
         self.running.discard(rank)

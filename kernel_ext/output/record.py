@@ -95,6 +95,13 @@ class Recorder:
                 if rank in ranks:
                     sink.output(rank, chunks)
 
+    def began(self, rank: int) -> None:
+        with self.transcript.lock:
+            self.transcript.begin(rank)
+            (first, ranks), *others = self._sinks  # the others were attached for ranks that somebody chose
+            self._sinks = ((first, ranks | {rank}), *others)
+            first.began(rank)
+
     def done(self, rank: int, done: CellDone | None) -> None:
         with self.transcript.lock:
             self.transcript.end(rank)

@@ -100,6 +100,12 @@ class Transcript:
         with self.lock:
             self._add(NOBODY, text, len(text))
 
+    def begin(self, rank: int) -> None:
+        """This rank writes from now on, too."""
+        with self.lock:
+            self.ranks = tuple(sorted({*self.ranks, rank}))
+            self.ended.discard(rank)
+
     def end(self, rank: int) -> None:
         """Nothing more comes from this rank."""
         with self.lock:

@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
     AskCells,
+    AskKnown,
     AskNames,
     AskStack,
     AskStatus,
@@ -32,6 +33,8 @@ from hvdlab.kernel_ext.payloads import (
     Express,
     Fetch,
     Inspect,
+    Learn,
+    Learnt,
     Owner,
     PullValue,
     PushPart,
@@ -47,7 +50,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 from hvdlab.kernel_ext.prompts.messages import Reply
-from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, values
+from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, syncing, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.comms import RankComms
 from hvdlab.kernel_ext.rank.compiler import CellCompiler
@@ -125,6 +128,8 @@ class RankAgent:
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
         self._looker = Looker(shell, lambda: self._cell, lambda answer: self._reply(answer))
+        #: What another rank knew, until this one has begun the cell that it is needed for.
+        self._lesson: syncing.Lesson | None = None
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -209,6 +214,10 @@ class RankAgent:
             self._reply(self._stack(mail.ticket))
         elif isinstance(mail, AskNames):
             self._reply(names.user_names(self._shell, mail.ticket))
+        elif isinstance(mail, AskKnown):
+            threading.Thread(
+                target=self._tell_known, args=(mail.ticket,), name="hvdlab-known", daemon=True
+            ).start()
         elif isinstance(mail, Fetch):
             self._reply(self._lending.piece(mail))
         elif isinstance(mail, PushPart):
@@ -251,6 +260,16 @@ class RankAgent:
 
         threading.Thread(target=look, name="hvdlab-looking", daemon=True).start()
 
+    def _tell_known(self, ticket: int) -> None:
+        """What this rank knows, for one that joins the cell that it runs. Asked again, it answers with what is lent."""
+        if (given := self._lending.again(ticket)) is not None:
+            self._reply(given)
+            return
+        answer, parts = syncing.known(self._shell, ticket)
+        if parts:
+            self._lending.lend_aside(answer, parts)
+        self._reply(answer)
+
     def _enqueue(self, job: ToRank) -> None:
         self._jobs.append(job)
         self._call_soon(self._arrived.set)
@@ -287,6 +306,7 @@ class RankAgent:
             device=self._device,
             plane=self._engine.plane(),
             pending=status.pending_now(self._engine.pending()),
+            servers=status.servers_now(self._engine),
         )
 
     def _stack(self, ticket: int) -> ToPool:
@@ -326,7 +346,7 @@ class RankAgent:
     async def _run_cell(self, request: RunCell) -> None:
         self._cell, self._state = request.cell, "running"
         try:
-            await self._runner.run(request)
+            await self._runner.run(request, self._enter if request.joins else None)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
             described = describe(self._shell, error, time.monotonic_ns(), before_exec=False)
             self._capture.finish(CellDone(request.cell, described, 0.0))
@@ -348,6 +368,8 @@ class RankAgent:
             self._reply(answer)
             if parts:
                 await self._lending.returned(answer.ticket)
+        elif isinstance(job, Learn):
+            self._learn(job)
         elif isinstance(job, Examine):
             await self._examining.run(job)
         elif isinstance(job, Complete):
@@ -356,6 +378,22 @@ class RankAgent:
             self._reply(completion.inspect(self._shell, job))
         elif isinstance(job, Express):
             self._reply(completion.express(self._shell, job))
+
+    def _learn(self, request: Learn) -> None:
+        try:
+            parts = [memoryview(part) for part in self._parcels.take(request.lot)]
+        except KeyError:
+            self._reply(Learnt(request.ticket, error="it did not arrive"))
+            return
+        self._lesson = syncing.Lesson(parts)
+        self._reply(self._lesson.prepare(self._shell, request.ticket))
+
+    def _enter(self) -> None:
+        """Before a cell that others have been running: be let in by them, and know what they know."""
+        context.init()
+        lesson, self._lesson = self._lesson, None
+        if lesson is not None:
+            lesson.take(self._shell)
 
     @property
     def main_thread(self) -> int:

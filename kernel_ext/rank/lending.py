@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from hvdlab.kernel_ext.inspect.messages import Shared
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PushPart, Value
+from hvdlab.kernel_ext.payloads import Done, Fetch, Known, Piece, PushPart, Value
 
 NOT_SHARED = "the memory of the pool's process can't be looked into"
 
@@ -32,9 +32,11 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class _Lot:
-    answer: Value
+    """What is lent; ``returned`` is None for what no main thread waits for."""
+
+    answer: Value | Known
     parts: tuple[memoryview, ...]
-    returned: asyncio.Future[None]
+    returned: asyncio.Future[None] | None
     asked: int = 0
 
 
@@ -125,6 +127,17 @@ class Lending:
         if self.given_up(answer.ticket):  # seen here, or else give_back() has seen the lot
             _resolve(lot.returned)
 
+    def lend_aside(self, answer: Known, parts: Sequence[memoryview]) -> None:
+        """Keep the parts that an answer speaks of while the main thread goes on. Any thread, before the answer is sent.
+
+        What was lent in this way before is kept no longer, so that a pool that is gone leaves one lot at most.
+        """
+        for ticket in [ticket for ticket, lot in list(self._lots.items()) if lot.returned is None]:
+            self._lots.pop(ticket, None)
+        self._lots[answer.ticket] = _Lot(answer, tuple(parts), None)
+        if self.given_up(answer.ticket):
+            self._lots.pop(answer.ticket, None)
+
     def given_up(self, ticket: int) -> bool:
         """Whether the pool has said that it does not wait for this answer any more, or the rank leaves. Any thread."""
         return self._leaving or ticket in self._given_up
@@ -133,7 +146,7 @@ class Lending:
         """Wait until the pool has everything, or seems to be gone. Main thread."""
         lot = self._lots.get(ticket)
         try:
-            while lot is not None:
+            while lot is not None and lot.returned is not None:
                 asked = lot.asked
                 done, _ = await asyncio.wait((lot.returned,), timeout=PATIENCE)
                 if done or lot.asked == asked:
@@ -145,7 +158,7 @@ class Lending:
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> Value | None:
+    def again(self, ticket: int) -> Value | Known | None:
         """The answer that was given already, if its value is still lent."""
         lot = self._lots.get(ticket)
         return None if lot is None else lot.answer
@@ -177,12 +190,18 @@ class Lending:
         else:
             self._given_up.append(ticket)
         for number, lot in list(self._lots.items()):
-            if ticket in (None, number):
+            if ticket not in (None, number):
+                continue
+            if lot.returned is None:
+                self._lots.pop(number, None)
+                with self._guard:
+                    self._window = None
+            else:
                 self._loop.call_soon_threadsafe(_resolve, lot.returned)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
+def _resolve(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
         future.set_result(None)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from hvdlab.collectives.engine.engine import Engine
@@ -23,6 +23,9 @@ from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.values import dump_result, short_repr
+
+FOR_EVER = 1e9
+"""Seconds that ranks of an elastic cell wait for each other: its output says so, and the user ends it."""
 
 
 @dataclass(slots=True)
@@ -71,8 +74,12 @@ class CellRunner:
         """A cell is being compiled: what IPython would show about that goes into the cell's error instead."""
         return self._run is not None and not self._inside
 
-    async def run(self, request: RunCell) -> None:
-        """Run the cell and report its end; whatever the cell does, this returns normally."""
+    async def run(self, request: RunCell, enter: Callable[[], None] | None = None) -> None:
+        """Run the cell and report its end; whatever the cell does, this returns normally.
+
+        Args:
+            enter: Called before the cell's code, as a part of the cell.
+        """
         run = self._run = _Run(request)
         self._capture.begin_cell(request.cell)
         origin.begin(request.cell)
@@ -83,8 +90,13 @@ class CellRunner:
             forget_failure(self._shell)
         self._prompting.cell_begins(request.cell)
         self._shell.run_code = self._run_code
+        settings = self._engine.settings
+        if request.at_least:  # too few ranks wait until there are enough or the user interrupts
+            self._engine.settings = replace(settings, min_np=request.at_least, elastic_timeout=FOR_EVER)
         result = None
         try:
+            if enter is not None:
+                self._guarded(lambda: enter())
             result = await self._run_in_shell(request)
             if os.getpid() != run.pid:
                 end_child(None)
@@ -97,6 +109,7 @@ class CellRunner:
             stop_tracing()
             self._prompting.cell_ended()
             del self._shell.run_code
+            self._engine.settings = settings
             if run.error is None and result is not None and result.error_before_exec is not None:
                 self._failed(result.error_before_exec)
             self._finish(run, getattr(result, "result", None))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from hvdlab.bindings.framework_hooks import loaded
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import PendingCollective
-from hvdlab.kernel_ext.payloads import PendingNow, Status
+from hvdlab.kernel_ext.payloads import PendingNow, ServerNow, Status
 
 
 def make_status(
-    ticket: int, *, state: str, cell: str, device: str, plane: str, pending: tuple[PendingNow, ...]
+    ticket: int,
+    *,
+    state: str,
+    cell: str,
+    device: str,
+    plane: str,
+    pending: tuple[PendingNow, ...],
+    servers: tuple[ServerNow, ...] = (),
 ) -> Status:
     """Memory in bytes, ``cpu`` in seconds."""
     rss, pss = memory()
@@ -26,20 +35,21 @@ def make_status(
         device=device,
         plane=plane,
         pending=pending,
+        servers=servers,
     )
 
 
-def memory() -> tuple[int, int]:
-    """Resident and proportional set size of this process in bytes; ranks forked from one process share pages."""
+def memory(process: str = "self") -> tuple[int, int]:
+    """Resident and proportional set size of a process in bytes; ranks forked from one process share pages."""
     found = {"Rss": 0, "Pss": 0}
     try:
-        with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        with open(f"/proc/{process}/smaps_rollup", encoding="ascii") as file:
             for line in file:
                 name, _, rest = line.partition(":")
                 if name in found:
                     found[name] = int(rest.split()[0]) * 1024
     except OSError:  # a kernel without it
-        with open("/proc/self/statm", encoding="ascii") as file:
+        with open(f"/proc/{process}/statm", encoding="ascii") as file:
             found["Rss"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         found["Pss"] = found["Rss"]
     return found["Rss"], found["Pss"]
@@ -48,6 +58,24 @@ def memory() -> tuple[int, int]:
 def current_device() -> str:
     """The device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
     return next((device for hooks in loaded() if (device := hooks.current_device())), "cpu")
+
+
+def servers_now(engine: Engine) -> tuple[ServerNow, ...]:
+    """The parameter servers that this rank is connected to, for the wire."""
+    finding = sys.modules.get("hvdlab.collectives.kvstore.servers.finding")
+    if finding is None:  # no store has been made; it needs numpy
+        return ()
+    return tuple(
+        ServerNow(one.index, one.host, one.pid, one.keys, one.bytes, _memory_of(one.pid) if one.local else 0)
+        for one in finding.known_servers(engine)
+    )
+
+
+def _memory_of(pid: int) -> int:
+    try:
+        return memory(str(pid))[1]
+    except OSError:  # it has died
+        return 0
 
 
 def pending_now(pending: list[PendingCollective]) -> tuple[PendingNow, ...]:

@@ -13,6 +13,7 @@ import io
 import pickle
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -24,12 +25,17 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.kernel_ext.payloads import Known, Learnt
 from hvdlab.kernel_ext.rank.failures import one_line
 from hvdlab.kernel_ext.rank.names import user_items
 from hvdlab.kernel_ext.rank.values import ValuePickler
 
 _NAMESPACE, _SHELL = "namespace", "shell"
 """What a pickle says of the user's variables and of the shell: a rank has its own."""
+
+ATTEMPTS = 5
+"""How often it is tried to pickle variables that a running cell changes meanwhile."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -89,20 +95,56 @@ class _Channel:
 
 
 def _give(shell: Any, channel: _Channel, without: Collection[str]) -> dict[str, Any]:
+    found = _collect(shell, without)
+    arrays = [np.frombuffer(part, np.uint8) for part in found.parts]
+    channel.numbers(np.array([len(arrays)], np.int64), "parts")
+    channel.numbers(np.array([array.nbytes for array in arrays], np.int64), "sizes")
+    for number, array in enumerate(arrays):
+        channel.raw(array, f"part.{number}")
+    nbytes = sum(array.nbytes for array in arrays)
+    return {"names": found.names, "modules": found.modules, "failed": found.failed, "nbytes": nbytes}
+
+
+@dataclass(frozen=True, slots=True)
+class _Knowledge:
+    """The plan of imports, the pickle and its buffers; what is in it, and what is not and why."""
+
+    parts: list[memoryview]
+    names: list[str]
+    modules: list[str]
+    failed: dict[str, str]
+
+
+def known(shell: Any, ticket: int) -> tuple[Known, list[memoryview]]:
+    """What this rank knows, while its main thread may be running a cell. Called on another thread.
+
+    A cell that runs changes its variables meanwhile. What is part of an elastic state is made alike again when the rank
+    that gets it enters the training; anything else is as it was at some moment in this.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            found = _collect(shell, ())
+        except RuntimeError as error:  # a dictionary changed its size during iteration, say
+            if attempt == ATTEMPTS - 1:
+                return Known(ticket, error=one_line(error)), []
+        except Exception as error:  # noqa: BLE001  # pickling runs the user's code
+            return Known(ticket, error=one_line(error)), []
+        else:
+            sizes = tuple(part.nbytes for part in found.parts)
+            answer = Known(ticket, sizes, tuple(found.names), tuple(found.modules), found.failed)
+            return answer, found.parts
+    raise AssertionError("unreachable")
+
+
+def _collect(shell: Any, without: Collection[str]) -> _Knowledge:
     items = [(name, value) for name, value in user_items(shell) if name not in without]
     modules = {name: value.__name__ for name, value in items if isinstance(value, ModuleType)}
     values = {name: value for name, value in items if name not in modules}
     imports = [*dict.fromkeys([*modules.values(), *_dotted(shell, modules)])]
     plan = pickle.dumps((list(sys.path), imports, modules))
     parts, failed = _pack(shell, values)
-    arrays = [np.frombuffer(part, np.uint8) for part in (memoryview(plan), *parts)]
-    channel.numbers(np.array([len(arrays)], np.int64), "parts")
-    channel.numbers(np.array([array.nbytes for array in arrays], np.int64), "sizes")
-    for number, array in enumerate(arrays):
-        channel.raw(array, f"part.{number}")
     sent = [name for name in values if name not in failed]
-    nbytes = sum(array.nbytes for array in arrays)
-    return {"names": sent, "modules": list(modules), "failed": failed, "nbytes": nbytes}
+    return _Knowledge([memoryview(plan), *parts], sent, list(modules), failed)
 
 
 def _dotted(shell: Any, modules: Collection[str]) -> list[str]:
@@ -189,15 +231,40 @@ def _receive(shell: Any, channel: _Channel) -> dict[str, Any]:
     parts = [np.empty(int(size), np.uint8) for size in sizes]
     for number, part in enumerate(parts):
         channel.raw(part, f"part.{number}")
+    return _absorb(shell, [part.data for part in parts])
+
+
+class Lesson:
+    """What another rank knew (:func:`known`), to be bound here once this rank is in the world. Main thread.
+
+    What it takes to train is complete only there: a ``DistributedOptimizer`` reduces gradients with the ranks there are.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+
+    def prepare(self, shell: Any, ticket: int) -> Learnt:
+        """Import the modules and see that the values can be taken, while others need not wait for that."""
+        taken = _absorb(shell, self._parts, bind=False)
+        return Learnt(ticket, taken["failed"], taken["error"])
+
+    def take(self, shell: Any) -> None:
+        """Bind the variables. Raises ``HvdlabError`` if that fails here."""
+        if error := _absorb(shell, self._parts)["error"]:
+            raise HvdlabError(f"what another rank knows could not be taken: {error}")
+
+
+def _absorb(shell: Any, parts: Sequence[memoryview], *, bind: bool = True) -> dict[str, Any]:
     plan, stream, *buffers = parts
     # From a rank of the same user that runs the same cells: no less trusted than they are.
-    path, imports, modules = pickle.loads(plan.data)  # noqa: S301
+    path, imports, modules = pickle.loads(plan)  # noqa: S301
     failed = _import(shell, path, imports, modules)
     try:
-        values = _Unpickler(io.BytesIO(stream.data), shell, buffers).load()
+        values = _Unpickler(io.BytesIO(stream), shell, buffers).load()
     except Exception as error:  # noqa: BLE001  # unpickling runs the user's code
         return {"failed": failed, "error": one_line(error)}
-    shell.push(values)
+    if bind:
+        shell.push(values)
     return {"failed": failed, "error": ""}
 
 
@@ -216,7 +283,7 @@ def _import(
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, shell: Any, buffers: Sequence[Bytes]) -> None:
+    def __init__(self, file: Any, shell: Any, buffers: Sequence[memoryview]) -> None:
         super().__init__(file, buffers=buffers)
         self._of_shell = shell
 

@@ -23,6 +23,9 @@ class Screen(Protocol):
         """What the cell waits for, in place of what was told last; empty if nothing is left to say."""
         ...
 
+    def begin(self, rank: int) -> None:
+        """One more rank writes from now on."""
+
     def tick(self, now: float) -> float | None:
         """Show what was held back; returns when to call again, or None."""
         ...
@@ -54,6 +57,10 @@ class MergingSink:
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._merger.feed(rank, chunks, self._clock())
+
+    def began(self, rank: int) -> None:
+        self._merger.begin(rank)
+        self._screen.begin(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         self._merger.end(rank, self._clock())

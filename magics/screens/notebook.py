@@ -50,6 +50,10 @@ class NotebookScreen:
         self._live_made = self._live_filled = False
         self._status = _StatusArea(f"hvdlab-{cell}-status")
 
+    def begin(self, rank: int) -> None:
+        self._ranks.add(rank)
+        self._labelled = len(self._ranks) > 1
+
     # -- pieces -------------------------------------------------------------------------------------------------------
 
     def write(self, piece: Text) -> None:

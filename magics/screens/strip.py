@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hvdlab.collectives.failures import Failures
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, settle, status_of
+from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone
@@ -175,6 +175,11 @@ class StripSink:
         self._show_status = status_of(inner)
         self._running: set[int] | None = set(ranks)
         self._ok = True
+
+    def began(self, rank: int) -> None:
+        if self._running is not None:
+            self._running.add(rank)
+        began(self._inner, rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         if self._running is not None:

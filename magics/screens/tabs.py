@@ -38,6 +38,11 @@ class PagesSink:
         self._pages[rank].add(chunks)
         self._changed.add(rank)
 
+    def began(self, rank: int) -> None:
+        self._pages.setdefault(rank, Page())
+        self._running.add(rank)
+        self._changed.add(rank)
+
     def done(self, rank: int, done: CellDone | None) -> None:
         self._running.discard(rank)
         self._changed.add(rank)
@@ -127,11 +132,20 @@ class TabsView:
         self._publisher = publisher
         self.status = _Area(publisher, f"hvdlab-{cell}-status")
         self._outputs: dict[int, Any] = {rank: ipywidgets.Output() for rank in ranks}
-        tab = ipywidgets.Tab(children=list(self._outputs.values()), titles=[f"rank {rank}" for rank in ranks])
-        data: dict[str, Any] = tab._repr_mimebundle_() or {}
+        self._tab = ipywidgets.Tab()
+        self._arrange()
+        data: dict[str, Any] = self._tab._repr_mimebundle_() or {}
         publisher.display(data, {}, f"hvdlab-{cell}-tabs")
 
+    def _arrange(self) -> None:
+        ranks = sorted(self._outputs)
+        self._tab.children = [self._outputs[rank] for rank in ranks]
+        self._tab.titles = [f"rank {rank}" for rank in ranks]
+
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
+        if new := changed - self._outputs.keys():  # they came while the cell ran
+            self._outputs.update({rank: type(next(iter(self._outputs.values())))() for rank in new})
+            self._arrange()
         for rank in changed:
             self._outputs[rank].outputs = pages[rank].outputs()
 

@@ -22,7 +22,7 @@ class TerminalScreen:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._labelled = len(ranks) > 1
+        self._ranks = set(ranks)
         self._drawn = 0  # lines on screen now that are to be erased before anything is written
         self._live = ""
         self._status: list[str] = []
@@ -37,7 +37,7 @@ class TerminalScreen:
         text = str(piece.display.data.get("text/plain", ""))
         if piece.display.update or not text:
             return
-        prefix = label(piece.ranks) if self._labelled else ""
+        prefix = label(piece.ranks) if len(self._ranks) > 1 else ""
         self.write(Text("stdout", "".join(f"{prefix}{line}\n" for line in text.splitlines())))
 
     def clear(self, piece: Cleared) -> None:
@@ -57,6 +57,9 @@ class TerminalScreen:
         if final and text:
             write_to_terminal("stderr", f"{text}\n")
         self._draw()
+
+    def begin(self, rank: int) -> None:
+        self._ranks.add(rank)
 
     def tick(self, now: float) -> float | None:
         return None

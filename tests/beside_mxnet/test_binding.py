@@ -297,6 +297,7 @@ def test_signatures_and_docstrings() -> None:
         assert parameters[: len(names)] == names, name
         assert all(f"{parameter}:" in function.__doc__ for parameter in names), name
     assert set(SIGNATURES) < set(hvd.__all__)
+    assert {"check_extension", "split_list"} < set(hvd.__all__)
 
 
 def test_horovods_modules_are_ours() -> None:

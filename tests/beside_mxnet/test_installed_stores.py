@@ -134,9 +134,102 @@ def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:
     with pytest.raises(TypeError, match="name must be a string"):
         mx.kv.create(3)
     assert mx.kv.create("teststore").type == "teststore"
-    kv = mx.kv.create("local")
-    with pytest.raises(TypeError, match="row_sparse"):
-        kv.init("w", mx.nd.sparse.zeros("row_sparse", (2, 2)))
+
+
+def row_sparse_store(name: str, optimizer: Any) -> list[Any]:
+    """What is pulled from a store of MXNet's arrays while it is trained by rows."""
+    kv, rng, shape = mx.kv.create(name), np.random.default_rng(9), (9, 3)
+
+    def rows(numbers: Any) -> Any:
+        data = rng.standard_normal((len(numbers), 3)).astype("f4")
+        return mx.nd.sparse.row_sparse_array((data, numbers), shape=shape)
+
+    if optimizer is not None:
+        kv.set_optimizer(optimizer)
+    kv.init("w", rows(np.arange(9)))
+    seen: list[Any] = []
+    out = mx.nd.sparse.zeros("row_sparse", shape)
+    for _ in range(5):
+        kv.push("w", [rows(np.sort(rng.choice(9, int(rng.integers(1, 5)), replace=False))) for _ in range(3)])
+        kv.row_sparse_pull("w", out=out, row_ids=mx.nd.array(rng.integers(0, 9, (2, 3))))
+        seen += [out.indices.asnumpy().tolist(), out.data.asnumpy().tobytes()]
+    kv.pull("w", out=out, ignore_sparse=False)
+    return [*seen, out.asnumpy().tobytes()]
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+def test_row_sparse_arrays_of_mxnet_give_mxnets_bits() -> None:
+    for name, optimizer, settings in (
+        ("local", None, {}),
+        ("device", "sgd", {"learning_rate": 0.1}),
+        ("local", "sgd", {"momentum": 0.9, "wd": 0.1}),
+        ("local", "adam", {}),
+        ("local", "sgd", {"momentum": 0.9, "lazy_update": False}),
+        ("local", "rmsprop", {}),
+    ):
+        results = []
+        for install in (hvd.install_kvstore, hvd.uninstall_kvstore):
+            install()
+            made = None if optimizer is None else mx.optimizer.create(optimizer, **settings)
+            results.append(row_sparse_store(name, made))
+        assert results[0] == results[1], (name, optimizer, settings)
+
+
+def embedded(
+    store: str, contexts: list[Any], share: slice = slice(None), *, sparse_weight: bool = False
+) -> Any:
+    """The weight of an embedding with gradients by row, after training."""
+    weight = mx.gluon.Parameter(
+        "weight", shape=(11, 2), grad_stype="row_sparse", stype="row_sparse" if sparse_weight else "default"
+    )
+    start = np.random.default_rng(5).standard_normal((11, 2)).astype("f4")
+    weight.initialize(init=mx.init.Constant(mx.nd.array(start)), ctx=contexts)
+    # Looking at rows sets the store up, and the batch's size can't come after that.
+    settings = {"learning_rate": 0.1, "momentum": 0.9, "rescale_grad": 1 / 8}
+    trainer = mx.gluon.Trainer([weight], "sgd", settings, kvstore=store)
+    rng = np.random.default_rng(6)
+    for _ in range(4):
+        parts = np.split(rng.integers(0, 11, 8)[share], len(contexts))
+        with mx.autograd.record():
+            losses = []
+            for part, context in zip(parts, contexts, strict=True):
+                ids = mx.nd.array(part, ctx=context)
+                value = weight.row_sparse_data(ids) if sparse_weight else weight.data(context)
+                found = mx.nd.Embedding(ids, value, input_dim=11, output_dim=2, sparse_grad=True)
+                losses.append((found * found).sum())
+        mx.autograd.backward(losses)
+        trainer.step(1)
+    if sparse_weight:
+        return weight.row_sparse_data(mx.nd.arange(11, ctx=contexts[0])).asnumpy()
+    return weight.data(contexts[0]).asnumpy()
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+def test_gluon_trains_embeddings_to_the_same_bits() -> None:
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    for name in ("local", "device"):
+        for sparse_weight in (False, True):
+            hvd.install_kvstore()
+            ours = embedded(name, contexts, sparse_weight=sparse_weight)
+            hvd.uninstall_kvstore()
+            theirs = embedded(name, contexts, sparse_weight=sparse_weight)
+            assert ours.tobytes() == theirs.tobytes(), (name, sparse_weight)
+
+
+def embedded_on_ranks(store: str) -> Any:
+    hvd.init()
+    hvd.install_kvstore()
+    share = slice(hvd.rank(), None, hvd.size())
+    return [embedded(store, [mx.cpu(0)], share, sparse_weight=sparse).tolist() for sparse in (False, True)]
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+def test_gluon_trains_embeddings_on_ranks_as_in_one_process(ranks: Ranks) -> None:
+    one = [embedded("device", [mx.cpu(0)], sparse_weight=sparse) for sparse in (False, True)]
+    for found in ranks.run(embedded_on_ranks, "dist_sync", timeout=100):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+    for found in ranks.run(embedded_on_ranks, "dist_async", timeout=100):
+        assert np.isfinite(found).all()
 
 
 def distributed() -> list[bytes]:

@@ -217,7 +217,12 @@ BAD = [
     ),
     ("%%hvd_run\n  \n", "%%hvd_run: there is no code to run"),
     ("%hvd_run -np 2 --ouput tabs", "%hvd_run: unknown option --ouput; did you mean --output?"),
-    ("%%hvd_run --elastic\n1", "--elastic is beyond this release"),
+    ("%%hvd_run --min-np 2\n1", "%%hvd_run: --min-np belongs to --elastic, which is missing"),
+    ("%%hvd_run --elastic --ranks 1\n1", "%%hvd_run: --elastic is about all ranks; run it without --ranks"),
+    (
+        "%%hvd_run --elastic --min-np 3 --max-np 2\n1",
+        "--min-np 3 is more than --max-np 2; no number of ranks is both",
+    ),
     ("%hvd_pool resize", "%hvd_pool resize: say how many ranks"),
     ("%hvd_pool resize x", "%hvd_pool resize: a number of ranks from 1 was expected, not 'x'"),
     ("%hvd_pool go", "%hvd_pool: command: invalid choice: 'go'"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import hvdlab
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.payloads import Names, ServerNow
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.magics.status_table import StatusTable
 from magics_fakes import Notebook
@@ -30,6 +30,35 @@ def test_hosts_are_named_without_their_keys_unless_two_have_one_name() -> None:
 
     assert shown("a#1", "a#1", "b#2", "") == ["a", "a", "b", ""]
     assert shown("a#1", "a#2", "b#3") == ["a#1", "a#2", "b"]
+
+
+def test_servers_have_a_table_of_their_own_below_the_ranks() -> None:
+    """Each once, as the rank tells that knows most of it; only ranks of its host know its memory."""
+    alone = StatusTable([RankStatus(0, "a#1")])
+    assert "server" not in repr(alone) + alone._repr_html_()
+    here, there = (
+        ServerNow(0, "a#1", 70, 2, 3 << 20, 9 << 20),
+        ServerNow(1, "<b>#2", 71, 1, 2048, 0),
+    )
+    rows = [
+        RankStatus(0, "a#1", servers=(here, there)),
+        RankStatus(
+            1,
+            "<b>#2",
+            servers=(ServerNow(0, "a#1", 70, 1, 8, 0), ServerNow(1, "<b>#2", 71, 1, 2048, 5 << 20)),
+        ),
+        RankStatus(2, "<b>#2", state="starting"),
+    ]
+    table = StatusTable(rows)
+    assert table.server_cells() == [
+        ("0", "a", "70", "2", "3 MiB", "9 MiB"),
+        ("1", "<b>", "71", "1", "2 KiB", "5 MiB"),
+    ]
+    assert repr(table).splitlines()[-3].split() == ["server", "host", "pid", "keys", "values", "memory"]
+    page = table._repr_html_()
+    assert page.count("<tr>") == 7
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
 
 
 def test_a_repaired_rank_is_empty_and_that_is_said(

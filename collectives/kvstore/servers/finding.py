@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -28,6 +29,27 @@ class _Known(msgspec.Struct, frozen=True):
     host: str
     places: tuple[Place, ...]
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownServer:
+    """A server as a worker knows it.
+
+    Attributes:
+        index: Its number, from 0, the same on all workers.
+        host: What the ranks of its host have in common.
+        pid: Its process there.
+        local: Whether that is the worker's host.
+        keys: How many keys, or parts of keys, of the worker's stores it has.
+        bytes: Size of their values.
+    """
+
+    index: int
+    host: str
+    pid: int
+    local: bool
+    keys: int
+    bytes: int
 
 
 class Servers:
@@ -70,6 +92,16 @@ class Servers:
             ]
             links = [self._link(place) for place in places]
             return links, [(worker.rank, worker.host) for worker in known]
+
+    def known(self) -> list[KnownServer]:
+        """The servers that this worker is connected to. Asks nobody, and waits for nothing."""
+        links = [link for _, link in sorted(self._links.items(), key=lambda item: item[0])]
+        found = []
+        for index, link in enumerate(links):
+            stock = list(link.stock.values())
+            keys, nbytes = sum(keys for keys, _ in stock), sum(size for _, size in stock)
+            found.append(KnownServer(index, link.place.host, link.pid, link.local, keys, nbytes))
+        return found
 
     @staticmethod
     def _of_host(known: list[_Known], host: str) -> list[Place]:
@@ -129,6 +161,13 @@ class Servers:
 
 _servers: weakref.WeakKeyDictionary[Engine, Servers] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+def known_servers(engine: Engine) -> list[KnownServer]:
+    """The servers that this rank is connected to, if it has ever made a store that has some."""
+    with _lock:
+        found = _servers.get(engine)
+    return [] if found is None else found.known()
 
 
 def servers_of(engine: Engine) -> Servers:

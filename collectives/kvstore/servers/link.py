@@ -107,11 +107,15 @@ class ServerLink:
     Attributes:
         place: Where the server is.
         pid: Its process; 0 before it was connected to.
+        local: Whether it is on this host.
+        stock: How many keys, or parts of keys, of each store are there, and the bytes of their values, as this worker knows.
     """
 
     def __init__(self, engine: Engine, place: Place, starter: Starter, *, local: bool) -> None:
         self.place, self.pid = place, 0
-        self._engine, self._starter, self._local = engine, starter, local
+        self.local = local
+        self.stock: dict[int, tuple[int, int]] = {}
+        self._engine, self._starter = engine, starter
         self._rank = engine.rank
         self._changed = threading.Condition()
         self._endpoint: Endpoint | None = None
@@ -196,12 +200,17 @@ class ServerLink:
 
     def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
         """Open a store; the worker that ``makes_memory`` brings it to the server."""
-        if makes_memory and self._local:
+        if makes_memory and self.local:
             with self._changed:
                 self._require_usable()
                 file = self._files[store] = SharedFile.create(f"hvdlab-kv-{store:x}")
                 self._carry_out(lambda: self._send(m.Bring(store), file))
         return self.request(message)
+
+    def has(self, store: int, nbytes: int) -> None:
+        """A key of this store, or a part of one, is there from now on."""
+        keys, before = self.stock.get(store, (0, 0))
+        self.stock[store] = keys + 1, before + nbytes
 
     def close_store(self, store: int) -> None:
         """Use a store no more. Does not wait, and takes no lock."""
@@ -375,14 +384,14 @@ class ServerLink:
             time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
 
     def _may_come_back(self, error: Exception) -> bool:
-        return not self._local or os.path.isdir(self.place.directory)
+        return not self.local or os.path.isdir(self.place.directory)
 
     def _connect(self, deadline: Deadline) -> Endpoint:
         sock = self._open(deadline)
         endpoint = Endpoint(sock, descriptors=True)
         try:
-            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self._local)
-            descriptor = self._outbox.file.descriptor if self._local else -1
+            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self.local)
+            descriptor = self._outbox.file.descriptor if self.local else -1
             endpoint.send_frame(m.encode(attach), descriptor)
             self._await_attached(endpoint, deadline)
         except BaseException:
@@ -406,7 +415,7 @@ class ServerLink:
             poll.poll(None if left is None else left * 1000)
 
     def _open(self, deadline: Deadline) -> socket.socket:
-        if self._local:
+        if self.local:
             return self._open_local(deadline)
         where = parse_address(self.place.tls_address)
         assert isinstance(where, TlsAddress)
@@ -469,6 +478,7 @@ class ServerLink:
     def _send_closing(self) -> None:
         while self._closing:
             store = self._closing.popleft()
+            self.stock.pop(store, None)
             file = self._files.pop(store, None)
             if file is not None:
                 file.close()

@@ -577,6 +577,8 @@ class ServerState:
         block = store.memory.blocks[key]
         found = [self._pushed(block, rank, pushes[rank]) for rank in sorted(pushes)]
         first = found[0]
+        if len({isinstance(gradient, RowSparse) for gradient in found}) > 1:
+            raise KVStoreError(f"workers gave dense and row-sparse gradients of key {key!r} in one round")
         masters = store.optimizer is not None and store.optimizer.multi_precision
         if isinstance(first, RowSparse):
             rows = [gradient for gradient in found if isinstance(gradient, RowSparse)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.kvstore.arrays import ArrayType, register_array_type, write
+from hvdlab.collectives.kvstore.arrays import ArrayType, FrameworkRows, RowSparse, register_array_type, write
 
 Array = npt.NDArray[Any]
 
@@ -121,6 +121,36 @@ def _wrap_mxnet(array: Array) -> Any:
     return sys.modules["mxnet"].nd.array(array, dtype=array.dtype)
 
 
+def _rows_mxnet(array: Any) -> RowSparse | None:
+    if array.stype != "row_sparse":
+        return None
+    data, indices = array.data.asnumpy(), array.indices.asnumpy()
+    return FrameworkRows(data, indices, array.shape, MXNET, lambda rows: _write_rows_mxnet(rows, array))
+
+
+def _write_rows_mxnet(rows: RowSparse, target: Any) -> None:
+    with sys.modules["mxnet"].autograd.pause():  # Gluon asks for rows in the middle of a forward pass
+        _wrap_rows_mxnet(rows).copyto(target)
+
+
+def _wrap_rows_mxnet(rows: RowSparse) -> Any:
+    sparse = sys.modules["mxnet"].nd.sparse
+    if not len(rows.indices):
+        return sparse.zeros("row_sparse", rows.shape, dtype=rows.dtype)
+    return sparse.row_sparse_array((rows.data, rows.indices), shape=rows.shape, dtype=rows.dtype)
+
+
+MXNET = ArrayType(
+    "mxnet",
+    _is("mxnet.ndarray", "NDArray"),
+    _view_mxnet,
+    _write_mxnet,
+    _wrap_mxnet,
+    _wrap_rows_mxnet,
+    _rows_mxnet,
+)
+
+
 def register_frameworks() -> None:
     """Let the stores take arrays of torch, TensorFlow, cupy and MXNet.
 
@@ -137,6 +167,4 @@ def register_frameworks() -> None:
             _wrap_tensorflow,
         )
     )
-    register_array_type(
-        ArrayType("mxnet", _is("mxnet.ndarray", "NDArray"), _view_mxnet, _write_mxnet, _wrap_mxnet)
-    )
+    register_array_type(MXNET)

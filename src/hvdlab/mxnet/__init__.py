@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlab.horovod.common.util import check_extension, split_list
 from hvdlab.mxnet.compression import Compression
 from hvdlab.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from hvdlab.mxnet.mpi_ops import (
@@ -76,6 +77,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -103,6 +105,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "split_list",
     "start_timeline",
     "stop_timeline",
     "uninstall_kvstore",

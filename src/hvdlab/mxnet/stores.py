@@ -139,8 +139,8 @@ def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
 def install_kvstore() -> None:
     """Let ``mx.kv.create``, and a name given to ``gluon.Trainer``, make hvdlab's stores of all types.
 
-    They are instances of ``mx.kvstore.KVStore`` and take optimizers of MXNet's. Values, gradients and outputs are dense: row-sparse
-    ones of MXNet's are refused with a ``TypeError``. Classes that were registered with MXNet are made as before. May be
+    They are instances of ``mx.kvstore.KVStore`` and take optimizers of MXNet's. Values, gradients and outputs may be row-sparse arrays
+    of MXNet's. Classes that were registered with MXNet are made as before. May be
     called again.
     """
     mx.kvstore.create = _create

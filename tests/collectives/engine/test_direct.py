@@ -6,18 +6,25 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives import api, context
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine import direct
+from hvdlab.collectives.engine.request import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
 from patience import PATIENCE
 from ranks import RankFailed, Ranks, meet
+from threads import in_threads
 
 
 @pytest.fixture(scope="module")
@@ -261,11 +268,157 @@ def test_process_sets_have_boards_of_their_own(three: Ranks) -> None:
     assert (one, other, third) == ([2.0] * 3, [2.0] * 3, [2.0] * 2)
 
 
+# -- on the plane -----------------------------------------------------------------------------------------------------
+
+
+def wait_long_at_boards() -> None:
+    direct.PATIENCE = PATIENCE
+
+
+def large(steps: int, beside: int) -> tuple[int, int]:
+    """Blocking ones of all sizes, each ``beside``-th with another in flight; whoever has one in flight goes to the coordinator.
+
+    Returns:
+        How many were agreed on the board, and how many have met on the plane so far.
+    """
+    rank, before = context.engine().rank, agreed()
+    for step in range(steps):
+        size = (2_000, 40_000, 300_000)[step % 3]
+        x = np.full(size, rank + step, np.float64)
+        handle = (
+            api.allreduce_async(np.full(50_000, step, np.float32), "beside", op=api.Sum)
+            if step % beside == beside - 1
+            else None
+        )
+        found = api.allreduce(x, "large", op=api.Sum)
+        assert (found == 3 * step + 3.0).all(), (step, found[:3])
+        y = np.full(size, rank, np.int32)
+        assert (np.asarray(api.broadcast(y, step % 3)) == step % 3).all()
+        if handle is not None:
+            assert (np.asarray(api.synchronize(handle)) == 3 * step).all()
+    return agreed() - before, context.engine()._executor._slots[
+        0, context.engine()._guarded.epoch(0), "cpu"
+    ].operations
+
+
+def test_large_ones_meet_on_the_plane_in_one_order() -> None:
+    with Ranks(3) as ranks:
+        found = ranks.run(large, 60, 5, timeout=PATIENCE)
+        assert len({operations for _, operations in found}) == 1
+    with Ranks(3) as ranks:
+        ranks.run(wait_long_at_boards)  # however slow the machine is
+        assert ranks.run(large, 60, 1000, timeout=PATIENCE) == [(120, 120)] * 3
+
+
+def of_two_sets(rounds: int) -> None:
+    """Rank 1 works in two sets at a time, from two threads."""
+    engine = context.engine()
+    chosen = [engine.add_process_set(members) for members in ([0, 1], [1, 2])]
+
+    def work(process_set: int, size: int) -> None:
+        for step in range(rounds):
+            x = np.full(size, step, np.float32)
+            assert (api.allreduce(x, "x", op=api.Sum, process_set=process_set) == 2 * step).all()
+
+    sizes = zip(chosen, (3_000, 200_000), strict=True)
+    in_threads([partial(work, *one) for one in sizes if engine.rank in engine.ranks(one[0])])
+    for process_set in chosen:
+        engine.remove_process_set(process_set)
+
+
+def test_a_rank_in_two_sets_holds_nobody_up(three: Ranks) -> None:
+    three.run(of_two_sets, 40, timeout=PATIENCE)
+    assert three.run(total, 1.0) == [3.0] * 3
+
+
+def reduce_large(value: float) -> float:
+    return float(api.allreduce(np.full(1 << 20, value, np.float32), "large", op=api.Sum)[0])
+
+
+def reduce_large_until_interrupted() -> float:
+    """One of many; the last, after an interrupt wherever it came, is another one."""
+    try:
+        while True:
+            reduce_large(1.0)
+    except KeyboardInterrupt:
+        return reduce_large(5.0)
+
+
+def reduce_large_until_seven() -> set[CauseKind]:
+    """Goes on after what the interrupted rank has given up; why it failed until then."""
+    causes = set()
+    while True:
+        try:
+            if reduce_large(1.0) == 7.0:
+                return causes
+        except AbortedError as error:
+            causes.add(error.cause.kind)
+
+
+def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
+    for pause in (0.05, 0.073, 0.11, 0.2):
+        others = three.start(reduce_large_until_seven, ranks=[0, 2])
+        one = three.start(reduce_large_until_interrupted, ranks=[1])
+        time.sleep(pause)  # wherever it is then
+        three.kill(1, signal.SIGINT)
+        assert one.results(PATIENCE) == [7.0]
+        assert all(causes <= {CauseKind.INTERRUPTED} for causes in others.results(PATIENCE))
+        assert three.run(total, 1.0) == [3.0] * 3
+
+
+# -- submitted before it is waited for --------------------------------------------------------------------------------
+
+
+def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
+    """One that is submitted, then waited for. Returns its first element, and how many were agreed on the board."""
+    engine, x = context.engine(), np.ones(size, np.float32)
+    direct.PATIENCE = PATIENCE
+    before = agreed()
+    other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside else None
+    request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
+    handle = engine.submit(request, at_once=True)
+    handle.wait()
+    if other is not None:
+        other.wait()
+    return float(x[0]), agreed() - before
+
+
+def test_what_is_waited_for_at_once_is_agreed_on_the_board_unless_there_is_more() -> None:
+    with Ranks(2) as two:
+        for size in (10, 100_000):
+            assert two.run(reduce_at_once, size, False) == [(2.0, 1)] * 2
+            assert two.run(reduce_at_once, size, True) == [(2.0, 0)] * 2
+
+
+def wait_or_withdraw(seconds: float) -> None:
+    x = np.ones(10, np.float32)
+    request = Request(OpKind.ALLREDUCE, "never", x, x, DType.F32, ReduceOp.SUM)
+    context.engine().submit(request, at_once=True).wait_or_withdraw(Limit(seconds, "it took too long"))
+
+
+def test_a_limit_that_passes_at_the_board_is_an_error_on_all(three: Ranks) -> None:
+    for seconds in (0.1, 0.7):
+        long, short = three.outcomes(wait_within, seconds, ranks=[0, 1])
+        for error in (long, short):
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind == CauseKind.TIMEOUT
+            assert "it took too long" in str(error)
+        three.run(meet)
+        assert three.run(total, 1.0) == [3.0] * 3
+
+
+def wait_within(seconds: float) -> None:
+    """Rank 2 never comes; rank 1 would wait for long."""
+    wait_or_withdraw(seconds if context.engine().rank == 0 else 20.0)
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
 def then_die(rank: int) -> float:
+    usual, direct.PATIENCE = direct.PATIENCE, PATIENCE  # else a slow machine has them go to the coordinator
     api.barrier()
+    direct.PATIENCE = usual
     if context.engine().rank == rank:
         os._exit(3)
     meet()
@@ -312,29 +465,47 @@ def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
 
 
-def wait_alone(after: float) -> None:
-    """Wait for rank 2; rank 0 is interrupted some time after it has begun to."""
+def wait_alone(then: Callable[[], None]) -> None:
+    """Wait for rank 2, which does not come; another thread does something as soon as this one waits."""
 
-    def interrupt() -> None:
+    def act() -> None:
         while not context.engine().pending():
             time.sleep(0.0001)
-        time.sleep(after)  # wherever it is then
-        os.kill(os.getpid(), signal.SIGINT)
+        then()
 
-    thread = threading.Thread(target=interrupt, daemon=True)
-    if context.engine().rank == 0:
-        thread.start()
+    threading.Thread(target=act, daemon=True).start()
     total(1.0, "alone")
 
 
+def wait_and_say_so() -> None:
+    wait_alone(lambda: context.engine().post("waiting", b""))
+
+
+def wait_until_interrupted(after: float) -> None:
+    def interrupt() -> None:
+        time.sleep(after)  # wherever it is then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    wait_alone(interrupt)
+
+
 def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
-    for pause in (0.0, 0.005, 0.05, 0.3):
-        one, other = three.outcomes(wait_alone, pause, ranks=[0, 1], timeout=PATIENCE)
-        assert isinstance(one, KeyboardInterrupt), one
-        assert isinstance(other, AbortedError)
-        assert other.cause.kind == CauseKind.INTERRUPTED
-        three.run(meet)
-        assert three.run(total, 1.0) == [3.0] * 3
+    waiting: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(three.coordinator.address, three.coordinator.client_token)
+    client.on_mail("waiting", lambda sender, body: waiting.put(sender))
+    try:
+        for pause in (0.0, 0.005, 0.05, 0.3):
+            other = three.start(wait_and_say_so, ranks=[1])
+            waiting.get(timeout=PATIENCE)  # else it may come when the epoch is over, and wait for ever
+            one = three.start(wait_until_interrupted, pause, ranks=[0])
+            assert isinstance(one.outcomes(PATIENCE)[0], KeyboardInterrupt)
+            (error,) = other.outcomes(PATIENCE)
+            assert isinstance(error, AbortedError)
+            assert error.cause.kind == CauseKind.INTERRUPTED
+            three.run(meet)
+            assert three.run(total, 1.0) == [3.0] * 3
+    finally:
+        client.close()
 
 
 def test_a_failed_rank_s_error_is_its_own(three: Ranks) -> None:

@@ -116,6 +116,23 @@ def test_the_first_collective_works_once_there_are_descriptors_again(ranks: Rank
     assert ranks.run(total) == [2.0] * 2
 
 
+def small_total() -> float:
+    return float(api.allreduce(np.ones(10, np.float32), "small", op=api.Sum)[0])
+
+
+def test_small_ones_need_no_memory(ranks: Ranks) -> None:
+    """The others do not wait at a board that this rank does not have."""
+    rise(ranks)
+    ranks.run(fill, ranks=[1])
+    now = renew(ranks)
+    for _ in range(5):
+        assert ranks.run(small_total) == [2.0] * 2
+    assert ranks.run(epoch) == [now] * 2
+    ranks.run(free, ranks=[1])
+    ranks.run(await_epoch, now + 1)
+    assert ranks.run(small_total) == [2.0] * 2
+
+
 def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
     rise(ranks)
     ranks.run(fill, ranks=[1])

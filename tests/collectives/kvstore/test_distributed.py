@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError, RowSparse
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, meet
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -158,6 +159,28 @@ def raising_at_seven(key: str, gradient: Any, weight: Any) -> None:
     weight += gradient
     if gradient[0] % 7 == 0:
         raise ZeroDivisionError
+
+
+def function_that_fails_on_one_worker() -> None:
+    """Its weights are behind the others' from then on, which must not go on silently."""
+    kv = kvstore.create("dist_sync")
+    failing = [kv.rank == 1]
+
+    def update(key: str, gradient: Any, weight: Any) -> None:
+        if failing[0] and key == "a":
+            failing[0] = False
+            raise ZeroDivisionError
+        weight += gradient
+
+    kv.set_optimizer(update)
+    kv.init(["a", "b"], [full(1), full(1)])
+    with pytest.raises(ZeroDivisionError) if kv.rank == 1 else contextlib.nullcontext():
+        kv.pushpull("a", full(1))
+    with pytest.raises(AbortedError, match=r"kv\.\d+\.a` .*`kv\.\d+\.a \(failed updates: 1\)`"):
+        kv.pushpull("a", full(1))
+    meet()
+    kv.push("b", full(1))
+    assert pulled(kv, "b") == 1 + kv.num_workers
 
 
 def compressed() -> None:
@@ -379,6 +402,34 @@ def test_on_ranks(ranks: Ranks, function: Any) -> None:
 def test_a_wrong_shape_on_one_worker_is_an_error_on_all(ranks: Ranks) -> None:
     if ranks.size > 1:
         ranks.run(one_pushes_another_shape)
+
+
+def test_a_function_that_fails_on_one_worker_is_no_silent_difference(ranks: Ranks) -> None:
+    if ranks.size > 1:
+        ranks.run(function_that_fails_on_one_worker)
+
+
+def missing_push() -> str:
+    """Rank 1 forgets a push, and all meet afterwards."""
+    kv = kvstore.create("dist_sync")
+    kv.set_optimizer("sgd")
+    kv.init("w", full(1))
+    if kv.rank != 1:
+        kv.push("w", full(1))
+    with pytest.raises(AbortedError) as caught:
+        kv.barrier() if kv.rank == 1 else kv.pull("w", out=full(0))
+    meet()
+    out = full(0)
+    kv.pushpull("w", full(1), out=out)
+    np.testing.assert_allclose(out, 1 - 0.01 * kv.num_workers, rtol=1e-6)
+    return str(caught.value)
+
+
+def test_a_forgotten_push_is_told_on_all_workers_and_the_store_goes_on(ranks: Ranks) -> None:
+    if ranks.size > 1:
+        for text in ranks.run(missing_push):
+            assert "rank 1 in barrier" in text
+            assert re.search(r"ranks? 0.* in allreduce `kv\.\d+\.w`", text)
 
 
 OPTIMIZERS = [

@@ -19,6 +19,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.kvstore import served
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.messages import Attach, encode
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -44,6 +45,50 @@ def synchronous() -> Iterator[Ranks]:
 def own_ranks() -> Iterator[Ranks]:
     with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers"}) as started:
         yield started
+
+
+def waits_are_recorded(synchronous: bool) -> list[str]:
+    """Every wait here, however short."""
+    served._WAITED_SECONDS = 0.0
+    kv = kvstore.create("dist_sync" if synchronous else "dist_async")
+    kv.set_optimizer("test")
+    kv.init("w", full(0))
+    seen: list[tuple[str, float]] = []
+    kv._record = lambda name, value: seen.append((name, value))
+    kv.pushpull("w", full(1), out=full(0))
+    kv.barrier()
+    assert all(value >= 0 for _, value in seen)
+    return [name for name, _ in seen]
+
+
+def rows_of_dense_weights(name: str) -> None:
+    """Lazy updates of weights in parts on two servers, whose border is in the middle of a row; one process is the reference."""
+    kv, alone = kvstore.create("dist_sync"), kvstore.create("local")
+    settings: dict[str, Any] = {"momentum": 0.9, "wd": 0.1} if name == "sgd" else {}
+    for store in (kv, alone):
+        store.set_optimizer(kvstore.optimizer.create(name, learning_rate=0.1, **settings))
+    rng = np.random.default_rng(4)
+    for key, shape in ((0, (7, 3)), (1, (3, 2))):
+        start = rng.standard_normal(shape).astype("f4")
+        kv.init(key, start)
+        alone.init(key, start)
+        for _ in range(4):
+            pushed = []
+            for _ in range(kv.num_workers):
+                rows = np.sort(rng.choice(shape[0], 2, replace=False))
+                pushed.append(RowSparse(rng.integers(-8, 8, (2, shape[1])).astype("f4"), rows, shape))
+            kv.push(key, pushed[kv.rank])
+            alone.push(key, pushed)
+            out, expected = np.empty(shape, "f4"), np.empty(shape, "f4")
+            kv.pull(key, out=out)
+            alone.pull(key, out=expected)
+            assert out.tobytes() == expected.tobytes()
+    mine = np.zeros((3, 2), "f4") if kv.rank else RowSparse(np.zeros((0, 2), "f4"), [], (3, 2))
+    kv.push(1, mine)
+    with pytest.raises(KVStoreError, match=r"key 1.*dense and row-sparse"):
+        kv.pull(1, out=out)
+    kv.pull(1, out=out)
+    assert out.tobytes() == expected.tobytes()
 
 
 def start_servers() -> None:
@@ -139,11 +184,6 @@ def refused() -> None:
         (lambda: kv.push("a", full(1, dtype="float64")), KVStoreError, "they need one type"),
         (lambda: kv.pull("a", out=full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
         (lambda: kv.pull("a", out=full(1), ignore_sparse=False), KVStoreError, "row_sparse_pull"),
-        (
-            lambda: kv.push("a", RowSparse(np.zeros((0,), "f4"), [], (3,))),
-            KVStoreError,
-            "'a' is dense, but was given a row-sparse",
-        ),
     ):
         with pytest.raises(error, match=text):
             call()
@@ -494,6 +534,18 @@ def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks, 
 def test_rounds_with_updates_on_two_servers(synchronous: Ranks) -> None:
     synchronous.run(rounds_on_servers)
     synchronous.run(spread)
+
+
+def test_rows_of_dense_weights_are_updated() -> None:
+    settings = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "10"}
+    with Ranks(3, env=settings) as ranks:
+        for name in ("sgd", "adam"):
+            ranks.run(rows_of_dense_weights, name)
+
+
+def test_waits_and_staleness_are_metrics(synchronous: Ranks) -> None:
+    assert synchronous.run(waits_are_recorded, True) == [["kv.wait"]] * 3
+    assert synchronous.run(waits_are_recorded, False) == [["kv.wait", "kv.staleness"]] * 3
 
 
 def test_a_killed_server_loses_and_repeats_no_push(own_ranks: Ranks) -> None:

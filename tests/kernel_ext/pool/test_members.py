@@ -11,7 +11,9 @@ from hvdlab.kernel_ext.members import (
     Effect,
     Ended,
     Expect,
+    Gone,
     Leave,
+    LetGo,
     Members,
     MemberState,
     Resized,
@@ -49,7 +51,7 @@ def test_shrinking_lets_the_last_ranks_leave() -> None:
     members = ready_members(3)
     assert members.handle(Wanted((0, 1))) == [Expect((0, 1)), Leave(2), Resized((0, 1), 2)]
     assert members.living() == {0: 100, 1: 101, 2: 102}
-    assert members.handle(Ended(2, 102, "exit code 0")) == []
+    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2)]
     assert members.living() == {0: 100, 1: 101}
 
 
@@ -57,7 +59,14 @@ def test_a_rank_that_is_wanted_again_while_it_leaves_is_started_after_its_end() 
     members = ready_members(2)
     members.handle(Wanted((0,)))
     assert Start((1,), 2) not in members.handle(Wanted((0, 1)))
-    assert members.handle(Ended(1, 101, "exit code 0")) == [Start((1,), 2)]
+    assert members.handle(Ended(1, 101, "exit code 0")) == [Gone(1), Start((1,), 2)]
+
+
+def test_ranks_that_leave_at_a_commit_are_let_go_and_not_sent_away() -> None:
+    members = ready_members(3)
+    assert members.handle(Wanted((0, 1), at_commit=True)) == [LetGo((2,)), Leave(2), Resized((0, 1), 2)]
+    assert members.ready == (0, 1)
+    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2)]
 
 
 def test_a_ready_rank_s_death_is_told_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.magics.status_table import StatusTable
 from patience import GONE, PATIENCE
 from pool_recorder import Recorder
 
@@ -39,7 +40,7 @@ while True:
 
 def pulled(pool: Pool, ranks: list[int]) -> set[Any]:
     assert pool.run("kv.pull('w', out=out)", ranks=ranks).errors == {}
-    return {pool.pull("float(out[0])")[rank] for rank in ranks}
+    return set(pool.pull("float(out[0])", ranks).values())
 
 
 def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_pool: StartPool) -> None:
@@ -47,6 +48,7 @@ def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_p
     assert pool.run(MAKE).errors == {}
     (server,) = set(pool.pull("server").values())
     process = psutil.Process(server)
+    assert [row[2:5] for row in StatusTable(pool.status()).server_cells()] == [(str(server), "1", "24 B")]
     assert pool.run(PUSH).errors == {}
     assert pulled(pool, [0, 1]) == {2.0}
 

@@ -18,6 +18,7 @@ from traitlets.config import Config
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.settings import Settings
 from hvdlab.kernel_ext import payloads
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
@@ -48,6 +49,7 @@ class FakeEngine:
     paused = ""
 
     def __init__(self) -> None:
+        self.settings = Settings()
         self.log: list[tuple[str, Any]] = []
         self.posted: queue.Queue[Any] = queue.Queue()
         self.in_flight: list[Any] = []

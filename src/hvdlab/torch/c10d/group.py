@@ -229,9 +229,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             source,
             self._with_future.add,
         )
-        announce = bool(getattr(opts, "asyncOp", True))
+        at_once = not getattr(opts, "asyncOp", True)
         work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
-        self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), announce=announce)
+        self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), at_once=at_once)
         return work
 
     def _require_usable(self, operation: str) -> None:
@@ -265,12 +265,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         name: str,
         site: str,
         *,
-        announce: bool,
+        announce: bool = True,
+        at_once: bool = False,
     ) -> None:
         for request in submission.requests:
             request.name, request.site, request.process_set = name, site, process_set
             request.anonymous = True
-            work.handles.append(self._engine.submit(request, announce=announce))
+            work.handles.append(self._engine.submit(request, announce=announce, at_once=at_once))
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
+from hvdlab.collectives.engine.request import Limit, Result
+from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
 
 _profilers: Any = torch.autograd
@@ -106,22 +106,18 @@ class HvdlabWork(dist.Work):
             KeyboardInterrupt: The user interrupted; all ranks then give it up.
         """
         seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
-        try:
-            self._complete(seconds)
-        except TimeoutError:
-            text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
-            self._engine.withdraw(text, self._process_set, CauseKind.TIMEOUT)
-            self._complete(None)
+        text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
+        self._complete(Limit(seconds, text))
         self._end_future()
         return True
 
-    def _complete(self, seconds: float | None) -> None:
-        """Wait for the core, deliver, and raise what it failed with. ``TimeoutError`` leaves all as it is."""
+    def _complete(self, limit: Limit | None) -> None:
+        """Wait for the core, deliver, and raise what it failed with."""
         results: list[Result] = []
         if not self._over:
             for handle in self.handles:
                 try:
-                    results.append(handle.wait(seconds))
+                    results.append(handle.wait() if limit is None else handle.wait_or_withdraw(limit))
                 except HvdlabError as error:
                     self._error = self._error or renamed(error, self.operation)
             with self._lock:

@@ -1,0 +1,158 @@
+"""Elastic cells: ranks are lost, replaced, added and let go while the cell runs, and take part by themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.elastic import Bounds
+from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.payloads import Chunk, Stream
+from hvdlab.kernel_ext.pool import Pool
+from patience import PATIENCE
+
+StartPool = Callable[..., Pool]
+
+SET_UP = """
+import collections, torch
+import hvdlab.torch as hvd
+
+hvd.init()
+def doubled(x):
+    return 2 * x
+
+class Counts(collections.Counter):
+    pass
+
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, sizes=Counts(), stop=0)
+
+@hvd.elastic.run
+def train(state):
+    said = 0
+    while not state.stop:
+        optimizer.zero_grad()
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.sizes[hvd.size()] += doubled(1)
+        state.stop = int(hvd.allreduce(torch.tensor(float(STOP[0])), name="stop", op=hvd.Sum) > 0)
+        if said != hvd.size():
+            said = hvd.size()
+            print("size", said, flush=True)
+        state.commit()
+    return hvd.size()
+
+STOP = [0]
+"""
+CELL = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: STOP.__setitem__(0, 1))
+size = train(state)
+(size, dict(state.sizes), state.step, [p.tolist() for p in model.parameters()])
+"""
+
+
+class Said(NullSink):
+    """What ranks wrote and what was said of the cell; lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.written: list[tuple[int, str]] = []
+        self.notes: list[str] = []
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        with self.changed:
+            self.written += [(rank, c.text.strip()) for c in chunks if isinstance(c, Stream)]
+            self.changed.notify_all()
+
+    def note(self, text: str) -> None:
+        with self.changed:
+            self.notes.append(text)
+            self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE), (self.written, self.notes)
+
+    def sizes(self, rank: int) -> list[int]:
+        return [int(word) for r, text in self.written if r == rank for word in text.split() if word.isdigit()]
+
+
+@pytest.fixture(autouse=True)
+def with_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
+
+
+def pids(pool: Pool) -> dict[int, int]:
+    return {status.rank: status.pid for status in pool.status()}
+
+
+def start(pool: Pool, said: Said, bounds: Bounds) -> CellHandle:
+    assert pool.run(SET_UP).ok
+    return pool.start_run(CELL, label="[3]", out=said, elastic=bounds)
+
+
+@pytest.mark.timeout(240)
+def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> None:
+    pool, said = start_pool(2), Said()
+    before = pids(pool)
+    running = start(pool, said, Bounds(2, 3))
+    said.wait(lambda: said.sizes(0)[-1:] == [2])
+
+    # It grows: the newcomer knows what the others know, and joins at their next commit.
+    pool.resize(3)
+    said.wait(lambda: said.sizes(2)[-1:] == [3] and said.sizes(0)[-1:] == [3])
+    assert pool.newcomers == ()
+
+    # A rank is lost and replaced, the first one: the state is that of the others.
+    os.kill(before[0], signal.SIGKILL)
+    said.wait(lambda: said.sizes(1)[-1:] == [2] and 0 in pool.lost)
+    assert pool.repair() == (0,)
+    said.wait(lambda: said.sizes(0)[-1:] == [3] and said.sizes(1)[-1:] == [3])
+
+    # What can't be is refused by a sentence, and nothing has changed.
+    for size, why in (
+        (4, "4 ranks are more than --max-np 3 of cell"),
+        (1, "1 rank is fewer than --min-np 2 of"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why):
+            pool.resize(size)
+
+    # It shrinks: the rank leaves at its commit. Nobody goes back, so no step is done twice.
+    pool.resize(2)
+    said.wait(lambda: said.sizes(1)[-1:] == [2])
+    assert pool.ranks == (0, 1)
+
+    # Too few: the other one waits, and says so, until there are enough.
+    os.kill(pids(pool)[0], signal.SIGKILL)
+    said.wait(lambda: any("1 of at least 2 ranks is left" in note for note in said.notes))
+    pool.repair()
+    said.wait(lambda: said.sizes(0)[-1:] == [2])
+    os.kill(pids(pool)[1], signal.SIGUSR1)
+    results = running.wait(PATIENCE)
+    assert results.ok, (results.root_cause, said.notes)
+    assert results.ranks == (0, 1)
+    assert results[0] == results[1]
+    size, sizes, step, _ = results[0]
+    assert (size, set(sizes), sum(sizes.values())) == (2, {2, 3}, 2 * step)
+    assert pids(pool)[1] == before[1]
+    told = "\n".join(said.notes)
+    for expected in (
+        "rank 2 joins at the others' next commit",
+        "rank 0 died: killed by SIGKILL",
+        "rank 0 joins at the others' next commit",
+        "rank 2 leaves at the next commit",
+        "rank 2 has left; nothing is lost by that",
+    ):
+        assert expected in told
+    assert list(pool.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()")) == [2.0, 2.0]

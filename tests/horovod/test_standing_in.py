@@ -206,7 +206,7 @@ def test_uninstall(python: Run, real_horovod: str) -> None:
 def test_modules_that_are_not_there_say_what_to_use(python: Run) -> None:
     code = (
         "import importlib.util, hvdlab\nhvdlab.install_as_horovod()\n"
-        "for name in 'ray.elastic_v2 spark.torch spark.torch.estimator'.split():\n"
+        "for name in 'spark.torch spark.torch.estimator'.split():\n"
         "    for how in ('import horovod.{}', 'from horovod.{} import x'):\n"
         "        try:\n            exec(how.format(name))\n"
         "        except ImportError as error:\n            assert 'not part of hvdlab yet' in str(error), error\n"

@@ -27,7 +27,6 @@ _NOT_YET = "is not part of hvdlab yet"
 _DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher. Use `hvdlab run --host-discovery-script`."
 
 ABSENT = {
-    "horovod.ray.elastic_v2": f"{_NOT_YET}. hvdlab.ray.RayExecutor has a fixed number of ranks.",
     "horovod.spark.torch": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",

@@ -5,7 +5,8 @@ It needs Ray (``pip install hvdlab[ray]``), which is imported when ranks are sta
 
 from __future__ import annotations
 
+from hvdlab.ray.elastic import ElasticRayExecutor
 from hvdlab.ray.runner import RayExecutor
 from hvdlab.ray.worker import BaseHorovodWorker
 
-__all__ = ["BaseHorovodWorker", "RayExecutor"]
+__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor"]

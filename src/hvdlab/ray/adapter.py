@@ -7,6 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+START_TIMEOUT = 300.0
+"""Seconds within which workers must have joined, unless the settings say otherwise."""
+
+
+def start_timeout(settings: Any) -> float:
+    """Seconds within which workers must have joined: of Horovod's settings, or ours."""
+    found = getattr(settings, "start_timeout", None)
+    if not isinstance(found, int | float):
+        found = getattr(settings, "timeout_s", None)
+    return float(found or START_TIMEOUT)
+
+
+def interfaces(settings: Any) -> list[str]:
+    """The interfaces of the driver that the settings name."""
+    nics = getattr(settings, "nics", None)
+    return [nics] if isinstance(nics, str) else sorted(nics or ())
+
 
 @dataclass
 class BaseParams:

@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,18 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, host_key, place
 from hvdlab.collectives.environment import World, own_environment
-from hvdlab.collectives.errors import InvalidRequestError, StartError, UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.exits import Outcome
-from hvdlab.ray.adapter import Adapter, BaseParams
+from hvdlab.ray.adapter import START_TIMEOUT, Adapter, BaseParams, interfaces, start_timeout
+from hvdlab.ray.elastic_v2 import ElasticParams
+from hvdlab.ray.launcher import connected_here
 from hvdlab.ray.ray_logger import TOPIC
 from hvdlab.ray.strategy import (
     GROUP_TIMEOUT,
     BaseStrategy,
     ColocatedStrategy,
     PGStrategy,
+    death_reason,
     free_resources,
     imported,
 )
@@ -37,7 +41,6 @@ from hvdlab.runner.done import Done
 
 T = TypeVar("T")
 
-START_TIMEOUT = 300.0
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end a call that has failed on one; then they are interrupted."""
 _AFTER_AN_INTERRUPT = 5.0
@@ -115,16 +118,21 @@ class RayExecutor:
             the index of its own.
         gpus_per_worker: How many; by default one.
         use_current_placement_group: Whether ``num_workers`` go into the placement group that this process runs in, if it does.
-        min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: Of elastic training, which
-            there is not on Ray yet: ``min_workers`` is refused.
+        min_workers: Makes calls elastic: each starts its ranks anew, goes on with so many of them, and lets in more as nodes
+            come. ``fn`` then uses ``hvd.elastic.run``.
+        max_workers: How many ranks there are at most; by default as many as there is room for.
+        reset_limit: How many lost ranks are started anew in a call.
+        cooldown_range: Seconds that a node on which a rank failed is put aside the first time, and at most.
+        elastic_timeout: Seconds that a call waits for nodes while it has fewer ranks than ``min_workers``.
+        override_discovery: Whether ranks run on the nodes of the cluster; else on hosts that ``settings.discovery`` finds,
+            which are names of Ray's ``node:<name>`` resources.
 
     Raises:
         ValueError: GPUs are counted but not used; ``max_workers`` is given without ``min_workers``; or this with
             ``num_workers``.
-        UnsupportedError: ``min_workers`` asks for elastic training.
     """
 
-    adapter: StaticAdapter
+    adapter: Adapter
 
     @classmethod
     def create_settings(
@@ -172,24 +180,33 @@ class RayExecutor:
     ) -> None:
         if max_workers is not None and not (min_workers and min_workers > 0):
             raise ValueError("max_workers is set, but min_workers is not a positive number.")
-        if min_workers is not None:
-            if num_workers is not None:
-                raise ValueError("num_workers and min_workers are both set; give one of them.")
-            raise UnsupportedError(
-                "min_workers= asks for elastic training, which hvdlab has not on Ray yet: give num_workers=, or run "
-                "`hvdlab run --min-np` with a source of hosts."
-            )
+        if min_workers is not None and num_workers is not None:
+            raise ValueError("num_workers and min_workers are both set; give one of them.")
         self.settings = settings
-        settings.elastic = False
-        self.params = StaticParams(
-            num_workers=num_workers,
-            num_hosts=num_hosts,
-            num_workers_per_host=num_workers_per_host,
-            cpus_per_worker=cpus_per_worker,
-            use_gpu=use_gpu,
-            gpus_per_worker=gpus_per_worker,
-            use_current_placement_group=use_current_placement_group,
-        )
+        self.params: StaticParams | ElasticParams
+        if min_workers is not None:
+            self.params = ElasticParams(
+                min_workers=min_workers,
+                max_workers=max_workers,
+                reset_limit=reset_limit,
+                cooldown_range=cooldown_range,
+                elastic_timeout=elastic_timeout,
+                override_discovery=override_discovery,
+                cpus_per_worker=cpus_per_worker,
+                use_gpu=use_gpu,
+                gpus_per_worker=gpus_per_worker,
+            )
+        else:
+            self.params = StaticParams(
+                num_workers=num_workers,
+                num_hosts=num_hosts,
+                num_workers_per_host=num_workers_per_host,
+                cpus_per_worker=cpus_per_worker,
+                use_gpu=use_gpu,
+                gpus_per_worker=gpus_per_worker,
+                use_current_placement_group=use_current_placement_group,
+            )
+        settings.elastic = self.params.elastic
 
     def start(
         self,
@@ -214,7 +231,7 @@ class RayExecutor:
         """
         if hasattr(self, "adapter"):
             raise InvalidRequestError("This executor is started already; call shutdown() first.")
-        adapter = self.params.adapter(self.settings, self.params)
+        adapter: Adapter = self.params.adapter(self.settings, self.params)  # type: ignore[arg-type]  # each names its own
         adapter.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
         self.adapter = adapter
 
@@ -277,7 +294,7 @@ class RayExecutor:
             self.adapter.shutdown()
             del self.adapter
 
-    def _started(self) -> StaticAdapter:
+    def _started(self) -> Adapter:
         if not hasattr(self, "adapter"):
             raise InvalidRequestError("This executor has no workers: call start() first.")
         return self.adapter
@@ -303,6 +320,8 @@ class StaticAdapter(Adapter):
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
         self._calls = itertools.count()
+        #: How many interrupts each rank was sent.
+        self._interrupts: Counter[int] = Counter()
         #: Of the call that runs; what ranks log at other times goes nowhere.
         self._callbacks: tuple[Callable[[Any], Any], ...] = ()
 
@@ -315,14 +334,7 @@ class StaticAdapter(Adapter):
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        ray = imported()
-        if ray.util.client.ray.is_connected():
-            raise StartError(
-                "This process is connected by Ray Client (ray://), so that ranks could not reach it. Run it on a node of the "
-                "cluster, such as by `ray job submit`."
-            )
-        if not ray.is_initialized():
-            raise StartError("This process is not connected to Ray: call ray.init() first.")
+        connected_here()
         extra = {str(name): str(value) for name, value in (extra_env_vars or {}).items()}
         try:
             self.strategy = self._make_strategy()
@@ -395,17 +407,13 @@ class StaticAdapter(Adapter):
 
     def _address(self) -> str:
         """Where the other nodes reach the coordinator."""
-        nics = getattr(self.settings, "nics", None)
-        if nics:
-            return addresses.of_interfaces([nics] if isinstance(nics, str) else sorted(nics))
+        if nics := interfaces(self.settings):
+            return addresses.of_interfaces(nics)
         return addresses.chosen(os.environ) or addresses.outward([card.address for card in self._cards])
 
     @property
     def _start_timeout(self) -> float:
-        found = getattr(self.settings, "start_timeout", None)
-        if not isinstance(found, int | float):
-            found = getattr(self.settings, "timeout_s", None)
-        return float(found or START_TIMEOUT)
+        return start_timeout(self.settings)
 
     def _wait(self, references: list[Any], timeout: float, what: str) -> list[Any]:
         """The values, by rank."""
@@ -421,7 +429,7 @@ class StaticAdapter(Adapter):
             except ray.exceptions.RayTaskError as error:
                 raise StartError(f"rank {rank} did not start: {error.cause}") from error
             except ray.exceptions.RayError as error:
-                raise StartError(f"rank {rank} did not start: {_words(error)}") from error
+                raise StartError(f"rank {rank} did not start: {death_reason(error)}") from error
         if late:
             raise StartError(
                 f"ranks {late} of {len(references)} had not {what} within {timeout:g} s; {free_resources()}. "
@@ -473,8 +481,10 @@ class StaticAdapter(Adapter):
         label = getattr(function, "__qualname__", type(function).__qualname__)
         self._client.cell_started(cell, range(len(workers)), label=label)
         return [
-            (worker.perform_remotely if remotely else worker.perform).remote(call, what, cell)
-            for worker in workers
+            (worker.perform_remotely if remotely else worker.perform).remote(
+                call, what, cell, self._interrupts[rank]
+            )
+            for rank, worker in enumerate(workers)
         ]
 
     def _finished(
@@ -531,7 +541,7 @@ class StaticAdapter(Adapter):
         try:
             reply: Reply = ray.get(reference)
         except ray.exceptions.RayError as error:
-            text = _words(error)
+            text = death_reason(error)
             done.outcomes[rank] = Outcome(1, 0, text)
             done.code = 1
             assert self._client is not None
@@ -544,6 +554,7 @@ class StaticAdapter(Adapter):
 
     def _interrupt(self, ranks: Sequence[int]) -> None:
         assert self._client is not None
+        self._interrupts.update(ranks)
         with contextlib.suppress(ConnectionError):  # then the ranks end by themselves
             self._client.interrupt(ranks)
 
@@ -570,10 +581,3 @@ class StaticAdapter(Adapter):
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close(_CLOSING)
-
-
-def _words(error: BaseException) -> str:
-    """Why an actor is gone, on one line: Ray explains on many, with ids that nobody knows."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
-    return " ".join(told) or type(error).__name__

@@ -69,6 +69,13 @@ def free_resources() -> str:
     return f"free: {said} on {sum(bool(node['Alive']) for node in ray.nodes())} nodes"
 
 
+def death_reason(error: BaseException) -> str:
+    """Why an actor is gone, on one line: Ray explains on many, with ids that nobody knows."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
+    return " ".join(told) or type(error).__name__
+
+
 class BaseStrategy(ABC):
     """Places workers on the cluster, in the order of their ranks."""
 

@@ -82,8 +82,11 @@ class BaseHorovodWorker:
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self.world_rank, self.world_size = world_rank, world_size
         self._engine: Engine | None = None
-        #: Whether an interrupt is for a call: Ray's own code between calls must not get it.
+        #: Whether a call runs: Ray's own code between calls must not be interrupted.
         self._interruptible = False
+        #: Interrupts that have arrived, and those that the driver had sent before the call that runs: more are for it, also
+        #: if they were faster than the call.
+        self._interrupts, self._interrupts_before = 0, 0
 
     def __repr__(self) -> str:
         """In front of what it prints, where Ray shows that."""
@@ -154,18 +157,27 @@ class BaseHorovodWorker:
         if threading.current_thread() is main and main.ident is not None:
             ident = main.ident
             signal.signal(signal.SIGINT, self._on_signal)
-            engine.on_interrupt(lambda: signal.pthread_kill(ident, signal.SIGINT))
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, {signal.SIGINT}
+            )  # Ray starts its processes with it blocked
+            engine.on_interrupt(lambda: self._on_interrupt(ident))
 
-    def perform(self, call: bytes, what: Kind, cell: str) -> Reply:
+    def _on_interrupt(self, main: int) -> None:
+        """On the engine's thread."""
+        self._interrupts += 1
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def perform(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Reply:
         """Make a call of the driver's, and tell how it ended.
 
         Args:
             call: The pickled call.
             what: What its function is.
             cell: What the coordinator knows the call by.
+            interrupts: How many interrupts the driver had sent to this rank before.
         """
         try:
-            return Reply(returned(self._perform(call, what, cell)))
+            return Reply(returned(self._perform(call, what, cell, interrupts)))
         except BaseException as error:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
             said = describe(error, self.world_rank)
             while (
@@ -176,17 +188,19 @@ class BaseHorovodWorker:
                 cut_own_frames(error.__traceback__)
             return Reply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
 
-    def perform_remotely(self, call: bytes, what: Kind, cell: str) -> Any:
+    def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
         """The same for callers that get Ray's references: it returns and raises what the function does."""
-        return self._perform(call, what, cell)
+        return self._perform(call, what, cell, interrupts)
 
-    def _perform(self, call: bytes, what: Kind, cell: str) -> Any:
+    def _perform(self, call: bytes, what: Kind, cell: str, interrupts: int) -> Any:
         engine = self._engine
         assert engine is not None, "connect() comes first"
         engine.begin_cell(cell)
         error: str | None = None
         try:
+            self._interrupts_before = interrupts
             self._interruptible = True
+            self._on_signal(signal.SIGINT, None)  # it may have come before
             function, args, kwargs = unpickled_call(call)
             if what == "class":
                 return self.start_executable(function, args, kwargs)
@@ -201,7 +215,7 @@ class BaseHorovodWorker:
             engine.end_cell(cell, error)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self._interruptible:
+        if self._interruptible and self._interrupts > self._interrupts_before:
             raise KeyboardInterrupt
 
     def leave(self) -> None:

@@ -157,7 +157,7 @@ def test_too_few_nodes_and_hosts_of_the_users(cluster: Any) -> None:
     own.discovery = lambda: {address: 1}
     executor = RayExecutor(own, min_workers=1, max_workers=1, override_discovery=False)
     executor.start()
-    assert executor.run(os.environ.get, ("HOROVOD_HOSTNAME",)) == [address]
+    assert executor.run(os.getenv, ("HOROVOD_HOSTNAME",)) == [address]
     executor.shutdown()
     with pytest.warns(DeprecationWarning, match="min_num_proc"):
         assert ElasticRayExecutor.create_settings(min_np=3).min_num_proc == 3

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+import queue
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def until_sizes(wanted: list[int], given: str) -> tuple[int, list[int], int, str
     from hvdlab.ray.ray_logger import log
 
     hvd.init()
-    state = hvd.elastic.TorchState(sizes=[], step=0)
+    state: Any = hvd.elastic.TorchState(sizes=[], step=0)
     entered = 0
 
     @hvd.elastic.run
@@ -77,39 +76,26 @@ def test_ranks_come_and_go_with_nodes(cluster: Any) -> None:
         settings(), min_workers=2, cpus_per_worker=CPUS, elastic_timeout=PATIENCE, cooldown_range=(1, 2)
     )
     executor.start(extra_env_vars={"GIVEN": 5})
-    nodes: list[Any] = []
-    threads: list[threading.Thread] = []
-    seen: list[int] = []
-
-    def add() -> None:
-        for _ in range(3):  # Ray gives a node 30 s to start, which may be too few on a busy machine
-            with contextlib.suppress(Exception):
-                nodes.append(cluster.add_node(num_cpus=CPUS, object_store_memory=100 << 20))
-                return
-        signal.raise_signal(signal.SIGINT)  # ends the call
-
-    def change(info: dict[str, int]) -> None:
-        seen.append(info["reached"])
-        work = [add, lambda: cluster.remove_node(nodes.pop(), allow_graceful=False), lambda: None]
-        threads.append(threading.Thread(target=work[len(seen) - 1]))
-        threads[-1].start()
-
-    try:
-        found = executor.run(until_sizes, ([2, 3, 2], "!"), callbacks=[change])
-    except KeyboardInterrupt:
-        pytest.fail("no node could be added")
-    finally:
-        for thread in threads:
-            thread.join()
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
-        executor.shutdown()
+    reached: queue.Queue[int] = queue.Queue()
+    with ThreadPoolExecutor(1) as thread:  # Ray adds nodes on the main thread only
+        job = thread.submit(
+            executor.run,
+            until_sizes,
+            ([2, 3, 2], "!"),
+            callbacks=[lambda info: reached.put(info["reached"])],
+        )
+        assert reached.get(timeout=PATIENCE) == 2
+        node = cluster.add_node(num_cpus=CPUS, object_store_memory=100 << 20)
+        assert reached.get(timeout=PATIENCE) == 3
+        cluster.remove_node(node, allow_graceful=False)
+        assert reached.get(timeout=PATIENCE) == 2
+        found = job.result(PATIENCE)
+    executor.shutdown()
     assert [each[:2] + each[3:] for each in found] == [(rank, [2, 3, 2], "5!") for rank in (0, 1)]
     assert [each[2] for each in found] == [
         3,
         3,
     ]  # they kept their processes: the function was entered anew in them
-    assert seen == [2, 3, 2]
     everything_is_free()
 
 

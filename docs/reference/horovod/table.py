@@ -379,7 +379,7 @@ def sections() -> Iterator[tuple[str, list[Row]]]:
                 problems.append(str(problem))
         yield title, rows
     yield (
-        "Bindings that come later",
+        "Modules that come later",
         [Row(f"`{module}`", LATER, f"{count} names") for module, count in api["later"].items()],
     )
     problems += [f"{key} in verdicts.toml is no row" for key in declared.unused()]
@@ -396,7 +396,7 @@ same meaning. *Extended*: also takes or does more. *Different*: how is said. *Ab
 made by `make tables` from the code; a test compares the two.
 
 The names of `horovod.tensorflow` and `horovod.keras` are not in it: each of them is there, with the same arguments in the same
-order, which `tests/tensorflow/test_names.py` checks.
+order, which `tests/tensorflow/test_names.py` checks. Those of [`horovod.ray`](../how-to/ray.md) and [`horovod.spark`](../how-to/spark.md) are on these pages.
 """
 
 

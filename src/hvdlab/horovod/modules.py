@@ -13,6 +13,7 @@ STANDS_FOR = {
     "horovod.tensorflow.util": "hvdlab.tensorflow.functions",
     "horovod.keras": "hvdlab.keras",
     "horovod.mxnet": "hvdlab.mxnet",
+    "horovod.ray": "hvdlab.ray",
     "horovod.spark": "hvdlab.spark",
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",
     "horovod.common.elastic": "hvdlab.collectives.elastic",
@@ -26,7 +27,6 @@ _NOT_YET = "is not part of hvdlab yet"
 _DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher. Use `hvdlab run --host-discovery-script`."
 
 ABSENT = {
-    "horovod.ray": f"{_NOT_YET}. Ranks are started by `hvdlab run`, hvdlab.run() or a pool in a notebook.",
     "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.runner.elastic.driver": _DRIVER,

@@ -52,6 +52,17 @@ def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return pickle.dumps((list(sys.path), cloudpickle.dumps((function, args, kwargs))))
 
 
+def unpickled_call(data: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function and its arguments that :func:`pickled_call` made these bytes of.
+
+    This process then finds the modules that the caller finds. Only for bytes that a launcher brought here.
+    """
+    path, pickled = pickle.loads(data)  # noqa: S301
+    sys.path += [entry for entry in path if entry not in sys.path]
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(pickled)  # noqa: S301
+    return call
+
+
 def main() -> None:
     """Run the call; exits with 1 if it raises."""
     call, result = int(sys.argv[1]), int(sys.argv[2])
@@ -61,11 +72,10 @@ def main() -> None:
             stream.reconfigure(line_buffering=True)  # it is a pipe, but somebody watches
     with open(f"/proc/self/fd/{call}", "rb") as file:
         # The launcher made it, on a pipe or in memory that nobody else can reach.
-        path, pickled = pickle.load(file)  # noqa: S301
+        data = file.read()
     os.close(call)
-    sys.path += [entry for entry in path if entry not in sys.path]
     try:
-        function, args, kwargs = pickle.loads(pickled)  # noqa: S301  # as above
+        function, args, kwargs = unpickled_call(data)
         value = function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  # the caller gets it
         from hvdlab.collectives.errors import HvdlabError
@@ -75,29 +85,31 @@ def main() -> None:
         _cut(error)
         if isinstance(error, HvdlabError):
             cut_own_frames(error.__traceback__)
-        _write(result, cloudpickle.dumps(_raised(error)))
+        _write(result, cloudpickle.dumps(raised(error)))
         traceback.print_exception(error)
         sys.exit(1)
-    _write(result, _returned(value))
+    _write(result, returned(value))
 
 
-def _returned(value: Any) -> bytes:
+def returned(value: Any) -> bytes:
+    """A value as the caller gets it: a pickled :class:`Returned`, or :class:`Raised` if it can't be pickled."""
     try:
         return bytes(cloudpickle.dumps(Returned(value)))
     except Exception as error:  # noqa: BLE001  # __reduce__ may raise anything
         rank = os.environ.get("HVDLAB_RANK", "?")
         text = f"rank {rank} returned a {type(value).__qualname__}, which can't be pickled: {error}"
         problem = UnpicklableResultError(text)
-        return bytes(cloudpickle.dumps(_raised(problem)))
+        return bytes(cloudpickle.dumps(raised(problem)))
 
 
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> Raised:
+    """An exception as the caller gets it."""
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
         pickled = cloudpickle.dumps(error)
         pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only
-    except Exception:  # noqa: BLE001  # as in _returned
+    except Exception:  # noqa: BLE001  # as in returned()
         pickled = b""
     return Raised(pickled, line, text)
 

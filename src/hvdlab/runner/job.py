@@ -100,6 +100,8 @@ class JobRun:
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
             self._news.watch(self._client)
+            for topic, take in self._job.mail.items():
+                self._client.on_mail(topic, take)
             world = self._make_world(coordinator, address)
             self._starter = launcher.starter(self._request(world, self._client, options), self)
             cleanup.callback(self._starter.close, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
@@ -42,6 +42,7 @@ class Job:
         max_ranks: Ranks that the job has at most; with a ``source`` only.
         cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
+        mail: Takes mail of the ranks by its topic, with the sender's rank and the body; on a thread of the launcher's.
         min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the others.
     """
 
@@ -66,6 +67,7 @@ class Job:
     max_ranks: int = MOST_RANKS
     cooldown: tuple[float, float] = COOLDOWN
     elastic_timeout: float = 600.0
+    mail: Mapping[str, Callable[[int, bytes], None]] = field(default_factory=dict)
     slots: tuple[Slot, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,226 @@
+"""The actor that is a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cloudpickle  # type: ignore[import-untyped]  # has no types
+
+from hvdlab.collectives import context
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.environment import free_port, thread_counts
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.uncaught import cut_own_frames, describe
+from hvdlab.runner.function import raised, returned, unpickled_call
+
+Kind = Literal["class", "method", "function"]
+"""What a call's function is: the class of the executable, called with the executable, or called with its arguments."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Where a worker runs.
+
+    Attributes:
+        node: Its Ray node's id.
+        host: What it shares memory with; see :func:`hvdlab.collectives.engine.hosts.host_key`.
+        user: Its user id.
+        pid: Its process id.
+        address: An address of its node that the others reach.
+        port: A TCP port of that address that is free now.
+        gpus: What Ray gave to it.
+    """
+
+    node: str
+    host: str
+    user: int
+    pid: int
+    address: str
+    port: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended on a rank.
+
+    Attributes:
+        outcome: A pickled ``Returned`` or ``Raised``.
+        error: One line, empty if it returned.
+        culprits: Ranks that are to blame, if what it raised comes of their failure.
+    """
+
+    outcome: bytes
+    error: str = ""
+    culprits: tuple[int, ...] = ()
+
+
+class BaseHorovodWorker:
+    """One rank, as an actor (``ray.remote(BaseHorovodWorker)``). It may be subclassed.
+
+    Calls of an executor are like cells of a notebook: what one raises ends that call on all ranks that wait for this one,
+    and the worker, its executable and its memory stay for the next call.
+
+    Args:
+        world_rank: Its rank.
+        world_size: Number of ranks.
+
+    Attributes:
+        executable: What ``executable_cls`` made, or ``None``.
+    """
+
+    executable: Any = None
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        self.world_rank, self.world_size = world_rank, world_size
+        self._engine: Engine | None = None
+        #: Whether a call runs: Ray's own code between calls must not be interrupted.
+        self._interruptible = False
+        #: Interrupts that have arrived, and those that the driver had sent before the call that runs: more are for it, also
+        #: if they were faster than the call.
+        self._interrupts, self._interrupts_before = 0, 0
+
+    def __repr__(self) -> str:
+        """In front of what it prints, where Ray shows that."""
+        return f"rank {self.world_rank}"
+
+    def hostname(self) -> str:
+        """The host's name."""
+        return socket.gethostname()
+
+    def node_id(self) -> str:
+        """The Ray node's id, in hexadecimal."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def get_gpu_ids(self) -> list[Any]:
+        """The GPUs that Ray gave to this worker."""
+        import ray
+
+        return list(ray.get_gpu_ids())
+
+    def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
+        """Set variables of this process, to what ``str`` makes of the values."""
+        os.environ.update({str(name): str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """The variables of this process."""
+        return dict(os.environ)
+
+    def start_executable(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the executable."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """Call ``func(executable)`` and return what it returned."""
+        return func(self.executable)
+
+    # -- what an executor calls ---------------------------------------------------------------------------------------
+
+    def card(self) -> Card:
+        """Where this worker runs."""
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
+        gpus = tuple(map(str, self.get_gpu_ids()))
+        return Card(self.node_id(), host_key(), os.getuid(), os.getpid(), address, free_port(address), gpus)
+
+    def connect(self, local_size: int, start_timeout: float) -> None:
+        """Join the world that the variables name, for as long as this worker lives; ``hvd.init()`` then finds it.
+
+        Raises:
+            StartError: The coordinator does not answer, or other ranks are not there in time.
+        """
+        os.environ.update(thread_counts(os.environ, local_size))
+        settings = dataclasses.replace(context.take_settings(), cells_tracked=True)
+        self._engine = engine = Engine.connect(settings)
+        engine.wait_for_world(start_timeout)
+        if settings.timeline and engine.rank == 0:
+            engine.start_timeline(settings.timeline, settings.mark_cycles)
+        context.adopt(engine)
+        main = threading.main_thread()
+        if threading.current_thread() is main and main.ident is not None:
+            ident = main.ident
+            signal.signal(signal.SIGINT, self._on_signal)
+            signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, {signal.SIGINT}
+            )  # Ray starts its processes with it blocked
+            engine.on_interrupt(lambda: self._on_interrupt(ident))
+
+    def _on_interrupt(self, main: int) -> None:
+        """On the engine's thread."""
+        self._interrupts += 1
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def perform(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Reply:
+        """Make a call of the driver's, and tell how it ended.
+
+        Args:
+            call: The pickled call.
+            what: What its function is.
+            cell: What the coordinator knows the call by.
+            interrupts: How many interrupts the driver had sent to this rank before.
+        """
+        try:
+            return Reply(returned(self._perform(call, what, cell, interrupts)))
+        except BaseException as error:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
+            said = describe(error, self.world_rank)
+            while (
+                trace := error.__traceback__
+            ) is not None and trace.tb_frame.f_code.co_filename == __file__:
+                error.__traceback__ = trace.tb_next
+            if isinstance(error, HvdlabError):
+                cut_own_frames(error.__traceback__)
+            return Reply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
+
+    def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
+        """The same for callers that get Ray's references: it returns and raises what the function does."""
+        return self._perform(call, what, cell, interrupts)
+
+    def _perform(self, call: bytes, what: Kind, cell: str, interrupts: int) -> Any:
+        engine = self._engine
+        assert engine is not None, "connect() comes first"
+        engine.begin_cell(cell)
+        error: str | None = None
+        try:
+            self._interrupts_before = interrupts
+            self._interruptible = True
+            self._on_signal(signal.SIGINT, None)  # it may have come before
+            function, args, kwargs = unpickled_call(call)
+            if what == "class":
+                return self.start_executable(function, args, kwargs)
+            if what == "method":
+                return self.execute(function)
+            return self.execute(lambda executable: function(*args, **kwargs))
+        except BaseException as problem:
+            error = describe(problem, self.world_rank).error
+            raise
+        finally:
+            self._interruptible = False
+            engine.end_cell(cell, error)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._interruptible and self._interrupts > self._interrupts_before:
+            raise KeyboardInterrupt
+
+    def leave(self) -> None:
+        """Leave the world in order."""
+        engine, self._engine = self._engine, None
+        context.adopt(None)
+        if engine is not None:
+            engine.close()

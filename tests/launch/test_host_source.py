@@ -50,6 +50,22 @@ def test_scripts_that_are_no_help(tmp_path: Path) -> None:
         HostDiscoveryScript("true", 0)
 
 
+def test_a_script_that_cannot_be_run_is_refused_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "hosts.sh"
+    for command in (script, f"{script} --all"):
+        with pytest.raises(InvalidRequestError, match=r"hosts\.sh, does not exist"):
+            as_host_source(command)
+    with pytest.raises(InvalidRequestError, match="is a folder"):
+        as_host_source(tmp_path)
+    script.write_text("#!/bin/sh\necho a:2\n")
+    with pytest.raises(InvalidRequestError, match=r"is not executable; `chmod \+x"):
+        as_host_source(script)
+    assert as_host_source(f"sh {script}").find() == {"a": 2}
+    assert as_host_source("/no/such/script || echo b").find() == {"b": 1}
+    script.chmod(0o700)
+    assert as_host_source(script).find() == {"a": 2}
+
+
 def test_what_may_be_given_as_a_source() -> None:
     class Mine(HostDiscovery):
         def find_available_hosts_and_slots(self) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import threading
@@ -81,6 +83,31 @@ class HostDiscoveryScript(HostDiscovery):
             raise InvalidRequestError(f"--slots-per-host {slots}: a host has at least one slot.")
         self._discovery_script, self._default_slots, self._within = discovery_script, slots or 1, within
 
+    def check(self) -> None:
+        """Refuse a command that names a file which can't be run, before anything waits for its hosts.
+
+        Commands that only a shell can read, and those without a path, are left to the shell.
+
+        Raises:
+            InvalidRequestError: The file is missing, a folder, or not executable.
+        """
+        if re.search(r"[|&;<>()$`\n]", self._discovery_script):
+            return
+        try:
+            path = next(iter(shlex.split(self._discovery_script)), "")
+        except ValueError:  # a quote without its end: the shell says so
+            return
+        if not re.fullmatch(r"[\w.+@-]*(/[\w.+@-]*)+", path):
+            return
+        if not os.path.exists(path):
+            raise InvalidRequestError(f"The script that finds hosts, {path}, does not exist.")
+        if os.path.isdir(path):
+            raise InvalidRequestError(f"The script that finds hosts, {path}, is a folder.")
+        if not os.access(path, os.X_OK):
+            raise InvalidRequestError(
+                f"The script that finds hosts, {path}, is not executable; `chmod +x {path}` makes it so."
+            )
+
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Run the command.
 
@@ -157,12 +184,14 @@ def as_host_source(given: object, slots: int | None = None) -> HostSource:
         slots: Slots of each host that a script prints, or a list names, without a number.
 
     Raises:
-        InvalidRequestError: It is none of these.
+        InvalidRequestError: It is none of these, or a script that can't be run.
     """
     if isinstance(given, HostSource):
         return given
     if isinstance(given, str | os.PathLike):
-        return HostDiscoveryScript(os.fspath(given), slots)
+        script = HostDiscoveryScript(os.fspath(given), slots)
+        script.check()
+        return script
     if isinstance(given, Mapping):
         return FixedHosts(checked(given))
     for method in ("find", "find_available_hosts_and_slots"):

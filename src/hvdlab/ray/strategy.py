@@ -16,7 +16,7 @@ GROUP_TIMEOUT = 100.0
 def imported() -> Any:
     """Ray's module. Raises ``StartError`` if it is missing."""
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise StartError(f"hvdlab.ray needs Ray ({error}): pip install 'hvdlab[ray]'") from error
     return ray

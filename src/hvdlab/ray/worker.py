@@ -98,13 +98,13 @@ class BaseHorovodWorker:
 
     def node_id(self) -> str:
         """The Ray node's id, in hexadecimal."""
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         return str(ray.get_runtime_context().get_node_id())
 
     def get_gpu_ids(self) -> list[Any]:
         """The GPUs that Ray gave to this worker."""
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         return list(ray.get_gpu_ids())
 
@@ -134,7 +134,7 @@ class BaseHorovodWorker:
 
     def card(self) -> Card:
         """Where this worker runs."""
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         address = str(ray.util.get_node_ip_address())
         gpus = tuple(map(str, self.get_gpu_ids()))

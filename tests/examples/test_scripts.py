@@ -152,6 +152,15 @@ def test_tensorflow_digits(tmp_path: Path) -> None:
 
 @needs_tensorflow
 @pytest.mark.timeout(180)
+def test_tensorflow1_digits(tmp_path: Path) -> None:
+    output = run(2, "tensorflow1_digits.py", "--steps", "300", "--checkpoints", "digits", cwd=tmp_path)
+    assert re.findall(r"step (\d+):", output) == ["50", "100", "150"]
+    assert last_percentage(output) > 85
+    assert (tmp_path / "digits/model.ckpt-150.index").is_file()
+
+
+@needs_tensorflow
+@pytest.mark.timeout(180)
 def test_tensorflow_synthetic_benchmark(tmp_path: Path) -> None:
     small = ("--width", "4", "--num-iters", "3", "--num-batches-per-iter", "2", "--batch-size", "4")
     output = run(2, "tensorflow_synthetic_benchmark.py", *small, cwd=tmp_path)

@@ -80,5 +80,49 @@ def refused() -> None:
         assert float(hvd.allreduce(tf.constant(1.0), op=hvd.Sum)) == hvd.size(), text
 
 
+def _warned(package: Any, variable: Any, wrapped: Callable[[Any], Any]) -> None:
+    import warnings
+
+    import tensorflow as tf
+
+    import hvdlab.tensorflow as hvd
+
+    optimizer = hvd.DistributedOptimizer(package.optimizers.SGD(0.1))
+    optimizer.build([variable])
+    source = variable if isinstance(variable, tf.Variable) else variable.value
+
+    def step(both: bool) -> None:
+        with tf.GradientTape() as tape:
+            loss = source * source
+        if both:
+            tape = hvd.DistributedGradientTape(tape)
+        optimizer.apply_gradients([(tape.gradient(loss, source), variable)])
+
+    run = wrapped(step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(False)
+        assert not [each for each in caught if "reduced over the same ranks" in str(each.message)]
+        run(True)
+        run(True)
+    texts = [str(each.message) for each in caught if "reduced over the same ranks" in str(each.message)]
+    assert len(texts) == 1, texts
+    assert "Use hvd.DistributedGradientTape or hvd.DistributedOptimizer, not both." in texts[0]
+
+
+def reduced_twice() -> None:
+    import keras
+    import tensorflow as tf
+    import tf_keras
+
+    for wrapped in (tf.function, lambda step: step):
+        _warned(keras, keras.Variable(1.0), wrapped)
+        _warned(tf_keras, tf.Variable(1.0), wrapped)
+
+
+def test_gradients_that_are_reduced_twice_are_named_once(two: Ranks) -> None:
+    two.run(reduced_twice, timeout=60)
+
+
 def test_what_cannot_work_is_refused(two: Ranks) -> None:
     two.run(refused, timeout=60)

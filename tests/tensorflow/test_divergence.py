@@ -27,9 +27,12 @@ def _model(version: int, hvd: Any) -> tuple[Any, Any]:
 def watched(version: int) -> None:
     import tensorflow as tf
 
+    import hvdlab.keras
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
 
+    assert hvdlab.keras.watch_divergence is hvd_keras.watch_divergence is hvd.watch_divergence
+    assert hvdlab.keras.DivergenceError is hvd_keras.DivergenceError is hvd.DivergenceError
     keras, model = _model(version, hvd)
     random = np.random.default_rng(hvd.rank())
     x, y = random.normal(size=(64, 4)), random.normal(size=(64, 1))

@@ -40,6 +40,7 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
 from hvdlab.tensorflow.keras import PartialDistributedOptimizer, models, values
+from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
 from hvdlab.tensorflow.reduction import Groups
 
@@ -48,6 +49,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "DivergenceError",
     "PartialDistributedOptimizer",
     "ProcessSet",
     "Sum",
@@ -82,6 +84,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "watch_divergence",
 ]
 
 

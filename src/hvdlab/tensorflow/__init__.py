@@ -57,7 +57,6 @@ from hvdlab.tensorflow.basics import (
     stop_timeline,
 )
 from hvdlab.tensorflow.compression import Compression
-from hvdlab.tensorflow.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
     allgather_object,
@@ -68,6 +67,7 @@ from hvdlab.tensorflow.functions import (
     refs_to_vars,
     vars_to_refs,
 )
+from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.ops import (
     allgather,
     allreduce,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from hvdlab.tensorflow.ops import allreduce, grouped_allreduce, size_op
 BUCKET = 16 << 20
 """Bytes of gradients that one operation of a graph reduces, where the user names no groups: so many that an operation's own
 cost does not matter, and so few that the reduction begins while the backward pass goes on."""
+
+_REDUCED = "_hvdlab_reduced"
+"""Where a reduced gradient has the id of the process set over which it was reduced."""
 
 Groups = int | Sequence[Sequence[Any]] | None
 
@@ -73,6 +77,8 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         #: Variables whose gradients stay on their rank, as :func:`vars_to_refs` names them.
         self.local: set[Any] = set()
+        #: Whether the user was told that the gradients had been reduced before.
+        self._warned = False
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradients on their rank."""
@@ -86,6 +92,7 @@ class GradientReducer:
             variables: What they are the gradients of; needed for groups of variables, and for local ones.
         """
         found = list(gradients)
+        self._warn_of_reduced(found)
         if self._sparse_as_dense:
             found = [tf.convert_to_tensor(each) if _is_sparse(each) else each for each in found]
         references = [None] * len(found) if variables is None else [vars_to_refs(each) for each in variables]
@@ -98,8 +105,23 @@ class GradientReducer:
         together = [i for i, each in enumerate(found) if each is not None and i not in set(local)]
         for number, places in enumerate(self._grouped(together, found, references)):
             for i, output in zip(places, self._reduced([found[i] for i in places], number), strict=True):
+                if output is not found[i]:
+                    setattr(output, _REDUCED, self.process_set.process_set_id)
                 found[i] = output
         return found
+
+    def _warn_of_reduced(self, gradients: Sequence[Any]) -> None:
+        """Say once if gradients come reduced, unchanged since, from a distributed tape or another optimizer."""
+        id = self.process_set.process_set_id
+        if self._warned or id is None or all(getattr(each, _REDUCED, None) != id for each in gradients):
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self._name} gets gradients that have been reduced over the same ranks already: each step costs twice as "
+            "much, and with op=hvd.Sum they are too large. Use hvd.DistributedGradientTape or "
+            "hvd.DistributedOptimizer, not both.",
+            stacklevel=4,
+        )
 
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
         """A group's gradients, reduced by one collective; sparse ones each by its own."""

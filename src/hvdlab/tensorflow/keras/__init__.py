@@ -44,6 +44,7 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras import callbacks, elastic, models
+from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.optimizers import distributed
 from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
 from hvdlab.tensorflow.reduction import Groups
@@ -53,6 +54,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "DivergenceError",
     "PartialDistributedOptimizer",
     "ProcessSet",
     "Sum",
@@ -90,6 +92,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "watch_divergence",
 ]
 
 

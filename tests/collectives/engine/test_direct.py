@@ -370,16 +370,20 @@ def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
 
 
 def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
-    """One that is submitted, then waited for. Returns its first element, and how many were agreed on the board."""
+    """One that is submitted, then waited for. Returns its first element, and how many were agreed on the board.
+
+    With ``beside`` rank 0 has a barrier in flight, which rank 1 submits afterwards.
+    """
     engine, x = context.engine(), np.ones(size, np.float32)
-    direct.PATIENCE = PATIENCE
     before = agreed()
-    other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside else None
-    request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
-    handle = engine.submit(request, at_once=True)
-    handle.wait()
-    if other is not None:
-        other.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if not beside:
+            patch.setattr(direct, "PATIENCE", PATIENCE)
+        other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside and engine.rank == 0 else None
+        request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
+        engine.submit(request, at_once=True).wait()
+        if beside:
+            (other or engine.submit(Request(OpKind.BARRIER, "beside"))).wait()
     return float(x[0]), agreed() - before
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdlab.collectives import context
@@ -67,12 +69,13 @@ def barrier(name: str) -> None:
     context.engine("barrier").run(Request(OpKind.BARRIER, name))
 
 
-def agreed_number(own: int) -> int:
-    """The largest number that any rank gave."""
-    request = Request(OpKind.ALLREDUCE, "kv.create", dtype=DType.I64, op=ReduceOp.MAX, anonymous=True)
-    request.input = request.output = number = np.array([own], np.int64)
+def largest(own: Sequence[int], name: str) -> list[int]:
+    """For each of the numbers the largest that any rank gave."""
+    request = Request(OpKind.ALLREDUCE, name, dtype=DType.I64, op=ReduceOp.MAX, anonymous=True)
+    request.input = request.output = numbers = np.array(own, np.int64)
     context.engine("kvstore").run(request)
-    return int(number[0])
+    found: list[int] = numbers.tolist()
+    return found
 
 
 def _dtype(array: Array) -> DType:

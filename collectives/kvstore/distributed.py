@@ -63,7 +63,7 @@ class DistSyncStore(KVStore):
         super().__init__(name, on_devices=on_devices)
         collectives.joined()
         #: Number of this store, the same on all workers, also where one of them was started anew and has made fewer.
-        self._id = DistSyncStore._made = collectives.agreed_number(DistSyncStore._made + 1)
+        self._id = DistSyncStore._made = collectives.largest([DistSyncStore._made + 1], "kv.create")[0]
         #: Pushes of each key whose sum was not stored yet, oldest first.
         self._pending: dict[Key, deque[_Pushed]] = {}
         #: Element types of values that are kept in float32 (``multi_precision``).

@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,12 +85,13 @@ class ServerStore(KVStore):
         super().__init__(name, on_devices=on_devices)
         engine = collectives.joined()
         self._synchronous = synchronous
-        self._id = collectives.agreed_number(secrets.randbits(62))
+        (self._id,) = collectives.largest([secrets.randbits(62)], "kv.create")
         self._links, self._workers = servers_of(engine).find()
         self._parts: dict[Key, list[_Part]] = {}
         self._multi_precision = False
-        #: How many workers this one knows to have left the store.
-        self._epoch = 0
+        #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
+        self._epoch = self._given_up = 0
+        self._cells = engine.cells_begun
         self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
         ranks = tuple(rank for rank, _ in self._workers)
@@ -201,7 +202,47 @@ class ServerStore(KVStore):
         with self._lock:
             self._push(pairs(key, value))
 
+    def _begin_cell(self) -> None:
+        """The first push of a cell: the workers begin it with equal rounds, whatever was left of the one before."""
+        begun = context.engine("kvstore").cells_begun
+        if not self._synchronous or begun == self._cells:
+            return
+        if self._epoch > self._given_up:
+            self._ask_epoch()  # workers have left: the others go on, of which the world may have more
+        else:
+            left = any(ticket.answer is None for ticket in self._in_flight())
+            some_left, given_up = collectives.largest([left, self._given_up], f"kv.{self._id}.cell")
+            if some_left:
+                given_up += 1
+                text = "what was pushed in a cell that did not end well is dropped"
+                self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
+            self._epoch = self._given_up = given_up
+            for parts in self._parts.values():
+                for part in parts:
+                    for ticket in part.pushed:
+                        part.link.wait(ticket)
+                    part.pushed.clear()
+        self._cells = begun
+
+    def _in_flight(self) -> Iterator[Ticket]:
+        for parts in self._parts.values():
+            for part in parts:
+                yield from part.pushed
+
+    def _ask_epoch(self) -> None:
+        asked = [(link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._links]
+        for link, ticket in asked:
+            answer = self._done(None, link.wait(ticket), "push")
+            assert isinstance(answer, m.Stock)
+            self._epoch = max(self._epoch, answer.epoch)
+            self._given_up = max(self._given_up, answer.given_up)
+
+    def _tell_all(self, message: m.EndRounds) -> None:
+        for link in self._links:
+            link.tell(message)
+
     def _push(self, found: list[tuple[Key, Any]]) -> None:
+        self._begin_cell()
         if not self._synchronous and self._updater is None:
             raise KVStoreError(
                 f"a {self.type} store applies pushes by an optimizer: call set_optimizer first"
@@ -476,7 +517,11 @@ class ServerStore(KVStore):
             return answer
         if answer.ranks:
             self._epoch = max(self._epoch, answer.epoch)
-            cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
+            if answer.given_up > self._given_up:
+                self._given_up = answer.given_up
+                for link in self._links:  # the one that has given rounds up knows already
+                    link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
+            cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
             raise AbortedError(Pending(what, f"kv.{key}", (self.rank,), answer.ranks), cause)
         raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
 

@@ -22,13 +22,20 @@ import numpy as np
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError, format_ranks
+from hvdlab.collectives.errors import (
+    Cause,
+    HvdlabError,
+    KVStoreError,
+    ProtocolError,
+    StartError,
+    format_ranks,
+)
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
-from hvdlab.collectives.kvstore.servers.state import PIECE
+from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
@@ -73,6 +80,35 @@ class Ticket:
         self.answer: Answer | None = None
 
 
+class _Watch:
+    """What this worker waits for, as the coordinator knows it, which says if it won't come.
+
+    Args:
+        link: The connection.
+        waits: For whom a push waits.
+    """
+
+    def __init__(self, link: ServerLink, waits: m.Waits) -> None:
+        self._link, self.waits = link, waits
+        #: Why it won't come.
+        self.cause: Cause | None = None
+        what = f"a push of key {waits.key!r} that others lack"
+        self._number = link.engine.begin_await(waits.ranks, what, self, any=False)
+
+    def still_waits(self) -> bool:
+        """Whether the push is not answered. Control thread."""
+        return self._link.is_unanswered(self.waits.sequence)
+
+    def in_vain(self, cause: Cause) -> None:
+        """It won't come. Control thread."""
+        self.cause = cause
+        self._link.notify()
+
+    def close(self) -> None:
+        """It is not waited for any more."""
+        self._link.engine.end_await(self._number)
+
+
 class _Outbox:
     """Memory for what goes to the server and comes back, shared with a server of this host."""
 
@@ -105,6 +141,7 @@ class ServerLink:
         starter: Starts it again.
 
     Attributes:
+        engine: This rank's.
         place: Where the server is.
         pid: Its process; 0 before it was connected to.
         local: Whether it is on this host.
@@ -115,7 +152,7 @@ class ServerLink:
         self.place, self.pid = place, 0
         self.local = local
         self.stock: dict[int, tuple[int, int]] = {}
-        self._engine, self._starter = engine, starter
+        self.engine, self._starter = engine, starter
         self._rank = engine.rank
         self._changed = threading.Condition()
         self._endpoint: Endpoint | None = None
@@ -124,6 +161,8 @@ class ServerLink:
         self._reading = False
         self._sequence = 0
         self._unanswered: dict[int, Ticket] = {}
+        #: For whom a push waits, as the server said last.
+        self._waits: m.Waits | None = None
         self._in_flight = 0
         self._outbox = _Outbox(shared=local)
         #: The memory of stores, which outlives a server of this host because its workers have it.
@@ -189,14 +228,56 @@ class ServerLink:
         Raises:
             KVStoreError: The server is lost.
         """
+        watch: _Watch | None = None
+        try:
+            with self._changed:
+                while ticket.answer is None:
+                    self._require_usable()
+                    watch = self._watched(watch)
+                    if self._reading:
+                        self._changed.wait(1.0)
+                    else:
+                        self._read_once()
+                return ticket.answer
+        finally:
+            if watch is not None:
+                watch.close()
+
+    def _watched(self, watch: _Watch | None) -> _Watch | None:
+        """Have the coordinator look after what a push waits for; once it knows that this won't come, give it up. With the lock."""
+        waits = self._waits
+        if waits is not None and waits.sequence not in self._unanswered:
+            waits = self._waits = None
+        if watch is not None and (waits is None or watch.waits.sequence != waits.sequence):
+            watch.close()
+            watch = None
+        if watch is None and waits is not None and waits.ranks:
+            watch = _Watch(self, waits)
+        if watch is not None and watch.cause is not None:
+            cause, waits = watch.cause, watch.waits
+            self._waits = None  # the server says anew for whom the push waits, if that are others
+            self._carry_out(
+                lambda: self._send(
+                    m.GiveUp(waits.store, waits.key, cause.ranks, cause.kind.value, cause.text)
+                )
+            )
+            return None
+        return watch
+
+    def is_unanswered(self, sequence: int) -> bool:
+        """Whether the server has not answered a request. Any thread."""
+        return sequence in self._unanswered
+
+    def notify(self) -> None:
+        """Let threads that wait look again. Any thread."""
         with self._changed:
-            while ticket.answer is None:
-                self._require_usable()
-                if self._reading:
-                    self._changed.wait(1.0)
-                else:
-                    self._read_once()
-            return ticket.answer
+            self._changed.notify_all()
+
+    def tell(self, message: Message) -> None:
+        """Send what has no answer. It is lost with the connection."""
+        with self._changed:
+            self._require_usable()
+            self._carry_out(lambda: self._send(message))
 
     def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
         """Open a store; the worker that ``makes_memory`` brings it to the server."""
@@ -238,7 +319,7 @@ class ServerLink:
     # -- the connection; all with the lock ----------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
-        if self._lost is None and self._engine.closed:
+        if self._lost is None and self.engine.closed:
             self._lost = KVStoreError("the world that the parameter server belongs to has ended")
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
@@ -345,12 +426,15 @@ class ServerLink:
             file = SharedFile(endpoint.take_descriptor())
             self._files.setdefault(message.store, file)
         elif isinstance(message, m.Waits):
-            LOG.warning(
-                "key %r has waited for %.0f s for a push of %s",
-                message.key,
-                message.seconds,
-                format_ranks(message.ranks),
-            )
+            self._waits = message
+            self._changed.notify_all()
+            if message.seconds >= STALL_SECONDS:
+                LOG.warning(
+                    "key %r has waited for %.0f s for a push of %s",
+                    message.key,
+                    message.seconds,
+                    format_ranks(message.ranks),
+                )
 
     # -- making it again ----------------------------------------------------------------------------------------------
 

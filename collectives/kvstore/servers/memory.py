@@ -123,7 +123,8 @@ class SharedFile:
 class StoreRecord(Message, frozen=True):
     """How a store is used. The last one counts; ``generation`` counts the optimizers that it has had.
 
-    ``gone`` are the workers that use it no more, and why.
+    ``gone`` are the workers that use it no more, and why. ``given_up`` counts how often rounds were given up; each of these ends an
+    epoch. ``cause`` is that of the last end: the ranks, the kind of the cause, and its text.
     """
 
     workers: tuple[int, ...]
@@ -132,6 +133,13 @@ class StoreRecord(Message, frozen=True):
     generation: int = 0
     optimizer: OptimizerSpec | None = None
     gone: tuple[tuple[int, str], ...] = ()
+    given_up: int = 0
+    cause: tuple[tuple[int, ...], str, str] = ((), "", "")
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended."""
+        return len(self.gone) + self.given_up
 
 
 class KeyRecord(Message, frozen=True):

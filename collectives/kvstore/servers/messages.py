@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.errors import CauseKind, ProtocolError
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
@@ -78,8 +78,8 @@ class Push(Message, frozen=True):
 
     ``seen`` is the version of the value that it was computed from: the one last pulled and this worker's pushes since. With
     ``rows`` >= 0 there are as many row numbers (int64) in the outbox before as many rows. Without a ``dtype`` it is none: this worker
-    had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many workers this one knows to have left
-    the store: a round of a synchronous store is made of pushes that know the same.
+    had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many epochs this one knows to have ended, by
+    workers that left the store or rounds that were given up: a round of a synchronous store is made of pushes that know the same.
     """
 
     sequence: int
@@ -118,11 +118,33 @@ class Ask(Message, frozen=True):
     store: int
 
 
+class GiveUp(Message, frozen=True):
+    """What :class:`Waits` spoke of won't come, as the coordinator knows: give it up, unless it has come meanwhile."""
+
+    store: int
+    key: Key
+    ranks: tuple[int, ...]
+    kind: str
+    text: str
+
+
+class EndRounds(Message, frozen=True):
+    """Another server of the store has given up rounds, ``given_up`` times by now: do so as well. Comes from each worker."""
+
+    store: int
+    given_up: int
+    ranks: tuple[int, ...]
+    kind: str
+    text: str
+
+
 class Leave(Message, frozen=True):
     """This worker ends its connection on purpose."""
 
 
-FromWorker = Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | Ask | Leave
+FromWorker = (
+    Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | Ask | GiveUp | EndRounds | Leave
+)
 
 
 # -- from servers -----------------------------------------------------------------------------------------------------
@@ -160,29 +182,37 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A request was refused, or what it waited for can't come any more because ``ranks`` have died, which ended all epochs before."""
+    """A request was refused, or what it waited for can't come any more because of ``ranks``, which ended all epochs before.
+
+    ``kind`` is that of the cause, and ``given_up`` how often rounds were given up since the store was made.
+    """
 
     sequence: int
     text: str
     ranks: tuple[int, ...] = ()
     epoch: int = 0
+    kind: str = CauseKind.RANK_DIED.value
+    given_up: int = 0
 
 
 class Waits(Message, frozen=True):
-    """A request has waited for long for these workers."""
+    """A push has waited for a while for these workers, then for long, or those that it waits for are others now."""
 
     sequence: int
+    store: int
     key: Key
     seconds: float
     ranks: tuple[int, ...]
 
 
 class Stock(Message, frozen=True):
-    """The answer to :class:`Ask`: keys and the bytes of their values."""
+    """The answer to :class:`Ask`: keys and the bytes of their values, and how many epochs have ended."""
 
     sequence: int
     keys: int
     bytes: int
+    epoch: int = 0
+    given_up: int = 0
 
 
 ToWorker = Attached | Refused | Share | Data | Done | Failed | Waits | Stock

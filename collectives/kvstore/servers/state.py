@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.errors import KVStoreError, ProtocolError, format_ranks
+from hvdlab.collectives.errors import CauseKind, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.optimizers import Optimizer, restored
@@ -35,8 +35,13 @@ from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0
 """How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
+WAITS_SECONDS = 0.5
+"""After how long a worker learns for whom its push waits, so that it can find out whether that comes."""
 STALL_SECONDS = 10.0
-"""After how long a worker learns for whom its request waits."""
+"""After how long it learns that again, and says so."""
+_REPORTS = (WAITS_SECONDS, STALL_SECONDS, math.inf)
+_GIVE_UP_AFTER = 0.1
+"""Seconds for what was sent before a worker asked to give a round up, over other connections."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 
@@ -147,7 +152,12 @@ class _Waiting:
 
     request: m.Push | m.Pull
     since: float
-    told: bool = False
+    #: How many of the times after which its worker is told for whom it waits have passed.
+    told: int = 0
+
+    def next_report(self) -> float:
+        """When the next of these times is."""
+        return self.since + _REPORTS[self.told]
 
 
 @dataclass(slots=True)
@@ -179,6 +189,8 @@ class ServerState:
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
+        #: Rounds that are to be given up, and when.
+        self._giving_up: list[tuple[float, m.GiveUp]] = []
         #: Ranks that have died: how. A store that is brought later goes on without them.
         self._dead: dict[int, str] = {}
 
@@ -204,7 +216,8 @@ class ServerState:
         """When :class:`Tick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
-        due += [waiting.since + STALL_SECONDS for _, _, _, waiting in self._all_waiting() if not waiting.told]
+        due += [waiting.next_report() for _, _, _, waiting in self._all_waiting()]
+        due += [when for when, _ in self._giving_up]
         return min(due, default=math.inf)
 
     def stock(self) -> tuple[int, int]:
@@ -269,7 +282,11 @@ class ServerState:
         store = self._stores[number]
         if rank not in store.participants():
             return
-        store.record = msgspec.structs.replace(store.record, gone=(*store.record.gone, (rank, reason)))
+        store.record = msgspec.structs.replace(
+            store.record,
+            gone=(*store.record.gone, (rank, reason)),
+            cause=((rank,), CauseKind.RANK_DIED.value, f"rank {rank} {reason}"),
+        )
         store.memory.describe(store.record)
         for queues in store.queues.values():
             queues.pop(rank, None)
@@ -279,17 +296,44 @@ class ServerState:
             return
         for key in list(store.queues):
             if store.record.synchronous:
-                # Who has pushed waits for a worker that will not: what was pushed is dropped, and the value stays.
-                for other, queue in store.queues[key].items():
-                    for waiting in [one for one in queue if isinstance(one.request, m.Push)]:
-                        self._end_epoch(store, other, waiting.request.sequence)
-                        queue.remove(waiting)
+                # Those that have pushed wait for a worker that will not: what was pushed is dropped, and the value stays.
+                self._drop_pushes(store, key)
             self._advance(store, key, 0.0)
 
+    def _drop_pushes(self, store: _Store, key: Key) -> None:
+        for rank, queue in store.queues[key].items():
+            for waiting in [one for one in queue if isinstance(one.request, m.Push)]:
+                self._end_epoch(store, rank, waiting.request.sequence)
+                queue.remove(waiting)
+
     def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
-        """A push is of an epoch that ended when the worker left that left last."""
-        gone, reason = store.record.gone[-1]
-        self._send(rank, m.Failed(sequence, f"rank {gone} {reason}", (gone,), len(store.record.gone)))
+        """A push is of an epoch that has ended."""
+        record = store.record
+        ranks, kind, text = record.cause
+        self._send(rank, m.Failed(sequence, text, ranks, record.epoch, kind, record.given_up))
+
+    def _give_up(self, request: m.GiveUp, now: float) -> None:
+        """End an epoch, unless what was waited for has come since that was asked."""
+        store = self._stores.get(request.store)
+        if store is None or request.key not in store.queues:
+            return
+        missing = self._missing(store, request.key, -1)
+        culprits = tuple(rank for rank in request.ranks if rank in missing)
+        if culprits:
+            self._end_rounds(store, store.record.given_up + 1, culprits, request.kind, request.text)
+            return
+        for queue in store.queues[
+            request.key
+        ].values():  # others are waited for: their workers look after these
+            for waiting in queue:
+                waiting.since, waiting.told = now, 0
+
+    def _end_rounds(self, store: _Store, given_up: int, ranks: tuple[int, ...], kind: str, text: str) -> None:
+        store.record = msgspec.structs.replace(store.record, given_up=given_up, cause=(ranks, kind, text))
+        store.memory.describe(store.record)
+        for key in list(store.queues):
+            self._drop_pushes(store, key)
+            self._advance(store, key, 0.0)
 
     def _tick(self, now: float) -> None:
         for worker in list(self._workers.values()):
@@ -303,10 +347,15 @@ class ServerState:
                     )
             self._early[number] = [one for one in early if now < one[2] + AWAY_SECONDS]
         for store, key, rank, waiting in list(self._all_waiting()):
-            if not waiting.told and now >= waiting.since + STALL_SECONDS:
-                waiting.told = True
+            if now >= waiting.next_report():
+                waiting.told = sum(now >= waiting.since + seconds for seconds in _REPORTS)
                 missing = self._missing(store, key, rank)
-                self._send(rank, m.Waits(waiting.request.sequence, key, now - waiting.since, missing))
+                sequence, number = waiting.request.sequence, waiting.request.store
+                self._send(rank, m.Waits(sequence, number, key, now - waiting.since, missing))
+        due = [asked for when, asked in self._giving_up if now >= when]
+        self._giving_up = [each for each in self._giving_up if now < each[0]]
+        for asked in due:
+            self._give_up(asked, now)
 
     def _all_waiting(self) -> Iterator[tuple[_Store, Key, int, _Waiting]]:
         for store in self._stores.values():
@@ -341,6 +390,12 @@ class ServerState:
         elif isinstance(message, m.Close):
             if message.store in self._stores:
                 self._leave_store(message.store, rank, "has closed its store")
+        elif isinstance(message, m.GiveUp):
+            self._giving_up.append((now + _GIVE_UP_AFTER, message))
+        elif isinstance(message, m.EndRounds):
+            store = self._stores.get(message.store)
+            if store is not None and store.record.given_up < message.given_up:
+                self._end_rounds(store, message.given_up, message.ranks, message.kind, message.text)
         else:
             self._leave(rank, "has left")
 
@@ -360,7 +415,8 @@ class ServerState:
         else:
             blocks = store.memory.blocks.values()
             nbytes = sum(block.current.value.nbytes for block in blocks)
-            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes))
+            record = store.record
+            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes, record.epoch, record.given_up))
 
     def _bring(self, message: m.Bring, file: SharedFile | None) -> None:
         if file is None:
@@ -470,7 +526,7 @@ class ServerState:
             if request.sequence <= int(slot.applied[index]):  # its answer was lost with the connection
                 self._send(rank, m.Done(request.sequence, int(slot.head[0])))
                 return
-            if store.record.synchronous and request.epoch < len(store.record.gone):
+            if store.record.synchronous and request.epoch < store.record.epoch:
                 # Its worker goes on once it knows: all workers begin again with the same round.
                 self._end_epoch(store, rank, request.sequence)
                 return

@@ -99,7 +99,8 @@ class RayLauncher:
             Option("cpus", "Ray's CPUs of a rank (default: 1)", Kind.COUNT),
             Option("gpus", "GPUs of a rank (default: 0)", Kind.COUNT),
             Option(
-                "placement", "pack (default): as Ray puts them by itself; spread: on as many nodes as there are"
+                "placement",
+                "pack (default): as Ray puts them by itself; spread: on as many nodes as there are",
             ),
             Option(
                 "timeout",

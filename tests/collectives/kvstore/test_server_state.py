@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from hvdlab.collectives.kvstore.servers.memory import SharedFile, StoreMemory
 from hvdlab.collectives.kvstore.servers.state import (
     AWAY_SECONDS,
     STALL_SECONDS,
+    WAITS_SECONDS,
     Arrived,
     Died,
     Disconnect,
@@ -180,6 +182,10 @@ class World:
                 if isinstance(effect.message, m.Share) and effect.file is not None:
                     worker.files.setdefault(STORE, SharedFile(os.dup(effect.file.descriptor)))
                 worker.down.append(effect.message)
+
+    def tell(self, rank: int, message: Any) -> None:
+        """A message that has no answer."""
+        self.handle(Received(self.workers[rank].peer, message))
 
     def restart(self) -> None:
         """A successor takes the server's place; every connection is gone."""
@@ -379,9 +385,10 @@ def test_a_bound_on_staleness_holds_the_fast_back_and_says_for_whom(steps: Steps
     answers = world.workers[0].answers
     assert [number in answers for number in numbers] == [True, True, False]
     world.now = STALL_SECONDS
-    assert world.server.next_tick() == STALL_SECONDS
+    assert world.server.next_tick() == WAITS_SECONDS
     world.handle(Tick())
-    assert world.workers[0].down == deque([m.Waits(numbers[2], KEY, STALL_SECONDS, (1, 2))])
+    assert world.workers[0].down == deque([m.Waits(numbers[2], STORE, KEY, STALL_SECONDS, (1, 2))])
+    assert world.server.next_tick() == math.inf
     world.push(1, like + 1)
     world.drain()
     assert numbers[2] not in answers
@@ -422,6 +429,79 @@ def test_a_dead_worker_ends_the_rounds_that_wait_for_it(steps: Steps) -> None:
     assert world.value(1, like).tolist() == [2, 2]
 
 
+def test_rounds_are_given_up_for_all_once_a_worker_will_not_push(steps: Steps) -> None:
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    first, other = world.push(0, like + 1), world.push(2, like + 1)
+    behind = world.push(0, like + 1)
+    world.drain()
+    world.now = WAITS_SECONDS
+    world.handle(Tick())
+    assert world.workers[0].down[0] == m.Waits(first, STORE, KEY, WAITS_SECONDS, (1,))
+    world.tell(0, m.GiveUp(STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
+    assert world.workers[0].unanswered  # what rank 1 sent before may be on its way
+    world.now += 1
+    world.handle(Tick())
+    world.drain()
+    text = "rank 1 finished its cell without it"
+    assert world.workers[0].answers[first] == m.Failed(first, text, (1,), 1, "cell_ended", 1)
+    assert [world.workers[r].answers[n].given_up for r, n in ((2, other), (0, behind))] == [1, 1]
+    late = world.push(2, like + 1)  # sent before that worker knew
+    world.drain()
+    assert world.workers[2].answers[late].epoch == 1
+    world.restart()  # the successor knows how many epochs have ended
+    for rank in (0, 1, 2):
+        world.push(rank, like + 1, epoch=1)
+    world.drain()
+    assert world.value(0, like).tolist() == [3, 3]
+
+
+def test_what_has_come_meanwhile_is_not_given_up(steps: Steps) -> None:
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    number = world.push(0, like + 1)
+    world.drain()
+    world.tell(0, m.GiveUp(STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
+    world.push(1, like + 1)
+    world.now = 1.0
+    world.drain()
+    world.handle(Tick())
+    world.drain()
+    assert number in world.workers[0].unanswered
+    world.now += WAITS_SECONDS
+    world.handle(Tick())
+    assert world.workers[0].down[-1].ranks == (2,)  # whom it waits for now
+    world.tell(0, m.GiveUp(STORE, KEY, (2,), "cell_failed", "rank 2 failed"))
+    world.push(2, like + 1)
+    world.drain()
+    assert world.value(0, like).tolist() == [3, 3]
+    world.now += 1
+    world.handle(Tick())
+    assert world.value(1, like).tolist() == [3, 3]
+
+
+def test_rounds_that_another_server_has_given_up_end_once_here(steps: Steps) -> None:
+    world = World(2, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    number = world.push(0, like + 1)
+    world.drain()
+    for rank in (0, 1, 0):
+        world.tell(rank, m.EndRounds(STORE, 1, (1,), "deadlock", "all wait"))
+    world.drain()
+    failed = world.workers[0].answers[number]
+    assert (failed.text, failed.ranks, failed.epoch, failed.kind) == ("all wait", (1,), 1, "deadlock")
+    for rank in (0, 1):
+        world.push(rank, like + 1, epoch=1)
+    world.drain()
+    assert world.value(0, like).tolist() == [2, 2]
+
+
 def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> None:
     world = World(2, steps, synchronous=True)
     like = np.zeros(2)
@@ -430,7 +510,7 @@ def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> No
     world.drain()
     world.workers[1].cut()
     world.workers[1].alive = False
-    assert world.server.next_tick() == min(AWAY_SECONDS, STALL_SECONDS)
+    assert world.server.next_tick() == WAITS_SECONDS
     world.now = AWAY_SECONDS
     world.handle(Tick())
     world.drain()

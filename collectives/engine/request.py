@@ -78,6 +78,7 @@ class Request:
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
         ranks: Ranks of a process set to be added.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
+        label: What recordings call it, if that is not its name. One of few, since recordings keep all that there were.
     """
 
     kind: OpKind
@@ -98,6 +99,7 @@ class Request:
     anonymous: bool = False
     ranks: tuple[int, ...] = ()
     on_done: CompletionHook | None = None
+    label: str = ""
 
 
 @dataclass(slots=True)

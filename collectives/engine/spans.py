@@ -67,7 +67,7 @@ class SpanLog:
         request = first.request
         if len(batch.entries) == 1:
             recorder.span(
-                name_id(first.name, first.site),
+                name_id(request.label or first.name, first.site),
                 request.kind,
                 request.dtype,
                 batch.process_set,
@@ -95,7 +95,7 @@ class SpanLog:
             ok,
             [
                 (
-                    name_id(e.name, e.site),
+                    name_id(e.request.label or e.name, e.site),
                     0 if e.request.input is None else e.request.input.nbytes,
                     e.submitted,
                 )
@@ -113,7 +113,7 @@ class SpanLog:
             return False
         request = entry.request
         self.recorder.span(
-            self.recorder.name_id(entry.name, entry.site),
+            self.recorder.name_id(request.label or entry.name, entry.site),
             request.kind,
             request.dtype,
             request.process_set,

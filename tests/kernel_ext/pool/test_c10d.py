@@ -159,3 +159,11 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     assert pool.run(SETUP, out=anew).errors == {}
     assert "of 3 ranks has other ranks now, and is made anew with 3" in anew.text[0]
     assert list(pool.run(GOOD)) == [True] * 3
+    # Sets of a rank that was replaced are made anew.
+    message = "dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1)) if rank == 1 else None"
+    assert pool.run(message).errors == {}
+    recorded = set(pool.trace()["name"])
+    assert {
+        f"default_pg.{each}" for each in ("all_reduce", "all_gather", "broadcast", "send", "recv")
+    } <= recorded
+    assert not any(name.startswith("c10d.") for name in recorded)

@@ -31,7 +31,7 @@ from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.sites import call_site
 from hvdlab.torch.adapter import ADAPTER, DTYPES
 from hvdlab.torch.c10d.any_source import AnySourceWork
-from hvdlab.torch.c10d.naming import name_of_group
+from hvdlab.torch.c10d.naming import label_in_recordings, name_of_group
 from hvdlab.torch.c10d.work import Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
 
@@ -111,6 +111,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._world, self._name, self._description = world, name, ""
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
+        #: What recordings call operations.
+        self._labels: dict[str, str] = {}
         #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
         self._order = sorted(range(size), key=lambda member: members[member])
         if self._order == list(range(size)):
@@ -140,12 +142,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def setGroupName(self, name: str) -> None:
         self._name = name
+        self._labels.clear()
 
     def getGroupDesc(self) -> str:
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
+        self._labels.clear()
 
     # Torch's Python layer calls these.
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -230,9 +234,19 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._with_future.add,
         )
         at_once = not getattr(opts, "asyncOp", True)
+        for request in submission.requests:
+            request.label = self._labelled(operation)
         work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
         self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), at_once=at_once)
         return work
+
+    def _labelled(self, operation: str) -> str:
+        """What recordings call an operation."""
+        label = self._labels.get(operation)
+        if label is None:
+            label = label_in_recordings(operation, self._name, self._description, self._members)
+            self._labels[operation] = label
+        return label
 
     def _require_usable(self, operation: str) -> None:
         if self._closed:
@@ -671,6 +685,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def submit(work: AnySourceWork, rank: int) -> None:
             source = self._members.index(rank)
             submission, chosen = self._moved(given, source, sends=False), self._pair_set(source, self.rank())
+            for request in submission.requests:
+                request.label = self._labelled("recv")
             work.set_source(chosen, submission.deliver(), source)
             self._count(counts.receives, work, source, tag, counted=True)
             self._submit(

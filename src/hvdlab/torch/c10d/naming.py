@@ -33,6 +33,17 @@ def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
     return f"group of ranks {compact_ranks(members)}" if is_local(name) else f"group {name}"
 
 
+def label_in_recordings(operation: str, name: str, description: str, members: Sequence[int]) -> str:
+    """What timelines and traces call an operation: ``default_pg.all_reduce``, ``ranks 0-1.all_gather``.
+
+    Args:
+        operation: Its name in torch.
+        name, description, members: Of the group, as for :func:`name_of_group`.
+    """
+    group = name_of_group(name, description, members).removeprefix("group ").removeprefix("of ")
+    return f"{group}.{operation}"
+
+
 def renamed(error: Exception, operation: str) -> Exception:
     """An error of the core, with c10d's name of the operation in place of the core's.
 

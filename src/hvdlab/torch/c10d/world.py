@@ -39,6 +39,21 @@ class Interruptible(Protocol):
         """The notebook interrupts this rank. Control thread."""
 
 
+@dataclasses.dataclass
+class _AddedSet:
+    """A process set that was asked for.
+
+    Attributes:
+        handle: Of the request that adds it.
+        processes: Those of its ranks when it was asked for. A set loses a rank that dies, and does not get its successor.
+        epoch: The world's, when they were compared last.
+    """
+
+    handle: Handle
+    processes: tuple[object, ...]
+    epoch: int
+
+
 class World:
     """What this process knows of its world. One for each engine, kept beside it.
 
@@ -63,7 +78,7 @@ class World:
         engine.on_interrupt(self._on_interrupt)
         self._registering = threading.Lock()
         #: The process sets that were asked for, by their ranks.
-        self._sets: dict[tuple[int, ...], Handle] = {}
+        self._sets: dict[tuple[int, ...], _AddedSet] = {}
         #: How many groups of these ranks their members have made alone.
         self._made_alone: Counter[tuple[int, ...]] = Counter()
         self._answered = threading.Condition()
@@ -131,22 +146,36 @@ class World:
 
     def _register(self, ranks: tuple[int, ...]) -> Handle:
         with self._registering:
-            handle = self._sets.get(ranks)
-            if handle is None or (handle.done() and not self._is_there(handle)):
+            added = self._sets.get(ranks)
+            if added is None or (added.handle.done() and not self._is_there(ranks, added)):
                 name = f"process_set.add.{','.join(map(str, ranks))}"
                 request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site="dist.new_group")
-                handle = self._sets[ranks] = self.engine.submit(request)
-            return handle
+                epoch, processes = self._processes(ranks)
+                added = self._sets[ranks] = _AddedSet(self.engine.submit(request), processes, epoch)
+            return added.handle
 
-    def _is_there(self, handle: Handle) -> bool:
-        result, _ = handle.outcome()
-        return result is not None and self.engine.knows_process_set(result.process_set)
+    def _processes(self, ranks: tuple[int, ...]) -> tuple[int, tuple[object, ...]]:
+        """The world's epoch, and the processes that are these ranks in it."""
+        epoch, processes = self.engine.processes()
+        return epoch, tuple(process for process in processes if process[0] in ranks)
+
+    def _is_there(self, ranks: tuple[int, ...], added: _AddedSet) -> bool:
+        """Whether a set was added and still has the ranks that it was asked for. All ranks of the world come to the same answer."""
+        result, _ = added.handle.outcome()
+        if result is None or not self.engine.knows_process_set(result.process_set):
+            return False
+        if added.epoch != self.engine.epoch():
+            epoch, processes = self._processes(ranks)
+            if processes != added.processes:
+                return False
+            added.epoch = epoch
+        return True
 
     def _is_added(self, ranks: tuple[int, ...]) -> bool:
         """Whether the set is there."""
         with self._registering:
-            handle = self._sets.get(ranks)
-            return handle is not None and handle.done() and self._is_there(handle)
+            added = self._sets.get(ranks)
+            return added is not None and added.handle.done() and self._is_there(ranks, added)
 
     def _on_world(self) -> None:
         """A rank that was waited for may be gone. Control thread."""

@@ -139,14 +139,19 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     ("code", "said", "lines"),
     [
         ("print('bye', file=sys.stderr); os._exit(3)", "exit code 3", []),
-        ("def f(): ctypes.CDLL(None).abort()\n    f()", "abort() was called", ["line 4, in f", "line 5"]),
+        ("def f(): ctypes.CDLL(None).abort()\n    f()", "abort() was called", ["line 7, in f", "line 8"]),
     ],
     ids=["os._exit", "abort"],
 )
 def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: str, lines: list[str]) -> None:
     cell = kernel.run(
-        f"%%hvd_run\nimport ctypes, sys\nif rank == 1:\n    {code}\napi.allreduce(np.ones(1), name='loss')"
+        "%%hvd_run\nimport ctypes, sys\nif rank != 1:\n"
+        "    loss = api.allreduce_async(np.ones(1), name='loss'); open(f'sent{rank}', 'w').close()\n"
+        "else:\n    while not all(os.path.exists(f'sent{other}') for other in (0, 2)): time.sleep(0.01)\n"
+        f"    {code}\napi.synchronize(loss)"
     )
+    for other in (0, 2):
+        (kernel.directory / f"sent{other}").unlink()
     assert cell.error is not None
     assert cell.error["evalue"] == f"rank 1 died: {said}"
     report = plain(cell.error["traceback"]).splitlines()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,10 +144,23 @@ def test_ranks_that_wait_for_different_operations_are_found(two: Ranks) -> None:
 # -- ranks that are lost ----------------------------------------------------------------------------------------------
 
 
-def left_alone() -> str:
+def left_alone(called: Path) -> str:
+    """Die as rank 1, once the other one waits in the collective: afterwards it would go on without this rank."""
     tf, hvd = _modules()
     if hvd.rank() == 1:
+        while not called.exists():
+            time.sleep(0.001)
         os._exit(3)
+    from hvdlab.tensorflow import waiting
+
+    waiting.begin()
+
+    def watch() -> None:
+        while not waiting._watch.sets():
+            time.sleep(0.001)
+        called.touch()
+
+    threading.Thread(target=watch).start()
     with pytest.raises(hvd.HorovodInternalError) as caught:
         tf.function(lambda: hvd.allreduce(tf.ones(3), name="left"), autograph=False)()
     assert isinstance(caught.value, tf.errors.UnknownError)
@@ -163,11 +177,12 @@ def before_init() -> None:
             call()
 
 
-def test_a_rank_that_dies_ends_an_operation() -> None:
+def test_a_rank_that_dies_ends_an_operation(tmp_path: Path) -> None:
     with Ranks(2, init=False, imports=["hvdlab.tensorflow"]) as ranks:
         ranks.run(before_init)
         ranks.run(_init)
-        outcomes = ranks.outcomes(left_alone, timeout=PATIENCE)
+        outcomes = ranks.outcomes(left_alone, tmp_path / "called", timeout=PATIENCE)
+        assert isinstance(outcomes[0], str), outcomes
         assert "rank 1" in outcomes[0], outcomes
         assert "`left`" in outcomes[0]
 

@@ -189,8 +189,10 @@ def recorded_failures() -> list[tuple[str, bool, bool]]:
 
 def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
+    before = two.run(records)
     two.run(total, 5000, "early")
-    two.run(pause)
+    two.run(sent_since, per_rank=[(number,) for number in before])
+    two.catch_up()
     two.run(begin, str(path), ranks=[0])
     two.run(total, 5000, "late")
     two.run(disagree)
@@ -207,12 +209,16 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
     assert all("last_rank" in e["args"] for e in last if e["name"] == "NEGOTIATE_ALLREDUCE"), last
 
 
-def pause() -> None:
-    """Until what was recorded has been sent."""
+def records() -> int:
+    """How many there ever were."""
+    return context.engine().recorder._head
+
+
+def sent_since(before: int) -> None:
+    """Wait until more was recorded, which follows a collective's end, and all of it was sent."""
     recorder = context.engine().recorder
-    while recorder.pending():
+    while recorder._head <= before or recorder.pending():
         time.sleep(0.01)
-    context.engine().post("nobody", b"")
 
 
 # -- clocks -------------------------------------------------------------------------------------------------------
@@ -226,10 +232,12 @@ def test_clocks_of_other_hosts_are_compared_with_the_coordinators(hosts: Ranks) 
 
 def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
+    before = hosts.run(records)
     hosts.run(total)
     error_us = sum(error for _, error in hosts.run(offset)) / 1000
     assert error_us < AHEAD_NS / 2000
-    hosts.run(pause)
+    hosts.run(sent_since, per_rank=[(number,) for number in before])
+    hosts.catch_up()
     hosts.run(begin, str(path), ranks=[0])
     for i in range(5):
         hosts.run(total, LARGE, f"t{i}")

@@ -65,6 +65,15 @@ class ProcessSet:
         self.store = Store()
         self.past_stores: dict[int, Store] = {}
 
+    def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
+        """The plane of a former epoch failed on a rank; ``due`` is when what is still executed of it ends.
+
+        That ends what is executed of all epochs before it as well, so of several failures the latest epoch's is kept.
+        """
+        known = self.past_failure
+        if known is None or epoch > known[1]:
+            self.past_failure = (due if known is None else min(due, known[0]), epoch, rank, text)
+
     def clear(self) -> None:
         """Forget everything about the epoch but its members."""
         self.matcher = Matcher(self.members)
@@ -139,6 +148,10 @@ class ProcessSets:
     def _end(self, ps: ProcessSet, phase: int) -> None:
         if ps.phase == OPEN:
             if phase == SWITCHING:
+                if ps.failure is not None:
+                    # What the members execute can't come to its end, although the epoch is changed over from in order.
+                    due, rank, text = ps.failure
+                    ps.plane_failed_before(due, ps.epoch, rank, text)
                 ps.past_stores[ps.epoch] = ps.store
                 ps.past_stores.pop(ps.epoch - PAST_STORES, None)
             ps.epoch += 1

@@ -112,8 +112,9 @@ def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFa
     ps = state.open_set(rank, message)
     if ps is not None and ps.failure is None:
         ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
-    elif ps is None and (ps := _past_set(state, rank, message)) is not None and ps.past_failure is None:
-        ps.past_failure = (now + state.options.failure_grace, message.epoch, rank.rank, message.text)
+    elif ps is None and (ps := _past_set(state, rank, message)) is not None:
+        due = now + state.options.failure_grace
+        ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
 
 
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:

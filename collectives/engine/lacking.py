@@ -8,7 +8,10 @@ from collections.abc import Callable
 from hvdlab.collectives.protocol import messages as m
 
 AGAIN = 0.5
-"""Seconds between two looks whether there is a descriptor; the system does not tell."""
+"""Seconds between two looks whether there are descriptors; the system does not tell."""
+NEEDED = 3
+"""Descriptors that the memory takes at most: the one that comes, and one for each of the two mappings. With fewer the next epoch would
+be no better, and the one after it would be asked for."""
 
 
 class Lacking:
@@ -37,7 +40,7 @@ class Lacking:
 
     def look(self) -> None:
         """Ask if it can be had now. Any thread; the epoch of a question that comes too late has ended."""
-        if self._epochs and _has_descriptor():
+        if self._epochs and _has_descriptors():
             while self._epochs:
                 self._send(m.Renew(*self._epochs.popitem()))
 
@@ -53,9 +56,14 @@ class Lacking:
             self._look_later()
 
 
-def _has_descriptor() -> bool:
+def _has_descriptors() -> bool:
+    found = []
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(NEEDED):
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return False
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
     return True

@@ -34,6 +34,8 @@ class RandomSchedules(RuleBasedStateMachine):
     )
     def begin(self, size: int, tracked: bool, threshold: int, delay: float) -> None:
         self.size, self.tracked, self.delay = size, tracked, delay
+        #: Planes of which a rank has said that they failed.
+        self.failed: list[tuple[SimulatedRank, int, int]] = []
         options = CoordinatorOptions(size=size, fusion_threshold=threshold, flush_delay=delay)
         self.sim = Simulation(options)
         self.sim.connect_client()
@@ -151,6 +153,7 @@ class RandomSchedules(RuleBasedStateMachine):
         rank = self.pick(who)
         if rank is not None and (set_id := self.target(rank, where)) is not None:
             rank.say(m.PlaneFailed(set_id, rank.sets[set_id].epoch, "no luck"))
+            self.failed.append((rank, set_id, rank.sets[set_id].epoch))
 
     @rule(who=index, where=index)
     def renew(self, who: int, where: int) -> None:
@@ -274,6 +277,7 @@ class RandomSchedules(RuleBasedStateMachine):
         sim = self.sim
         self.drain()
         self.check_nothing_waits_in_vain()
+        self.check_failed_planes_were_told()
         for rank in list(sim.ranks.values()):
             while rank.cells:
                 rank.say(m.CellEnd(rank.cells.pop()))
@@ -294,6 +298,15 @@ class RandomSchedules(RuleBasedStateMachine):
         sim.tick(1000)
         self.check_empty()
         sim.check_order()
+
+    def check_failed_planes_were_told(self) -> None:
+        """What was executed on a plane that failed has ended, whatever became of its epoch meanwhile."""
+        self.sim.tick(0.3)
+        self.drain()
+        for rank, set_id, epoch in self.failed:
+            if self.sim.ranks.get(rank.rank) is rank and not rank.left and set_id in rank.sets:
+                aborts = [a for a in rank.received if isinstance(a, m.Abort) and a.process_set == set_id]
+                assert any(a.epoch >= epoch for a in aborts), f"the plane of epoch {epoch} failed, and stays so"
 
     def check_empty(self) -> None:
         state = self.sim.state

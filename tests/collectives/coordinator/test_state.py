@@ -385,6 +385,28 @@ def test_members_find_each_other_in_an_epoch_that_was_changed_over_from() -> Non
     assert not sim.state.sets.world.past_stores
 
 
+def test_a_plane_that_failed_before_its_epoch_was_changed_over_from_ends_what_is_executed_in_it() -> None:
+    sim = simulate(2)
+    submit(sim, "loss", 0, 1)
+    sim.ranks[0].say(m.PlaneFailed(0, 1, "no luck"))
+    sim.ranks[1].say(m.Renew(0, 1))
+    sim.drain()
+    assert last(sim.ranks[0], m.Configure).epoch == 2
+    # The next one fails as well, and is changed over from before anything was said of the first.
+    submit(sim, "more", 0, 1)
+    sim.ranks[1].say(m.PlaneFailed(0, 2, "no luck either"))
+    sim.ranks[1].say(m.Renew(0, 2))
+    sim.drain()
+    assert count(sim.ranks[0], m.Abort) == 0
+    sim.tick(0.3)
+    sim.drain()
+    for rank in sim.ranks.values():
+        assert (last(rank, m.Abort).epoch, count(rank, m.Abort)) == (2, 1)
+    assert last(sim.ranks[0], m.Abort).text == "the data plane failed on rank 1: no luck either"
+    submit(sim, "again", 0, 1)
+    assert isinstance(sim.ranks[1].submissions[-1].outcome, m.Execute)
+
+
 def test_a_death_explains_a_failed_plane() -> None:
     sim = simulate(3)
     sim.ranks[0].say(m.PlaneFailed(0, 1, "connection reset"))

@@ -144,7 +144,7 @@ def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
 
 def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     there = False
-    monkeypatch.setattr(lacking, "_has_descriptor", lambda: there)
+    monkeypatch.setattr(lacking, "_has_descriptors", lambda: there)
     sent: list[m.Message] = []
     calls: list[Any] = []
     lack = Lacking(sent.append, lambda seconds, call: calls.append(call))

@@ -498,7 +498,12 @@ class Client:
         if message.restoring and self._again:
             return  # these are on their way to the coordinator's successor
         membership = Membership(
-            message.expected, message.members, message.deaths, message.epoch, message.waiting
+            message.expected,
+            message.members,
+            message.deaths,
+            message.epoch,
+            message.waiting,
+            message.formed,
         )
         with self._changed:
             self._membership = membership

@@ -17,6 +17,7 @@ class Membership:
         deaths: Ranks that died and were not replaced, with process id, time and reason.
         epoch: Epoch of the world; 0 before it was formed for the first time.
         waiting: Members that elastic training has to let in.
+        formed: Ranks that this epoch of the world is made of; empty until it has begun.
     """
 
     expected: tuple[int, ...] = ()
@@ -24,6 +25,7 @@ class Membership:
     deaths: tuple[m.Death, ...] = ()
     epoch: int = 0
     waiting: tuple[int, ...] = ()
+    formed: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

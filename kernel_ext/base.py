@@ -121,6 +121,7 @@ class PoolBase:
         )
         if keeping is not None:
             self._find()
+        base.client.on_membership(self.history.world)
         base.client.on_mail(JOINED, self._joined)
         base.fork_server.listen(self._hear, self._fork_server_lost)
 
@@ -290,6 +291,7 @@ class PoolBase:
         if self.keeping is not None:
             self._own([rank])
         self.joining.add([rank])
+        self.history.announce()
 
     def _died(self, rank: int, reason: str) -> None:
         self.joining.gone(rank)

@@ -1,26 +1,34 @@
-"""What became of a pool's ranks: when each came, how, from where, and how those ended that are gone. No I/O."""
+"""What became of a pool's ranks: when each came, how, from where, how those ended that are gone, and each generation."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.failures import Failures
+from hvdlab.collectives.membership import Membership
 from hvdlab.kernel_ext.cells.elastic import Bounds
 
 KEPT = 1000
 """Changes that are remembered."""
 
+ALL = -1
+"""The rank of a change that is of the world as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that happened to a rank.
+    """Something that happened to a rank, or to the world.
 
     Attributes:
-        rank: Its number.
-        what: ``joined``, ``died`` or ``left``.
-        why: What started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), or the reason of its end.
+        rank: Its number; ``ALL`` for a new generation of the world.
+        what: ``joined``, ``waits`` (until the others let it in), ``admitted``, ``died``, ``left``, or ``formed``.
+        why: What started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long it
+            waited, or the generation and its ranks.
         host: Where it ran; empty if that is not known.
         pid: Its process, or 0.
         when: Seconds since the epoch.
@@ -38,15 +46,64 @@ class History:
     """The last changes, oldest first. Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._changes: deque[Change] = deque(maxlen=KEPT)
+        #: The generation of the world that was seen last.
+        self._generation = 0
+        #: Ranks that wait to be let in, since when.
+        self._waiting: dict[int, float] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._failures = Failures()
 
-    def add(self, change: Change) -> None:
-        """Something happened."""
-        self._changes.append(change)
+    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call this after each change, on the thread that noticed it; it must not block. Returns what ends that."""
+        with self._lock:
+            self._listeners.append(callback)
+
+        def unlisten() -> None:
+            with self._lock:
+                if callback in self._listeners:
+                    self._listeners.remove(callback)
+
+        return unlisten
+
+    def add(self, *changes: Change) -> None:
+        """This happened."""
+        with self._lock:
+            self._changes.extend(changes)
+        self.announce()
+
+    def announce(self) -> None:
+        """Call the listeners, also for what is no change but is shown with them."""
+        with self._lock:
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            with self._failures.guard("a listener to the history"):
+                listener()
+
+    def world(self, now: Membership) -> None:
+        """Compare the world with what it was: a new generation, and ranks that wait or were let in, are changes."""
+        changes, at = [], time.time()
+        with self._lock:
+            waiting, here = set(now.waiting), set(now.ranks)
+            for rank in sorted(waiting - self._waiting.keys()):
+                self._waiting[rank] = at
+                changes.append(Change(rank, "waits", "until the others commit", when=at))
+            for rank in sorted(self._waiting.keys() - waiting):
+                since = self._waiting.pop(rank)
+                if rank in here:
+                    changes.append(Change(rank, "admitted", f"after {at - since:.1f} s", when=at))
+            if now.formed and now.epoch > self._generation:
+                self._generation = now.epoch
+                why = f"generation {now.epoch}: {format_ranks(now.formed)}"
+                changes.append(Change(ALL, "formed", why, when=at))
+        if changes:
+            self.add(*changes)
 
     def all(self) -> list[Change]:
         """What is remembered."""
-        return list(self._changes)
+        with self._lock:
+            return list(self._changes)
 
     def arrival(self, rank: int) -> Change | None:
         """How and when the process came that has this number now or had it last."""
@@ -64,6 +121,7 @@ class ElasticState:
         awaited: Ranks that are to be there and are not.
         arrivals: Rank to how and when it came.
         history: All that is remembered, oldest first.
+        newcomers: Ranks that came later than others and have got nothing of what those know.
     """
 
     generation: int
@@ -72,3 +130,4 @@ class ElasticState:
     awaited: tuple[int, ...]
     arrivals: Mapping[int, Change]
     history: Sequence[Change]
+    newcomers: tuple[int, ...] = ()

@@ -246,7 +246,16 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             awaited=tuple(rank for rank in members.wanted if rank not in members.ready),
             arrivals={rank: came for rank in states if (came := history.arrival(rank)) is not None},
             history=history.all(),
+            newcomers=self.newcomers,
         )
+
+    def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call this after each change that :meth:`elastic` tells of. Any thread; it must not block.
+
+        Returns:
+            What ends that. It may be called once more that is under way.
+        """
+        return self._base.history.listen(callback)
 
     @property
     def first_to_fail(self) -> int | None:

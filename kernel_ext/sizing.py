@@ -158,6 +158,7 @@ class Sizing:
                 )
             failed |= got["failed"]
         self._base.newcomers = {r: one for r, one in self._base.newcomers.items() if r not in targets}
+        self._base.history.announce()
         seconds = time.monotonic() - begin
         return Synced(
             source, targets, tuple(given["names"]), tuple(given["modules"]), failed, given["nbytes"], seconds

@@ -113,6 +113,12 @@ class NotebookDesk:
             return recording
         return self._client(pool).recording
 
+    def changeable(self, pool: str) -> Pool | None:
+        if not pool:
+            own = self._session.current
+            return None if own is None or own.state == "stopped" else own
+        return self._in_variables().get(pool.removeprefix(VARIABLE)) if pool.startswith(VARIABLE) else None
+
     def pools(self) -> list[dict[str, Any]]:
         from hvdlab.kernel_ext.registry import Registry
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,6 +99,18 @@ class LabPage:
             arg=[cell, text, running],
             timeout=WAIT_MS,
         )
+
+    def command(self, name: str, typed: str = "") -> None:
+        """Choose a command in the palette, by its name or by what is typed."""
+        box = self.page.locator(".lm-CommandPalette-input")
+        for _ in range(10):
+            self.page.keyboard.press("Control+Shift+C")
+            # It closes again when something else takes the focus, as pages that are just loaded may.
+            with suppress(PlaywrightTimeoutError):
+                box.fill(typed or name, timeout=4000)
+                self.page.locator(".lm-CommandPalette-item", has_text=name).first.click(timeout=4000)
+                return
+        raise AssertionError(f"the palette does not stay open: {name}")
 
     def wait_until_ended(self, cell: int) -> None:
         self.page.wait_for_function(

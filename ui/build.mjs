@@ -23,7 +23,7 @@ function digest() {
 }
 
 const banner = `sources: sha256:${digest()}`;
-for (const name of ['timeline', 'ranks', 'strip', 'metrics']) {
+for (const name of ['timeline', 'ranks', 'membership', 'strip', 'metrics']) {
   const { metafile } = await build({
     entryPoints: [join(here, 'src', 'widget', `${name}.ts`)],
     outfile: join(out, `${name}.js`),
@@ -42,7 +42,7 @@ for (const name of ['timeline', 'ranks', 'strip', 'metrics']) {
     appendFileSync(join(out, `${name}.js`), `/* Contains uPlot.\n\n${licence}\n*/\n`);
   }
 }
-for (const [name, sources] of [['views', ['style', 'charts']], ['strip', ['strip']]]) {
+for (const [name, sources] of [['views', ['style', 'charts', 'membership']], ['strip', ['strip']]]) {
   const style = sources.map(source => readFileSync(join(here, 'src', `${source}.css`), 'utf8')).join('');
   writeFileSync(join(out, `${name}.css`), `/* ${banner} */\n${style}`);
 }

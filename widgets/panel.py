@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
+from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.publisher import Publisher
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
@@ -37,6 +40,10 @@ class Desk(Protocol):
         """That of a pool; ``None`` if there are no ranks now."""
         ...
 
+    def changeable(self, pool: str) -> ChangeablePool | None:
+        """The pool itself; ``None`` if it can only be watched."""
+        ...
+
     def pools(self) -> list[dict[str, Any]]:
         """All pools that can be shown."""
         ...
@@ -54,12 +61,14 @@ class Showing:
         rows: Whether any page wants rows, and not only to know how the ranks are.
         until: When the wish for it ends.
         rows_until: When the wish for rows ends.
+        actions: What changes its ranks; ``None`` if it can only be watched.
     """
 
     recording: Recording
     name: str
     until: float = 0.0
     rows_until: float = 0.0
+    actions: MembershipActions | None = None
     publisher: Publisher = field(init=False)
     ended: bool = False
 
@@ -90,6 +99,8 @@ class Panel:
                 self._hello(content, lease or self._lease)
             elif kind == "pools":
                 self._answer(request, {"pools": self._desk.pools()})
+            elif kind == "change":
+                self._change(content)
             elif isinstance(kind, str):
                 self._answer(request, self._desk.do(kind, content))
         except Exception as error:  # noqa: BLE001  (the page says it; ipykernel would write it under a cell)
@@ -121,6 +132,14 @@ class Panel:
 
     def _answer(self, request: Any, answer: dict[str, Any]) -> None:
         self._send({"type": "answer", "request": request} | answer, [])
+
+    def _change(self, content: Content) -> None:
+        """Do what the buttons of a membership view ask for."""
+        showing = self._showings.get(str(content.get("pool", OWN)))
+        if showing is None or showing.actions is None:
+            raise InvalidRequestError("these ranks can only be changed where they were started.")
+        request = content.get("request")
+        showing.actions.start(content, lambda reply: self._answer(request, reply))
 
     def _hello(self, content: Content, lease: float) -> None:
         pool = str(content.get("pool", OWN))
@@ -161,12 +180,17 @@ class Panel:
             name = self._names.setdefault(recording, uuid.uuid4().hex)
             showing = Showing(recording, name, until, rows_until)
             self._showings[pool] = showing
+            changeable, membership = self._desk.changeable(pool), None
+            if changeable is not None:
+                showing.actions = MembershipActions(changeable, recording.announce)
+                membership = MembershipNews(changeable, showing.actions, recording)
             showing.publisher = Publisher(
                 recording,
                 lambda message, buffers: self._pass_on(pool, showing, message, buffers),
                 lambda: None,
                 rows=False,
                 points=False,
+                membership=membership,
             )
         return showing
 

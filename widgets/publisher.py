@@ -10,6 +10,7 @@ from typing import Any
 from hvdlab.collectives.failures import Failures, as_messages
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.rows import Rows
+from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.messages import pack_marks, pack_rows
 from hvdlab.widgets.points import POINTS_PER_MESSAGE, SeriesNews
 from hvdlab.widgets.rank_rows import RankNews
@@ -41,6 +42,7 @@ class Publisher:
             last time.
         rows: Whether rows are sent, or only what is told about the ranks; :meth:`hello` changes that.
         points: Whether points of series are sent, also without rows.
+        membership: What is sent of the pool's coming and going; by default nothing. It is closed with the publisher.
         failures: Where errors are kept; by default in some of its own.
 
     Attributes:
@@ -55,6 +57,7 @@ class Publisher:
         *,
         rows: bool = True,
         points: bool = True,
+        membership: MembershipNews | None = None,
         failures: Failures | None = None,
     ) -> None:
         self.failures = Failures(recording.failures) if failures is None else failures
@@ -72,6 +75,7 @@ class Publisher:
         self._told_failures: list[dict[str, str]] = []
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
+        self._membership = membership
         self._starting = threading.Lock()
         self._thread = self._start()
 
@@ -100,6 +104,8 @@ class Publisher:
         """End the thread. Idempotent."""
         self._closing.set()
         self._recording.poke()
+        if self._membership is not None:
+            self._membership.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -155,8 +161,14 @@ class Publisher:
         self._row = row
         self._name = self._stamp = 0
         self._series.again_from(point)
-        self._ranks.forget()
+        self._forget_ranks()
         self._told_failures = []
+
+    def _forget_ranks(self) -> None:
+        """Say everything about the ranks again next time."""
+        self._ranks.forget()
+        if self._membership is not None:
+            self._membership.forget()
 
     def _wanted(self) -> bool:
         return self._closing.is_set() or self._since is not None
@@ -176,6 +188,10 @@ class Publisher:
         news: dict[str, Any] = {}
         with self.failures.guard("the table of ranks"):
             news |= self._ranks.take(last)
+        if self._membership is not None:
+            with self.failures.guard("which ranks there are"):
+                if (membership := self._membership.take()) is not None:
+                    news["membership"] = membership
         failures = as_messages(self.failures.all())
         if failures != self._told_failures:
             news["failures"] = failures
@@ -230,7 +246,7 @@ class Publisher:
             self._told_failures = news.get("failures", self._told_failures)
             return True
         self._series.again_from(point, series)
-        self._ranks.forget()
+        self._forget_ranks()
         return False
 
     def _send_next(self, news: dict[str, Any], most: int) -> None:

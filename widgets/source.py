@@ -9,6 +9,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from hvdlab.collectives.recording import Recording
+    from hvdlab.widgets.membership_actions import ChangeablePool
 
 Finder = Callable[[], Any]
 
@@ -45,6 +46,13 @@ def remove_awaiting(waiting: Waiting) -> None:
 
 def _awaited() -> Recording | None:
     return next((found for waiting in reversed(_waiting) if (found := waiting()) is not None), None)
+
+
+def pool_of(source: Any = None) -> ChangeablePool | None:
+    """The pool that is meant, by default the notebook's; None if there is none now, or ``source`` is no pool."""
+    if source is None:
+        source = next((pool for finder in reversed(_finders) if (pool := finder()) is not None), None)
+    return source if hasattr(source, "on_membership_change") else None
 
 
 def recording_of(source: Any = None, *, coming: bool = False) -> Recording:

@@ -1,17 +1,18 @@
-"""``hvdlab.timeline()``, ``hvdlab.ranks()``, ``hvdlab.metrics()``, ``hvdlab.trace()`` and ``hvdlab.export()``."""
+"""``hvdlab.timeline()``, ``hvdlab.ranks()``, ``hvdlab.membership()``, ``hvdlab.metrics()``, ``hvdlab.trace()`` and ``hvdlab.export()``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from hvdlab.widgets.source import recording_of
+from hvdlab.widgets.source import pool_of, recording_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.collectives.metrics.export_from_recording import RecordingExport
     from hvdlab.collectives.metrics.exporting import Exporter
+    from hvdlab.widgets.membership import MembershipWidget
     from hvdlab.widgets.metrics import MetricsWidget
     from hvdlab.widgets.ranks import RanksWidget
     from hvdlab.widgets.timeline import TimelineWidget
@@ -52,6 +53,30 @@ def ranks(pool: Any = None) -> RanksWidget:
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     return RanksWidget(recording)
+
+
+def membership(pool: Any = None) -> MembershipWidget:
+    """Which ranks there are, since when and from where, and when others came and went, live; with buttons.
+
+    They resize the pool, repair lost ranks, restart ranks and bring newcomers what the others know. Before any rank ends by
+    one of them, the view asks; also while a cell runs.
+
+    Args:
+        pool: Whose ranks; by default those of the notebook's pool, or of the next one if there is none yet.
+
+    Raises:
+        InvalidRequestError: No ranks are running.
+        TypeError: ``pool`` is no pool.
+        ModuleNotFoundError: anywidget is not installed.
+    """
+    recording = recording_of(pool, coming=True)
+    if pool is not None and pool_of(pool) is None:
+        raise TypeError(f"a pool is needed here, not {type(pool).__name__}")
+    try:
+        from hvdlab.widgets.membership import MembershipWidget
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+    return MembershipWidget(recording, lambda: pool_of(pool))
 
 
 def metrics(pool: Any = None) -> MetricsWidget:

@@ -91,6 +91,7 @@ class Membership:
         waiting: Ranks that elastic training has to let in.
         leaving: Ranks of the world that are let go where elastic training lets it change.
         changed: Whether clients have to be told.
+        formed: Whether an epoch of the world has begun, of which clients have to be told; its members know.
         urgent: Whether ranks have to be told without delay.
     """
 
@@ -105,6 +106,7 @@ class Membership:
         self.waiting: tuple[int, ...] = ()
         self.leaving: set[int] = set()
         self.changed = False
+        self.formed = False
         self.urgent = False
         self.ranks_told_at = -WORLD_INTERVAL
         self._ranks_owed = False
@@ -215,11 +217,11 @@ class Membership:
         self.awaited -= self.deaths.keys()  # some may have died since
         self.changed = True
 
-    def world(self, epoch: int, *, restoring: bool = False) -> World:
+    def world(self, epoch: int, formed: tuple[int, ...], *, restoring: bool = False) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
         leaving = tuple(sorted(self.leaving))
-        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring, leaving)
+        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring, leaving, formed)
 
     def wait(self, ranks: tuple[int, ...]) -> None:
         """These ranks, and no others, wait to be let in."""
@@ -232,17 +234,23 @@ class Membership:
         self.leaving.update(ranks)
         self.changed = self.urgent = True
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anybody is to be told of the world, now or later."""
+        return self.changed or self.formed or self.urgent or self._ranks_owed
+
     def audience(self, now: float) -> tuple[int, ...]:
         """Who is to be told of the world now; to be asked once after each round of events."""
         told: tuple[int, ...] = ()
-        if self.changed:
+        if self.changed or self.formed:
             told = (*self.clients, *self.observers)
+        if self.changed:
             self._ranks_owed = True
         if self._ranks_owed and (self.urgent or now >= self.ranks_told_at + WORLD_INTERVAL):
             told += tuple([peer.peer for peer in self.ranks.values()])
             self.ranks_told_at = now
             self._ranks_owed = False
-        self.changed = self.urgent = False
+        self.changed = self.urgent = self.formed = False
         return told
 
     def next_report(self) -> float | None:

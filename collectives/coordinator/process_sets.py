@@ -227,6 +227,7 @@ class ProcessSets:
             self._anew = self._anew or old.isdisjoint(ps.peers)
             for rank in members:
                 ranks[rank].admitted = True
+            self._membership.formed = True
         ps.epoch = ps.epoch or self._first_epoch
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)

@@ -264,7 +264,7 @@ class CoordinatorState:
             self.check_admission = False
             arrivals.admit(self)
         self.sets.configure_due()
-        if self.membership.changed or self.membership.urgent or self.membership.next_report() is not None:
+        if self.membership.has_news:
             told = self.membership.audience(now)
             if told:
                 self.outbox.send(told, self.world())
@@ -281,7 +281,9 @@ class CoordinatorState:
 
     def world(self) -> m.World:
         """The membership, as peers are told of it."""
-        return self.membership.world(self.sets.world.epoch, restoring=self.restoring.active)
+        world = self.sets.world
+        formed = world.members if world.phase == OPEN else ()
+        return self.membership.world(world.epoch, formed, restoring=self.restoring.active)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -609,6 +609,8 @@ class World(Message, frozen=True):
     """Whether ranks of a coordinator that died are still awaited: who is not there yet is not known to be dead."""
     leaving: tuple[int, ...] = ()
     """Ranks in the world that are let go where elastic training lets it change."""
+    formed: tuple[int, ...] = ()
+    """Ranks that this epoch of the world is made of; empty until it has begun."""
 
 
 class Regrouped(Message, frozen=True):

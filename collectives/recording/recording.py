@@ -191,6 +191,11 @@ class Recording:
             self._closed = True
             self._wake()
 
+    def announce(self) -> None:
+        """Something has changed that views show beside what is recorded: those in :meth:`wait` look again. Any thread."""
+        with self._changed:
+            self._wake()
+
     def _wake(self) -> None:
         self._version += 1
         self._changed.notify_all()

@@ -12,6 +12,7 @@ import inspect
 import linecache
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -65,13 +66,31 @@ class CellCompiler(CachingCompiler):
             name = f"<cell {label} #{hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
             self._names[name] = source
         self._source, self._name, self._lines = source, name, lines
-        register_label(name, f"cell {label}")
-        # Else it is looked for in every module that is imported, for each frame of a traceback: seconds, with torch.
-        for place in (name, os.path.normcase(os.path.abspath(name))):
-            inspect.modulesbyfile[place] = "__main__"
+        self._introduce(name)
         if file:
             self.files[file] = name
         return name
+
+    def _introduce(self, name: str) -> None:
+        """Let sites and tracebacks call code that is compiled under this name a cell."""
+        register_label(name, f"cell {label_of(name)}")
+        # Else it is looked for in every module that is imported, for each frame of a traceback: seconds, with torch.
+        for place in (name, os.path.normcase(os.path.abspath(name))):
+            inspect.modulesbyfile[place] = "__main__"
+
+    def cells(self) -> dict[str, tuple[str, str]]:
+        """Of each cell's file name, the cell's source and the lines that tracebacks show."""
+        return {
+            name: (source, "".join(linecache.getlines(name))) for name, source in dict(self._names).items()
+        }
+
+    def adopt(self, cells: Mapping[str, tuple[str, str]]) -> None:
+        """Know the cells of another rank, whose functions come to this one; those that ran here stay what they are."""
+        for name, (source, text) in cells.items():
+            if name not in self._names:
+                self._names[name] = source
+                self._introduce(name)
+                linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """The file name that the code is compiled under."""

@@ -107,7 +107,7 @@ def _give(shell: Any, channel: _Channel, without: Collection[str]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Knowledge:
-    """The plan of imports, the pickle and its buffers; what is in it, and what is not and why."""
+    """The plan of imports with the cells, the pickle and its buffers; what is in it, and what is not and why."""
 
     parts: list[memoryview]
     names: list[str]
@@ -141,7 +141,7 @@ def _collect(shell: Any, without: Collection[str]) -> _Knowledge:
     modules = {name: value.__name__ for name, value in items if isinstance(value, ModuleType)}
     values = {name: value for name, value in items if name not in modules}
     imports = [*dict.fromkeys([*modules.values(), *_dotted(shell, modules)])]
-    plan = pickle.dumps((list(sys.path), imports, modules))
+    plan = pickle.dumps((list(sys.path), imports, modules, shell.compile.cells()))
     parts, failed = _pack(shell, values)
     sent = [name for name in values if name not in failed]
     return _Knowledge([memoryview(plan), *parts], sent, list(modules), failed)
@@ -257,7 +257,8 @@ class Lesson:
 def _absorb(shell: Any, parts: Sequence[memoryview], *, bind: bool = True) -> dict[str, Any]:
     plan, stream, *buffers = parts
     # From a rank of the same user that runs the same cells: no less trusted than they are.
-    path, imports, modules = pickle.loads(plan)  # noqa: S301
+    path, imports, modules, cells = pickle.loads(plan)  # noqa: S301
+    shell.compile.adopt(cells)
     failed = _import(shell, path, imports, modules)
     try:
         values = _Unpickler(io.BytesIO(stream), shell, buffers).load()

@@ -10,7 +10,7 @@ import { HeadingText, SourceSelect } from './source.ts';
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 
 /** Those in the palette, in their order. */
-export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:save-chrome', 'hvdlab:save-perfetto', 'hvdlab:open-perfetto'];
+export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:membership', 'hvdlab:save-chrome', 'hvdlab:save-perfetto', 'hvdlab:open-perfetto'];
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
@@ -122,6 +122,16 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
       settings.ranks = !settings.ranks;
       open().content.refresh();
       commands.notifyCommandChanged('hvdlab:table-of-ranks');
+    },
+  });
+  commands.addCommand('hvdlab:membership', {
+    label: trans.__('Membership of the Ranks'),
+    caption: trans.__('Show which ranks came and went; resize, repair, restart and sync them'),
+    isToggled: () => settings.membership,
+    execute: () => {
+      settings.membership = !settings.membership;
+      open().content.refresh();
+      commands.notifyCommandChanged('hvdlab:membership');
     },
   });
   commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save('chrome') });

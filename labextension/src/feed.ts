@@ -96,9 +96,9 @@ export class Feed implements IDisposable {
     if (limit === this.most) return;
     this.most = limit;
     for (const channel of this.channels.values()) {
-      const { ranks, heading } = channel.store;
+      const { ranks, heading, membership } = channel.store;
       this.renewStore(channel);
-      Object.assign(channel.store, { ranks, heading });
+      Object.assign(channel.store, { ranks, heading, membership });
       this.hello(channel);
       this.changed.emit(channel);
     }
@@ -307,10 +307,13 @@ export class Feed implements IDisposable {
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);
     else {
       // Another page wants these rows; of them only what is said about the ranks is for us.
-      const { ranks, heading } = data as { ranks?: typeof store.ranks; heading?: string };
-      if (!ranks) return;
-      store.ranks = ranks;
-      store.heading = heading ?? '';
+      const { ranks, heading, membership } = data as { ranks?: typeof store.ranks; heading?: string; membership?: typeof store.membership };
+      if (!ranks && !membership) return;
+      if (ranks) {
+        store.ranks = ranks;
+        store.heading = heading ?? '';
+      }
+      store.membership = membership ?? store.membership;
       store.version++;
     }
     this.changed.emit(channel);

@@ -8,15 +8,19 @@ import type { Store } from '../../ui/src/model/store.ts';
 import { Viewport } from '../../ui/src/model/viewport.ts';
 import { Charts } from '../../ui/src/view/charts.ts';
 import { h } from '../../ui/src/view/dom.ts';
+import { MembershipView, type Wish } from '../../ui/src/view/membership.ts';
 import { RanksView } from '../../ui/src/view/ranks.ts';
 import { Timeline } from '../../ui/src/view/timeline.ts';
 import type { Channel, Feed, Feeds } from './feed.ts';
 import { OWN } from './protocol.ts';
 
+const CHANGE_WITHIN = 600_000; // ms; ranks of a cluster may take that long to start
+
 /** What the user has set; live. */
 export interface Options {
   follow: boolean;
   ranks: boolean;
+  membership: boolean;
 }
 
 export interface Host {
@@ -49,9 +53,11 @@ export class TimelinePanel extends Widget {
   private channel: Channel | null = null;
   private timeline: Timeline | null = null;
   private table: RanksView | null = null;
+  private membership: MembershipView | null = null;
   private readonly empty = h('div', { class: 'jp-HvdlabPanel-empty' });
   private readonly place = h('div', { class: 'jp-HvdlabPanel-timeline' });
   private readonly below = h('div', { class: 'jp-HvdlabPanel-ranks' });
+  private readonly changes = h('div', { class: 'jp-HvdlabPanel-ranks' });
   private readonly spoken = h('div', { class: 'jp-HvdlabPanel-spoken', role: 'status', 'aria-live': 'polite' });
   private withPerfetto = false;
   /** What is in view, of each recording. */
@@ -64,7 +70,7 @@ export class TimelinePanel extends Widget {
     super();
     this.host = host;
     this.addClass('jp-HvdlabPanel');
-    this.node.append(this.place, this.below, this.empty, this.spoken);
+    this.node.append(this.place, this.below, this.changes, this.empty, this.spoken);
     host.notebooks.currentChanged.connect(this.look, this);
     host.notebooks.widgetAdded.connect(this.look, this);
     this.look();
@@ -101,6 +107,7 @@ export class TimelinePanel extends Widget {
   /** Takes the settings in anew. */
   refresh(): void {
     this.ranks();
+    this.changeable();
   }
 
   protected onAfterShow(message: Message): void {
@@ -175,6 +182,7 @@ export class TimelinePanel extends Widget {
       if (this.isVisible) this.timeline?.data();
       this.timeline!.away = !!feed?.away;
       this.ranks();
+      this.changeable();
       this.announce();
     } else this.explain(!!feed?.here);
     this.changed.emit();
@@ -206,6 +214,8 @@ export class TimelinePanel extends Widget {
     this.timeline = null;
     this.table?.dispose();
     this.table = null;
+    this.membership?.dispose();
+    this.membership = null;
   }
 
   private ranks(): void {
@@ -215,6 +225,21 @@ export class TimelinePanel extends Widget {
     if (!wanted) return;
     this.table ??= new RanksView(this.below);
     this.table.update(store!.ranks, store!.heading);
+  }
+
+  /** Which ranks there are, with buttons; not of pools that are only watched. */
+  private changeable(): void {
+    const membership = this.channel?.store.membership;
+    const wanted = this.host.options.membership && !!membership;
+    this.changes.hidden = !wanted;
+    if (!wanted) return;
+    this.membership ??= new MembershipView(this.changes, wish => this.change(wish));
+    this.membership.update(membership);
+  }
+
+  private async change(wish: Wish): Promise<string> {
+    const { feed, channel } = this.shown!;
+    return String((await feed.ask({ type: 'change', pool: channel.pool, ...wish }, CHANGE_WITHIN)).text);
   }
 
   /** Tells screen readers who came and who was lost. */

@@ -6,6 +6,7 @@ export interface Settings {
   openWithRanks: boolean;
   follow: boolean;
   ranks: boolean;
+  membership: boolean;
   status: boolean;
   spans: number;
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool as Pool
     from hvdlab.runner import run as run
     from hvdlab.widgets.views import export as export
+    from hvdlab.widgets.views import membership as membership
     from hvdlab.widgets.views import metrics as metrics
     from hvdlab.widgets.views import ranks as ranks
     from hvdlab.widgets.views import timeline as timeline
@@ -34,6 +35,7 @@ _LAZY = {
     "run": "hvdlab.runner",
     "export": "hvdlab.widgets.views",
     "timeline": "hvdlab.widgets.views",
+    "membership": "hvdlab.widgets.views",
     "metrics": "hvdlab.widgets.views",
     "ranks": "hvdlab.widgets.views",
     "trace": "hvdlab.widgets.views",
@@ -47,6 +49,7 @@ __all__ = [
     "export",
     "install_as_horovod",
     "load_ipython_extension",
+    "membership",
     "metrics",
     "ranks",
     "run",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from playwright.sync_api import TimeoutError
 
 from chromium import CHROMIUM
 from lab_page import LabPage, lab_page
@@ -65,19 +63,6 @@ def wait(lab: LabPage, condition: str) -> None:
     )
 
 
-def command(lab: LabPage, name: str, typed: str = "") -> None:
-    """Choose a command in the palette, by its name or by what is typed."""
-    box = lab.page.locator(".lm-CommandPalette-input")
-    for _ in range(10):
-        lab.page.keyboard.press("Control+Shift+C")
-        # It closes again when something else takes the focus, as pages that are just loaded may.
-        with contextlib.suppress(TimeoutError):
-            box.fill(typed or name, timeout=4000)
-            lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click(timeout=4000)
-            return
-    pytest.fail(f"the palette does not stay open: {name}")
-
-
 def status(lab: LabPage, text: str) -> None:
     lab.page.locator(".jp-HvdlabStatus", has_text=text).wait_for(timeout=WAIT_MS)
 
@@ -89,14 +74,14 @@ def lab(tmp_path: Path) -> Iterator[LabPage]:
 
 
 def test_the_palette_finds_the_commands_by_the_name_of_the_package(lab: LabPage) -> None:
-    command(lab, "Timeline of the Ranks", typed="hvdlab")
+    lab.command("Timeline of the Ranks", typed="hvdlab")
     lab.page.locator(".jp-HvdlabPanel-empty", has_text="has no ranks yet").wait_for(timeout=WAIT_MS)
 
 
 def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:
     errors: list[str] = []
     lab.page.on("pageerror", lambda error: errors.append(str(error)))
-    command(lab, "Timeline of the Ranks")
+    lab.command("Timeline of the Ranks")
     lab.page.locator(".jp-HvdlabPanel-empty", has_text="has no ranks yet").wait_for(timeout=WAIT_MS)
     for cell in (LOAD, INIT):
         lab.finish(cell)
@@ -156,16 +141,16 @@ def check_reload(lab: LabPage) -> None:
 
 def check_save(lab: LabPage, work: Path) -> None:
     for name, ending in (("as Chrome Trace", "json.gz"), ("for Perfetto", "pftrace")):
-        command(lab, f"Save Timeline of the Ranks {name}")
+        lab.command(f"Save Timeline of the Ranks {name}")
         lab.page.locator(".jp-toast-message", has_text=f".{ending}").wait_for(timeout=WAIT_MS)
         (path,) = work.glob(f"ranks-*.{ending}")
         assert path.stat().st_size > 500
 
 
 def check_theme(lab: LabPage) -> None:
-    command(lab, "Theme: JupyterLab Dark")
+    lab.command("Theme: JupyterLab Dark")
     lab.page.wait_for_selector(f"{VIEW}[data-theme=dark]", timeout=WAIT_MS)
-    command(lab, "Theme: JupyterLab Light")
+    lab.command("Theme: JupyterLab Light")
     lab.page.wait_for_selector(f"{VIEW}[data-theme=light]", timeout=WAIT_MS)
 
 
@@ -217,7 +202,7 @@ def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
         assert box
         assert box["y"] >= above["y"] + above["height"] - 1
         assert box["height"] > 250
-        command(lab, "Timeline of the Ranks")
+        lab.command("Timeline of the Ranks")
         focused = f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
         lab.page.wait_for_function(focused, timeout=WAIT_MS)
         length = api(lab, "view.length")

@@ -60,7 +60,7 @@ def test_it_is_found_set_up_and_used_with_keys(tmp_path: Path) -> None:
 
 def check_launcher(lab: LabPage) -> None:
     """Its card opens it, with Enter as well."""
-    command(lab, "New Launcher")
+    lab.command("New Launcher")
     card = lab.page.locator(".jp-LauncherCard", has_text="Timeline of the Ranks")
     card.wait_for(timeout=WAIT_MS)
     card.focus()
@@ -88,7 +88,7 @@ def check_menus(lab: LabPage) -> None:
 
 def check_keys(lab: LabPage) -> None:
     """The command puts the focus there; W, A, S, D and arrows move, Escape leads out of what was opened."""
-    command(lab, "Timeline of the Ranks")
+    lab.command("Timeline of the Ranks")
     lab.page.wait_for_function(
         f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
     )
@@ -152,7 +152,7 @@ def check_tab_order(lab: LabPage) -> None:
 def check_settings(lab: LabPage) -> None:
     """Each one changes something, at once."""
     lab.page.locator(".lm-TabBar-tab", has_text="notebook.ipynb").click()  # they open where the front is
-    command(lab, "Settings Editor")
+    lab.command("Settings Editor")
     lab.page.locator(".jp-PluginList-entry", has_text="Ranks timeline").click()
     form = lab.page.locator(".jp-SettingsForm:visible", has_text="Table of ranks")
     form.wait_for(timeout=WAIT_MS)
@@ -216,12 +216,6 @@ def active(lab: LabPage) -> str:
             return one.getAttribute('aria-label') || one.title || one.textContent.trim(); }"""
     )
     return name
-
-
-def command(lab: LabPage, name: str) -> None:
-    lab.page.keyboard.press("Control+Shift+C")
-    lab.page.locator(".lm-CommandPalette-input").fill(name)
-    lab.page.locator(".lm-CommandPalette-item", has_text=name).first.click()
 
 
 def api(lab: LabPage, expression: str) -> Any:

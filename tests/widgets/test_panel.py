@@ -29,6 +29,9 @@ class Desk:
             raise InvalidRequestError(f"there is no pool `{pool}`")
         return self.recordings[pool]
 
+    def changeable(self, pool: str) -> None:
+        return None
+
     def pools(self) -> list[dict[str, Any]]:
         return [{"id": name} for name in self.recordings]
 

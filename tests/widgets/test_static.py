@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 UI = ROOT / "ui"
 STATIC = ROOT / "widgets" / "static"
-BUNDLES = ("timeline.js", "ranks.js", "metrics.js", "strip.js", "strip.css", "views.css")
+BUNDLES = ("timeline.js", "ranks.js", "membership.js", "metrics.js", "strip.js", "strip.css", "views.css")
 NODE = shutil.which("node")
 
 pytestmark = pytest.mark.skipif(

@@ -126,7 +126,7 @@ def test_a_world_that_lost_a_rank_is_made_anew_without_it() -> None:
     again(sim, 0)
     back = again(sim, 2)
     assert [member.rank for member in configured(back)[-1].members] == [0, 2]
-    world = sim.state.membership.world(1)
+    world = sim.state.membership.world(1, ())
     assert [(death.rank, death.admitted) for death in world.deaths] == [(1, True)]
 
 
@@ -135,7 +135,7 @@ def test_who_dies_while_it_waits_for_the_new_world_is_told_of() -> None:
     again(sim, 1)
     sim.kill(1)
     sim.drain()
-    (death,) = sim.state.membership.world(1).deaths
+    (death,) = sim.state.membership.world(1, ()).deaths
     assert (death.rank, death.admitted) == (1, False)
 
 

@@ -306,7 +306,9 @@ class RandomSchedules(RuleBasedStateMachine):
         for rank, set_id, epoch in self.failed:
             if self.sim.ranks.get(rank.rank) is rank and not rank.left and set_id in rank.sets:
                 aborts = [a for a in rank.received if isinstance(a, m.Abort) and a.process_set == set_id]
-                assert any(a.epoch >= epoch for a in aborts), f"the plane of epoch {epoch} failed, and stays so"
+                assert any(a.epoch >= epoch for a in aborts), (
+                    f"the plane of epoch {epoch} failed, and stays so"
+                )
 
     def check_empty(self) -> None:
         state = self.sim.state

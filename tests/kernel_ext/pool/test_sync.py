@@ -64,6 +64,14 @@ point = Point(1, 2)
 words = Count("aab")
 """
 
+PLACES = """
+import linecache
+from hvdlab.collectives.sites import call_site
+def place():
+    text = linecache.getline(place.__code__.co_filename, 7)
+    return call_site(), text
+"""
+
 TORCH = """
 import torch
 import hvdlab.torch as hvd
@@ -95,6 +103,7 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     with pytest.raises(InvalidRequestError, match="no rank came later"):
         pool.sync()
     assert pool.run(KNOWN).errors == {}
+    pool.run(PLACES, label="[3]")
     pool.resize(4)
     assert pool.newcomers == (2, 3)
 
@@ -136,6 +145,10 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     for look, seen in looks.items():
         found = pool.run(look)
         assert found[2] == found[3] == seen, look
+    # Their lines are the notebook's, in the timeline as in tracebacks.
+    assert pool.pull("place()") == dict.fromkeys(
+        range(4), ("cell [3] line 7", "    return call_site(), text\n")
+    )
     assert pool.pull("'words' in globals()") == {0: True, 1: True, 2: False, 3: False}
     pool.run("factor = 10", ranks=[3])
     assert [pool.pull("scaled(1)")[rank] for rank in (0, 2, 3)] == [2, 2, 10]

@@ -1,5 +1,6 @@
 import type { Failure } from './failures.ts';
 import { Lane } from './lane.ts';
+import type { MembershipState } from './membership.ts';
 import { Operations } from './operations.ts';
 import type { RankRow } from './ranks.ts';
 import { SeriesStore } from './series.ts';
@@ -81,6 +82,8 @@ export class Store {
   /** The ranks and a line about all of them, as the kernel last told; empty until it has. */
   ranks: RankRow[] = [];
   heading = '';
+  /** Which ranks there are and what became of others; `null` where the pool is only watched. */
+  membership: MembershipState | null = null;
   /** What the kernel could not bring up to date. */
   failures: Failure[] = [];
   readonly marks = new Map<number, Mark>();

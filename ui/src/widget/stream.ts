@@ -1,4 +1,5 @@
 import type { Failure } from '../model/failures.ts';
+import type { MembershipState } from '../model/membership.ts';
 import type { RankRow } from '../model/ranks.ts';
 import { readPoints, type Definition } from '../model/series.ts';
 import { readRows, type Mark, type Store } from '../model/store.ts';
@@ -39,6 +40,7 @@ interface Message {
   /** Only if they have changed. */
   ranks?: RankRow[];
   heading?: string;
+  membership?: MembershipState;
   failures?: Failure[];
 }
 
@@ -68,6 +70,7 @@ export class Stream {
     }
     store.lostBefore = message.lost;
     if (message.ranks) store.ranks = message.ranks;
+    if (message.membership) store.membership = message.membership;
     if (message.heading !== undefined) store.heading = message.heading;
     if (message.failures) store.failures = message.failures;
     message.names.forEach((name, i) => (store.names[message.namesFrom + i] = name));

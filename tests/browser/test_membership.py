@@ -1,0 +1,209 @@
+"""Ranks come and go by the buttons of the membership views, in a real browser, while a cell trains on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("torch")
+pytest.importorskip("jupyterlab")
+pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import Locator
+
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 180_000
+LOAD, MEMBERSHIP, VIEWS, SET_UP, TRAIN, STOP = range(6)
+CELLS = [
+    "%load_ext hvdlab\nimport hvdlab",
+    "hvdlab.membership()",
+    "from IPython.display import display\ndisplay(hvdlab.timeline(height=200)); display(hvdlab.metrics())",
+    """\
+%%hvd_run -np 2
+import os, time, torch, hvdlab.torch as hvd
+hvd.init()
+state = hvd.elastic.TorchState(step=0, stop=0)
+
+@hvd.elastic.run
+def train(state):
+    while not state.stop:
+        state.step += 1
+        time.sleep(0.02)
+        state.stop = int(hvd.allreduce(torch.tensor(float(os.path.exists({end!r}))), name='stop', op=hvd.Sum) > 0)
+        hvd.metric('step', state.step)
+        state.commit()""",
+    "%%hvd_run --elastic --min-np 1 --max-np 4\ntrain(state)\nprint('ended with', hvd.size())",
+    "%hvd_pool stop",
+]
+PANEL = ".jp-HvdlabTimeline"
+
+
+def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    sources = [source.replace("{end!r}", repr(str(end))) for source in CELLS]
+    notebook = new_notebook(
+        cells=[new_code_cell(source) for source in sources],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    with lab_page(tmp_path, notebook, width=1400, height=1900) as lab:
+        errors: list[str] = []
+        lab.page.on("pageerror", lambda error: errors.append(str(error)))
+        lab.finish(LOAD)
+        # Before there is any pool: it waits for one.
+        assert "waiting for ranks" in lab.finish(MEMBERSHIP)
+        lab.finish(VIEWS)
+        lab.finish(SET_UP)
+        widget = View(lab.page.locator(".jp-Notebook .hvd-membership"))
+        widget.wait_for_ranks(2)
+        lab.run(TRAIN)
+        widget.root.locator(".hvd-status", has_text="cell [5] trains on ranks 0,1").wait_for(timeout=WAIT_MS)
+        grow(widget)
+        survive(widget)
+        ask_before_ranks_end(widget)
+        refuse(widget)
+        in_the_panel(lab, widget)
+        end.touch()
+        lab.wait_until_ended(TRAIN)
+        assert "ended with 2" in lab.output(TRAIN)
+        lab.finish(STOP)
+        widget.root.locator(".hvd-status", has_text="stopped").wait_for(timeout=WAIT_MS)
+        assert widget.button("Resize").is_disabled()
+        assert lab.page.locator(".hvd-failures:visible").count() == 0
+        assert errors == []
+        keeps_its_tables(lab)
+
+
+class View:
+    """A membership view on the page."""
+
+    def __init__(self, root: Locator) -> None:
+        self.root = root
+
+    def button(self, name: str) -> Locator:
+        return self.root.get_by_role("button", name=name, exact=True)
+
+    def resize(self, np: int) -> None:
+        self.root.locator(".hvd-size").fill(str(np))
+        self.button("Resize").click()
+
+    def wait_until_said(self, text: str) -> None:
+        self.root.locator(".hvd-said", has_text=text).wait_for(timeout=WAIT_MS)
+
+    def wait_for_ranks(self, count: int) -> None:
+        """Until so many are in the world."""
+        self.root.page.wait_for_function(
+            "([view, count]) => view.querySelectorAll('.hvd-members .hvd-state[data-state=running]').length === count",
+            arg=[self.root.element_handle(), count],
+            timeout=WAIT_MS,
+        )
+
+    def pid(self, rank: int) -> int:
+        return int(self.root.locator(f"tr[data-rank='{rank}'] td").nth(1).inner_text().split("·")[1])
+
+    def history(self) -> list[str]:
+        """What happened to ranks and to the world, oldest first: ``1 died``, ``formed``."""
+        rows = self.root.locator(".hvd-history tbody tr").all()
+        found = [" ".join(row.locator("td").nth(i).inner_text() for i in (1, 2)) for row in reversed(rows)]
+        return [" ".join(word for word in text.split() if word.isascii()) for text in found]
+
+
+def grow(view: View) -> None:
+    """More ranks: nothing ends by it, so nothing is asked."""
+    view.resize(4)
+    view.wait_until_said("the pool has 4 ranks")
+    view.wait_for_ranks(4)
+    assert not view.root.locator(".hvd-question").is_visible()
+    view.root.locator(".hvd-status", has_text="trains on ranks 0-3").wait_for(timeout=WAIT_MS)
+    assert {"2 joined", "3 joined", "2 admitted", "formed"} <= set(view.history())
+
+
+def survive(view: View) -> None:
+    """A rank that dies is shown so, and repaired by a button."""
+    os.kill(view.pid(1), signal.SIGKILL)
+    view.root.locator("tr[data-rank='1'] .hvd-state[data-state=lost]").wait_for(timeout=WAIT_MS)
+    assert "killed by SIGKILL" in view.root.locator("tr[data-rank='1']").inner_text()
+    view.button("Repair").click()
+    view.wait_until_said("rank 1 is back")
+    view.wait_for_ranks(4)
+    history = view.history()
+    assert history.index("1 died") < len(history) - 1 - history[::-1].index("1 joined")
+    assert view.root.locator(".hvd-stretch[data-phase=missing]").count() == 1
+
+
+def ask_before_ranks_end(view: View) -> None:
+    before = view.pid(2)
+    view.resize(2)
+    question = view.root.locator(".hvd-question")
+    assert "ranks 2, 3 would end" in question.inner_text()
+    view.root.page.keyboard.press("Escape")
+    assert not question.is_visible()
+    view.resize(2)
+    view.button("Keep them").click()
+    assert not question.is_visible()
+    assert view.pid(2) == before
+    view.resize(2)
+    view.button("End ranks 2, 3").click()
+    view.wait_until_said("the pool has 2 ranks")
+    view.wait_for_ranks(2)
+    assert {"2 left", "3 left"} <= set(view.history())
+
+
+def refuse(view: View) -> None:
+    """What can't be done is said in the view, in the words of the pool."""
+    view.resize(5)
+    view.wait_until_said("5 ranks are more than --max-np 4 of cell [5]")
+
+
+def in_the_panel(lab: LabPage, widget: View) -> None:
+    """The same in the panel, whose kernel is busy with the cell; both show what either does."""
+    lab.page.keyboard.press("Control+Shift+C")
+    lab.command("Membership of the Ranks")
+    panel = View(lab.page.locator(f"{PANEL} .hvd-membership"))
+    panel.wait_for_ranks(2)
+    panel.resize(3)
+    panel.wait_until_said("the pool has 3 ranks")
+    for view in (panel, widget):
+        view.wait_for_ranks(3)
+    panel.root.locator("tr[data-rank='2']").get_by_role("button", name="Restart rank 2").click()
+    before = panel.pid(2)
+    panel.root.locator(".hvd-question .hvd-ends").click()
+    panel.wait_until_said("rank 2 started again, with empty memory")
+    wait_until(lab, lambda: widget.pid(2) != before)
+    panel.resize(2)
+    panel.button("End rank 2").click()
+    panel.wait_until_said("the pool has 2 ranks")
+    widget.wait_for_ranks(2)
+
+
+def wait_until(lab: LabPage, condition: Callable[[], bool]) -> None:
+    for _ in range(WAIT_MS // 100):
+        if condition():
+            return
+        lab.page.wait_for_timeout(100)
+    raise AssertionError("it did not happen")
+
+
+def keeps_its_tables(lab: LabPage) -> None:
+    """Saved with the notebook, for readers without a kernel."""
+    (still,) = (
+        text
+        for text in lab.page.evaluate(
+            """() => [...document.querySelectorAll(".jp-Notebook-cell")[1].querySelectorAll(".jp-RenderedHTMLCommon")]
+                .map(node => node.textContent)"""
+        )
+        if "generation" in text
+    )
+    assert "the pool was resized" in still

@@ -1,0 +1,81 @@
+"""What is remembered of the ranks that came and went, and of the generations of the world."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import Member
+from hvdlab.kernel_ext import history as module
+from hvdlab.kernel_ext.history import ALL, Change, History
+
+
+def world(epoch: int, *ranks: int, waiting: tuple[int, ...] = (), formed: tuple[int, ...] = ()) -> Membership:
+    members = tuple(Member(rank, "here", 10 + rank, "", (), "", 0.0) for rank in ranks)
+    return Membership(ranks, members, (), epoch, waiting, formed)
+
+
+def told(history: History) -> list[tuple[int, str, str]]:
+    return [(one.rank, one.what, one.why) for one in history.all()]
+
+
+def test_a_generation_is_told_once_it_has_begun() -> None:
+    history = History()
+    history.world(world(0, 0))
+    history.world(world(1, 0, 1))
+    assert told(history) == []
+    history.world(world(1, 0, 1, formed=(0, 1)))
+    history.world(world(1, 0, 1, formed=(0, 1)))
+    history.world(world(2, 0, 1))
+    history.world(world(2, 0, 1, formed=(0,)))
+    assert told(history) == [
+        (ALL, "formed", "generation 1: ranks 0,1"),
+        (ALL, "formed", "generation 2: rank 0"),
+    ]
+
+
+def test_waiting_ranks_are_told_until_they_are_let_in_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "time", lambda: now)
+    history = History()
+    history.world(world(1, 0, 1, 2, waiting=(1, 2), formed=(0,)))
+    now = 103.25
+    history.world(world(1, 0, 1, waiting=(1,), formed=(0,)))  # rank 2 has died
+    history.world(world(2, 0, 1, formed=(0, 1)))
+    assert told(history) == [
+        (1, "waits", "until the others commit"),
+        (2, "waits", "until the others commit"),
+        (ALL, "formed", "generation 1: rank 0"),
+        (1, "admitted", "after 3.2 s"),
+        (ALL, "formed", "generation 2: ranks 0,1"),
+    ]
+    assert [one.when for one in history.all()] == [100.0] * 3 + [103.25] * 2
+
+
+def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
+    history = History()
+    heard: list[int] = []
+    unlisten = history.listen(lambda: heard.append(len(history.all())))
+    history.listen(lambda: 1 // 0)
+    history.add(Change(0, "joined", "start"))
+    history.world(world(1, 0, formed=(0,)))
+    history.world(world(1, 0, formed=(0,)))
+    history.announce()
+    unlisten()
+    unlisten()
+    history.add(Change(0, "died", "killed"))
+    assert heard == [1, 2, 2]
+
+
+def test_the_last_arrival_of_a_number() -> None:
+    history = History()
+    history.add(
+        Change(3, "joined", "start", "a", 1),
+        Change(3, "died", "killed"),
+        Change(3, "joined", "repair", "b", 2),
+    )
+    history.add(Change(3, "waits", ""))
+    found = history.arrival(3)
+    assert found is not None
+    assert (found.why, found.host, found.pid) == ("repair", "b", 2)
+    assert history.arrival(4) is None

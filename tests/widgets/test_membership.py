@@ -1,0 +1,305 @@
+"""Which ranks there are, as views show it, and what their buttons do, without a browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("anywidget")
+
+import hvdlab
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.recording import Recording
+from hvdlab.kernel_ext.cells.elastic import Bounds
+from hvdlab.kernel_ext.history import Change, ElasticState
+from hvdlab.widgets import membership as widget_module
+from hvdlab.widgets.membership import MembershipWidget
+from hvdlab.widgets.membership_actions import MembershipActions
+from hvdlab.widgets.membership_news import MembershipNews
+from hvdlab.widgets.membership_rows import membership_html, membership_message, membership_text
+from hvdlab.widgets.panel import Panel
+from patience import PATIENCE
+
+
+class FakePool:
+    """Ranks that are only numbers."""
+
+    replaceable = True
+
+    def __init__(self, size: int = 4) -> None:
+        self.states = dict.fromkeys(range(size), "in the world")
+        self.state = "idle"
+        self.history: list[Change] = []
+        self.called: list[str] = []
+        self.listeners: list[Callable[[], None]] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def elastic(self) -> ElasticState:
+        if self.state == "stopped":
+            raise InvalidRequestError("the pool has been stopped")
+        cells = [("[7]", Bounds(1, 8), tuple(self.states))]
+        awaited = tuple(rank for rank, text in self.states.items() if text.startswith("lost"))
+        return ElasticState(3, cells, dict(self.states), awaited, {}, tuple(self.history), (1,))
+
+    def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+    def change(self, rank: int, what: str, why: str) -> None:
+        self.history.append(Change(rank, what, why, "host<1>#ab", 77, 1000.0 + len(self.history)))
+        for listener in self.listeners:
+            listener()
+
+    def _act(self, what: str) -> None:
+        self.called.append(what)
+        assert self.go_on.wait(PATIENCE)
+
+    def resize(self, np: int) -> None:
+        self._act(f"resize {np}")
+        if np > 8:
+            raise StartError("no room for rank 8")
+
+    def repair(self) -> tuple[int, ...]:
+        self._act("repair")
+        return (2,)
+
+    def restart(self, ranks: Sequence[int] | None = None) -> None:
+        self._act(f"restart {ranks}")
+
+    def sync(self, ranks: Sequence[int] | None = None) -> str:
+        self._act("sync")
+        return "rank 1 has what rank 0 knows"
+
+
+class Answers:
+    """What actions have answered, in order."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.all: list[dict[str, Any]] = []
+
+    def __call__(self, answer: dict[str, Any]) -> None:
+        with self.changed:
+            self.all.append(answer)
+            self.changed.notify_all()
+
+    def wait(self, count: int = 1) -> list[dict[str, Any]]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.all) >= count, PATIENCE)
+            return self.all
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+def do(pool: FakePool, **content: Any) -> dict[str, Any]:
+    """Have a button do something and wait for what it says."""
+    answers = Answers()
+    MembershipActions(pool, lambda: None).start(content, answers)
+    (answer,) = answers.wait()
+    return answer
+
+
+# -- what buttons do --------------------------------------------------------------------------------------------------
+
+
+def test_actions_say_what_they_did(pool: FakePool) -> None:
+    assert do(pool, what="resize", np=6, ends=[]) == {"text": "the pool has 6 ranks"}
+    assert do(pool, what="resize", np=1, ends=[1, 2, 3]) == {"text": "the pool has 1 rank"}
+    assert do(pool, what="repair") == {"text": "rank 2 is back, with empty memory"}
+    assert do(pool, what="restart", ranks=[3, 1], ends=[1, 3]) == {
+        "text": "ranks 1,3 started again, with empty memory"
+    }
+    assert do(pool, what="sync") == {"text": "rank 1 has what rank 0 knows"}
+    assert pool.called == ["resize 6", "resize 1", "repair", "restart [1, 3]", "sync"]
+
+
+def test_no_rank_ends_that_the_user_was_not_asked_about(pool: FakePool) -> None:
+    for content in (
+        {"what": "resize", "np": 2, "ends": [3]},
+        {"what": "resize", "np": 2},
+        {"what": "restart", "ranks": [2], "ends": []},
+    ):
+        answer = do(pool, **content)
+        assert answer["error"].startswith("nothing was done: rank"), answer
+        assert "2" in answer["error"]
+    pool.states[2] = "lost: killed"
+    assert "error" not in do(pool, what="resize", np=2, ends=[3])
+    assert pool.called == ["resize 2"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"what": "resize", "np": 0},
+        {"what": "resize", "np": True},
+        {"what": "resize", "np": "4"},
+        {"what": "restart", "ranks": []},
+        {"what": "restart", "ranks": "all"},
+        {"what": "restart", "ranks": [0, "1"]},
+        {"what": "stop"},
+        {},
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(pool: FakePool, content: dict[str, Any]) -> None:
+    assert set(do(pool, **content)) == {"error"}
+    assert pool.called == []
+
+
+def test_what_fails_is_said(pool: FakePool) -> None:
+    assert do(pool, what="resize", np=9, ends=[]) == {"error": "no room for rank 8"}
+    pool.state = "stopped"
+    assert "stopped" in do(pool, what="repair")["error"]
+
+
+def test_one_thing_is_done_at_a_time(pool: FakePool) -> None:
+    changed: list[str] = []
+    actions = MembershipActions(pool, lambda: changed.append(actions.busy))
+    first, second = Answers(), Answers()
+    pool.go_on.clear()
+    actions.start({"what": "restart", "ranks": [0], "ends": [0]}, first)
+    actions.start({"what": "repair"}, second)
+    assert second.all == [{"error": "wait until this is done: restart of rank 0"}]
+    pool.go_on.set()
+    first.wait()
+    actions.start({"what": "repair"}, second)
+    assert "is back" in second.wait(2)[1]["text"]
+    assert changed[:2] == ["restart of rank 0", ""]
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_texts_of_other_hosts_are_only_texts(pool: FakePool) -> None:
+    pool.change(1, "died", "<b>killed</b>\x1b[31m")
+    pool.states[1] = "lost: <b>killed</b>\x1b[31m"
+    state = pool.elastic()
+    assert "<b>" not in membership_html(state, 20)
+    assert "host&lt;1&gt;" in membership_html(state, 20)
+    assert "\x1b" not in membership_text(state, 20) + str(membership_message(state))
+    (change,) = membership_message(state)["history"]
+    assert (change["rank"], change["what"], change["host"], change["pid"]) == (1, "died", "host<1>", 77)
+    lost = membership_message(state)["members"][1]
+    assert lost["state"] == "lost"
+    assert "killed" in lost["reason"]
+
+
+def test_news_come_when_something_has_changed(pool: FakePool) -> None:
+    recording = Recording()
+    actions = MembershipActions(pool, recording.announce)
+    news = MembershipNews(pool, actions, recording)
+    first = news.take()
+    assert first is not None
+    assert [one["state"] for one in first["members"]] == ["here"] * 4
+    assert news.take() is None
+    version = recording.version
+    pool.states[2] = "lost: killed"
+    pool.change(2, "died", "killed")
+    assert recording.version > version  # those who wait for news look at once
+    second = news.take()
+    assert second is not None
+    assert second["history"][-1]["what"] == "died"
+    news.forget()
+    again = news.take()
+    assert again is not None
+    assert again["history"] == second["history"]
+    pool.state = "stopped"
+    pool.change(0, "left", "")
+    last = news.take()
+    assert last is not None
+    assert (last["ended"], last["members"]) == (True, again["members"])
+    news.close()
+    assert pool.listeners == []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widget_module, "INTERVAL", 0.01)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that a thread of a view does after news."""
+    done = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_widget_waits_for_the_pool_and_follows_it(pool: FakePool) -> None:
+    recording, found = Recording(), list[FakePool]()
+    widget = MembershipWidget(recording, lambda: found[0] if found else None)
+    try:
+        assert widget.membership == {}
+        assert "waiting for ranks" in repr(widget)
+        found.append(pool)
+        recording.announce()
+        until(lambda: widget.membership)
+        pool.change(3, "left", "the pool was resized")
+        until(lambda: len(widget.membership["history"]) == 1)
+        assert "the pool was resized" in repr(widget)
+    finally:
+        widget.close()
+    assert pool.listeners == []
+
+
+def test_it_needs_a_pool() -> None:
+    with pytest.raises(TypeError, match="a pool is needed here, not Recording"):
+        hvdlab.membership(Recording())
+
+
+# -- the panel --------------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    def __init__(self, pool: FakePool | None) -> None:
+        self.recorded, self.pool = Recording(), pool
+
+    def recording(self, pool: str) -> Recording:
+        return self.recorded
+
+    def changeable(self, pool: str) -> FakePool | None:
+        return self.pool
+
+    def pools(self) -> list[dict[str, Any]]:
+        return []
+
+    def do(self, what: str, content: Any) -> dict[str, Any]:
+        raise AssertionError(what)
+
+
+HELLO = {"type": "hello", "pool": "", "recording": "", "since": 0, "rows": False}
+
+
+def test_a_panel_gets_the_same_and_changes_the_same(pool: FakePool) -> None:
+    answers = Answers()
+    panel = Panel(lambda message, buffers: answers(message), Desk(pool))
+    try:
+        panel.receive(HELLO)
+        until(lambda: any("membership" in one for one in answers.all))
+        panel.receive({"type": "change", "pool": "", "request": "r1", "what": "resize", "np": 5, "ends": []})
+        until(lambda: {"type": "answer", "request": "r1", "text": "the pool has 5 ranks"} in answers.all)
+    finally:
+        panel.close()
+    assert pool.listeners == []
+
+
+def test_a_pool_that_is_only_watched_is_not_changed() -> None:
+    answers = Answers()
+    panel = Panel(lambda message, buffers: answers(message), Desk(None))
+    try:
+        panel.receive(HELLO)
+        panel.receive({"type": "change", "pool": "", "request": "r1", "what": "repair"})
+        refusals = [one for one in answers.all if one.get("request") == "r1"]
+        assert "can only be changed where they were started" in refusals[0]["error"]
+    finally:
+        panel.close()

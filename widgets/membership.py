@@ -1,0 +1,117 @@
+"""The coming and going of ranks as a widget, with buttons that change which ranks there are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from hvdlab.collectives.failures import Failures, as_messages
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
+from hvdlab.widgets.membership_news import MembershipNews
+from hvdlab.widgets.membership_rows import membership_html, membership_text
+from hvdlab.widgets.output import Output, text_of
+from hvdlab.widgets.timeline import STATIC
+from hvdlab.widgets.unparented import unparented
+
+INTERVAL = 0.3
+"""Seconds between two looks at the pool."""
+STILL = 20
+"""Changes that a saved notebook keeps."""
+
+
+class MembershipWidget(anywidget.AnyWidget):
+    """Which ranks there are, since when and from where, live. Made by :func:`hvdlab.widgets.views.membership`.
+
+    Attributes:
+        recording: What wakes it.
+        failures: What of it could not be shown.
+    """
+
+    _esm = (STATIC / "membership.js").read_text(encoding="utf-8")
+    _css = (STATIC / "views.css").read_text(encoding="utf-8")
+    membership: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    failed: traitlets.List[dict[str, str]] = traitlets.List().tag(sync=True)
+    still = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, recording: Recording, find: Callable[[], ChangeablePool | None]) -> None:
+        self.recording = recording
+        self.failures = Failures(recording.failures)
+        self._find = find
+        self._news: MembershipNews | None = None
+        self._actions: MembershipActions | None = None
+        self._output = Output("membership", self._still, self.failures)
+        self._closing = threading.Event()
+        self._drawn: object = None
+        unparented(super().__init__, still=self._output.name)
+        self.on_msg(self._receive)
+        self._update()
+        self._thread = threading.Thread(target=self._run, name="hvdlab-membership", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        version = -1
+        while not self._closing.is_set() and not (
+            self.recording.closed and version == self.recording.version
+        ):
+            self.recording.wait(version, self._closing.is_set)
+            version = self.recording.version
+            self._update()
+            if self._drawn is not self.membership:
+                self._drawn = self.membership
+                with self.failures.guard("the still picture"):
+                    self._output.refresh()
+            self._closing.wait(INTERVAL)
+        if self._news is not None:
+            self._news.close()
+
+    def _update(self) -> None:
+        with self.failures.guard("which ranks there are"):
+            if self._news is None and (pool := self._find()) is not None:
+                self._actions = MembershipActions(pool, self.recording.announce)
+                self._news = MembershipNews(pool, self._actions, self.recording)
+            if self._news is not None and (news := self._news.take()) is not None:
+                unparented(setattr, self, "membership", news)
+        failed = as_messages(self.failures.all())
+        if failed != self.failed:
+            unparented(setattr, self, "failed", failed)
+
+    def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
+        with self.failures.guard("what the page asked for"):
+            if not isinstance(content, dict) or content.get("type") != "do":
+                return
+            request = content.get("request")
+            if self._actions is None:
+                self._answer(request, {"error": "there are no ranks yet"})
+            else:
+                self._actions.start(content, lambda reply: self._answer(request, reply))
+
+    def _answer(self, request: object, reply: dict[str, Any]) -> None:
+        if self.comm is not None:
+            unparented(self.send, {"type": "answer", "request": request} | reply)
+
+    def _still(self) -> dict[str, Any]:
+        state = self._news.state if self._news is not None else None
+        text = "Ranks: waiting for ranks" if state is None else membership_text(state, STILL)
+        page = "" if state is None else membership_html(state, STILL)
+        return {"text/html": f'<div class="{self._output.name}">{page}</div>', "text/plain": text}
+
+    def _ipython_display_(self) -> None:
+        self._output.show(self._repr_mimebundle_())
+
+    def close(self) -> None:
+        """End it; the still tables remain."""
+        self._closing.set()
+        self.recording.poke()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        super().close()
+
+    def __repr__(self) -> str:
+        with self.failures.guard("the still picture"):
+            return str(self._still()["text/plain"])
+        return "Membership" + text_of(self.failures.all())

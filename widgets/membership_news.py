@@ -1,0 +1,72 @@
+"""Tells a view which ranks there are whenever that has changed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.recording import Recording
+from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
+from hvdlab.widgets.membership_rows import MembershipState, membership_message
+
+INTERVAL = 0.5
+"""Seconds between two looks at a pool that has not said that it has changed: cells begin and end, and ranks get ready."""
+
+
+class MembershipNews:
+    """What a view of a pool's ranks shows, if it is not what it was.
+
+    Args:
+        pool: Whose ranks.
+        actions: What changes them.
+        recording: Announces changes of the pool to whoever waits for news of it.
+
+    Attributes:
+        state: What the pool said last; None if it has ended before it was asked.
+    """
+
+    def __init__(self, pool: ChangeablePool, actions: MembershipActions, recording: Recording) -> None:
+        self._pool, self._actions, self._recording = pool, actions, recording
+        self._unlisten = pool.on_membership_change(self._changed)
+        #: Whether the pool has said that it has changed since it was asked.
+        self._is_due = True
+        self._asked = 0.0
+        #: What was given out last: the pool's state, whether it has ended, and what was being done to it.
+        self._given: tuple[MembershipState | None, bool, str] = (None, False, "")
+        self.state: MembershipState | None = None
+
+    def _changed(self) -> None:
+        self._is_due = True
+        self._recording.announce()
+
+    def forget(self) -> None:
+        """Give everything out again next time."""
+        self._is_due, self._given = True, (None, False, "")
+
+    def take(self) -> dict[str, Any] | None:
+        """All that is shown, or None if nothing has changed."""
+        pool, busy, now = self._pool, self._actions.busy, time.monotonic()
+        if not self._is_due and now < self._asked + INTERVAL and busy == self._given[2]:
+            return None
+        self._is_due, self._asked = False, now
+        ended = pool.state == "stopped"
+        if not ended:
+            try:
+                self.state = pool.elastic()
+            except HvdlabError:  # it has ended, or broken down, just now
+                ended = True
+        given = self.state, ended, busy
+        if self.state is None or given == self._given:
+            return None
+        self._given = given
+        return membership_message(self.state) | {
+            "ended": ended,
+            "busy": busy,
+            "replaceable": pool.replaceable,
+            "now": time.time(),
+        }
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._unlisten()

@@ -58,7 +58,8 @@ class MembershipWidget(anywidget.AnyWidget):
         while not self._closing.is_set() and not (
             self.recording.closed and version == self.recording.version
         ):
-            self.recording.wait(version, self._closing.is_set)
+            soon = self._news is not None and self._news.asks_later
+            self.recording.wait(version, self._closing.is_set, INTERVAL if soon else None)
             version = self.recording.version
             self._update()
             if self._drawn is not self.membership:

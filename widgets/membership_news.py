@@ -24,6 +24,7 @@ class MembershipNews:
 
     Attributes:
         state: What the pool said last; None if it has ended before it was asked.
+        asks_later: Whether :meth:`take` has not asked the pool, since it had done so just before: call it again soon.
     """
 
     def __init__(self, pool: ChangeablePool, actions: MembershipActions, recording: Recording) -> None:
@@ -35,6 +36,7 @@ class MembershipNews:
         #: What was given out last: the pool's state, whether it has ended, and what was being done to it.
         self._given: tuple[MembershipState | None, bool, str] = (None, False, "")
         self.state: MembershipState | None = None
+        self.asks_later = False
 
     def _changed(self) -> None:
         self._is_due = True
@@ -47,7 +49,8 @@ class MembershipNews:
     def take(self) -> dict[str, Any] | None:
         """All that is shown, or None if nothing has changed."""
         pool, busy, now = self._pool, self._actions.busy, time.monotonic()
-        if not self._is_due and now < self._asked + INTERVAL and busy == self._given[2]:
+        self.asks_later = not self._is_due and now < self._asked + INTERVAL and busy == self._given[2]
+        if self.asks_later:
             return None
         self._is_due, self._asked = False, now
         ended = pool.state == "stopped"

@@ -174,13 +174,12 @@ class Panel:
         self._greet(showing, known, has)
 
     def _make(self, pool: str, recording: Recording, until: float, rows_until: float) -> Showing | None:
+        changeable, membership = self._desk.changeable(pool), None
         with self._changing:
             if self._closed:
                 return None
             name = self._names.setdefault(recording, uuid.uuid4().hex)
             showing = Showing(recording, name, until, rows_until)
-            self._showings[pool] = showing
-            changeable, membership = self._desk.changeable(pool), None
             if changeable is not None:
                 showing.actions = MembershipActions(changeable, recording.announce)
                 membership = MembershipNews(changeable, showing.actions, recording)
@@ -192,6 +191,7 @@ class Panel:
                 points=False,
                 membership=membership,
             )
+            self._showings[pool] = showing
         return showing
 
     def _greet(self, showing: Showing, known: object, has: Has | None) -> None:

@@ -44,6 +44,16 @@ def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
     yield end
 
 
+_NOTES = {
+    "paused": ("PAUSED", "RESUMED"),
+    "waiting": ("RANK_WAITS", "RANK_ADMITTED"),
+    "joined": ("RANK_JOINED", ""),
+    "left": ("RANK_LEFT", ""),
+    "formed": ("GENERATION", ""),
+}
+"""What the beginning and the end of each kind of mark are called."""
+
+
 def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> list[TraceEvent]:
     out: list[TraceEvent] = []
     for mark in marks:
@@ -55,13 +65,11 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> 
         elif mark.kind == "abort":
             out += trace.introduce(mark.rank)
             out += trace.happening(mark.rank, Abort(0, 0, mark.begin_ns, mark.text))
-        elif mark.kind == "paused":
-            out += trace.rank_note(mark.rank, "PAUSED", mark.begin_ns, {"why": mark.text})
-            if mark.end_ns is not None:
-                out += trace.rank_note(mark.rank, "RESUMED", mark.end_ns, {})
         else:
-            name = "RANK_JOINED" if mark.kind == "joined" else "RANK_LEFT"
-            out += trace.rank_note(mark.rank, name, mark.begin_ns, {"why": mark.text})
+            begin, end = _NOTES[mark.kind]
+            out += trace.rank_note(mark.rank, begin, mark.begin_ns, {"why": mark.text})
+            if end and mark.end_ns is not None:
+                out += trace.rank_note(mark.rank, end, mark.end_ns, {})
     for series in recording.series():
         if series.name.startswith(DERIVED):
             continue  # that is in the spans, and nothing was measured at their times

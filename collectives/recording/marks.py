@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd
 
@@ -17,11 +18,12 @@ KEPT = 2000
 class Mark:
     """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
-    Times are on the common axis; those of ``joined``, ``left`` and ``paused`` are when the news came here. A rank that is
-    paused waits for its user, who looks around there.
+    Times are on the common axis; those of all but cells and aborts are when the news came here. A rank that is paused waits
+    for its user, who looks around there; one that waits has joined and is let in at the others' next commit. ``formed``
+    is a generation of the world that is made of other ranks than the one before; its rank is the first of these.
     """
 
-    kind: Literal["cell", "abort", "joined", "left", "paused"]
+    kind: Literal["cell", "abort", "joined", "left", "paused", "waiting", "formed"]
     rank: int
     begin_ns: int
     end_ns: int | None
@@ -39,6 +41,8 @@ class Marks:
         self._open: dict[tuple[int, str], int] = {}
         self._running: dict[int, str] = {}
         self._paused: dict[int, tuple[str, int]] = {}  # rank to why, and the number of the mark
+        self._waiting: dict[int, int] = {}  # rank to the number of the mark
+        self._formed: tuple[int, ...] = ()  # the ranks of the last generation
         self._membership: Membership | None = None
 
     def all(self) -> list[Mark]:
@@ -82,6 +86,7 @@ class Marks:
         The first news is how things are, not that something happened.
         """
         before, self._membership = self._membership, now
+        formed, self._formed = self._formed, now.formed or self._formed
         if before is None or not before.members or at_ns is None:
             return
         known = {(death.rank, death.pid) for death in before.deaths}
@@ -91,12 +96,27 @@ class Marks:
                 self._end_cells(death.rank, at_ns)
                 text = f"rank {death.rank} died: {death.reason}"
                 self._put(Mark("left", death.rank, at_ns, at_ns, text, False))
+        died = {death.rank for death in before.deaths}
         for member in now.members:
             if here.get(member.rank) != member.pid:
-                self._put(Mark("joined", member.rank, at_ns, at_ns, f"rank {member.rank} joined"))
+                text = f"rank {member.rank} joined on {member.host.split('#')[0]}"
+                text += ", in place of the one that died" if member.rank in died else ""
+                self._put(Mark("joined", member.rank, at_ns, at_ns, text))
         dead = {death.rank for death in now.deaths}
         for rank in set(here) - set(now.ranks) - dead:
             self._put(Mark("left", rank, at_ns, at_ns, f"rank {rank} left"))
+        self._let_in(now, at_ns)
+        if now.formed and formed and now.formed != formed:
+            text = f"generation {now.epoch}: {format_ranks(now.formed)}"
+            self._put(Mark("formed", now.formed[0], at_ns, at_ns, text))
+
+    def _let_in(self, now: Membership, at_ns: int) -> None:
+        """Begin and end what is shown of ranks that wait to be let in."""
+        for rank in self._waiting.keys() - set(now.waiting):
+            self._end(self._waiting.pop(rank), at_ns, ok=True)
+        for rank in sorted(set(now.waiting) - self._waiting.keys()):
+            text = f"rank {rank} waits to be let in"
+            self._waiting[rank] = self._put(Mark("waiting", rank, at_ns, None, text))
 
     def paused(self, now: Mapping[int, str], at_ns: int) -> None:
         """Take in which ranks are paused, and why."""

@@ -191,7 +191,8 @@ class CellRunner:
     def _end_for_others(self, run: _Run) -> None:
         if not run.ended:
             run.ended = True
-            self._engine.end_cell(run.request.cell, one_line(run.error) if run.error is not None else None)
+            error = None if run.error is None or _is_good_exit(run.error) else one_line(run.error)
+            self._engine.end_cell(run.request.cell, error)
 
     def _run_hooks(self, result: Any) -> None:
         """What IPython runs after a cell, such as drawing the figures it made."""
@@ -253,6 +254,11 @@ class CellRunner:
     def _describe(self, run: _Run) -> CellError:
         assert run.error is not None
         return describe(self._shell, run.error, run.when, before_exec=not run.ran)
+
+
+def _is_good_exit(error: BaseException) -> bool:
+    """Whether code ended itself without a complaint, as elastic training does on a rank that is let go."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def end_child(error: BaseException | None) -> NoReturn:

@@ -42,6 +42,11 @@ def lab(tmp_path: Path) -> Iterator[LabPage]:
         yield page
 
 
+def printed(lab: LabPage) -> list[str]:
+    """The lines under the cell, but for what pydevd says of a thread that begins just as it looks at all of them."""
+    return [line for line in lab.output(CELL).split("\n") if "thread._ident is None" not in line]
+
+
 def wait_for_frames(lab: LabPage, *frames: str) -> None:
     """Wait until these are listed, in any order of ranks."""
     lab.page.wait_for_function(
@@ -87,14 +92,14 @@ def test_a_click_in_the_gutter_stops_ranks_and_the_buttons_move_them(lab: LabPag
     wait_for_variable(lab, "z", "4")  # rank 1, which was looked at last, is still shown
     page.locator('[data-command="debugger:continue"]').first.click()
     lab.wait_until_ended(CELL)
-    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+    assert printed(lab)[:2] == ["[0] 2", "[1] 4"]
 
     # Switched off while ranks have stopped: they go on.
     lab.run(CELL)
     page.wait_for_selector(FRAMES, timeout=WAIT_MS)
     page.locator(".jp-DebuggerBugButton").first.click()
     lab.wait_until_ended(CELL)
-    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+    assert printed(lab)[:2] == ["[0] 2", "[1] 4"]
 
 
 def test_a_button_lets_the_others_stay_while_one_rank_steps(lab: LabPage) -> None:
@@ -125,5 +130,5 @@ def test_a_button_lets_the_others_stay_while_one_rank_steps(lab: LabPage) -> Non
     page.wait_for_selector(f"{ONE_RANK}[aria-pressed=false]", timeout=WAIT_MS)
     page.locator('[data-command="debugger:continue"]').first.click()
     lab.wait_until_ended(CELL)
-    assert lab.output(CELL).split("\n")[:2] == ["[0] 2", "[1] 4"]
+    assert printed(lab)[:2] == ["[0] 2", "[1] 4"]
     page.wait_for_selector(ONE_RANK, state="hidden", timeout=WAIT_MS)

@@ -12,6 +12,8 @@ import numpy as np
 from chaos import census
 from hvdlab.collectives.recording import Recording
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.widgets.membership import MembershipWidget
+from hvdlab.widgets.membership_rows import membership_message
 from hvdlab.widgets.metrics import MetricsWidget
 from hvdlab.widgets.panel import LONG_LEASE, Panel
 from hvdlab.widgets.rank_rows import rank_rows
@@ -65,6 +67,14 @@ def _other_ranks(shown: list[dict[str, Any]], recording: Recording) -> list[str]
     return [] if told == known else [f"the ranks are shown as {told} and are {known}"]
 
 
+def _other_membership(shown: Mapping[str, Any], pool: Pool) -> list[str]:
+    known = membership_message(pool.elastic())
+    different = [name for name in known if shown.get(name) != known[name]]
+    return [
+        f"the membership's {name} is shown as {shown.get(name)} and is {known[name]}" for name in different
+    ]
+
+
 class _Timeline(TimelineWidget):
     page: Page
 
@@ -80,11 +90,14 @@ class _Metrics(MetricsWidget):
 
 
 class _Desk:
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, pool: Pool, recording: Recording) -> None:
+        self._pool, self._recording = pool, recording
 
     def recording(self, pool: str) -> Recording | None:
         return self._recording
+
+    def changeable(self, pool: str) -> Pool:
+        return self._pool
 
     def pools(self) -> list[dict[str, Any]]:
         return []
@@ -105,7 +118,7 @@ class _Words(logging.Handler):
 
 
 class OpenViews:
-    """A timeline, charts, a table of ranks and the panel, open on one pool."""
+    """A timeline, charts, a table of ranks, their coming and going, and the panel, open on one pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.recording = pool.client.recording
@@ -115,10 +128,12 @@ class OpenViews:
             _Timeline(self.recording),
             _Metrics(self.recording),
             RanksWidget(self.recording),
+            MembershipWidget(self.recording, lambda: pool),
         ]
+        self._pool = pool
         for widget in self.widgets[:2]:
             widget._receive(widget, {"type": "hello", "since": 0, "points": 0}, [])
-        self.panel = Panel(self.pages["the panel"].receive, _Desk(self.recording))
+        self.panel = Panel(self.pages["the panel"].receive, _Desk(pool, self.recording))
         self.panel.receive({"type": "hello", "rows": True, "since": 0}, lease=LONG_LEASE)
         self._words = _Words()
         logging.getLogger("hvdlab.collectives.client").addHandler(self._words)
@@ -143,6 +158,7 @@ class OpenViews:
             for what in page.wrong(self.recording, rows=name != "the charts")
         ]
         found += [f"the table: {what}" for what in _other_ranks(self.widgets[2].rows, self.recording)]
+        found += _other_membership(self.widgets[3].membership, self._pool)
         for widget in self.widgets:
             repr(widget)  # the picture that stays
             found += [f"{type(widget).__name__}: {one.trace}" for one in widget.failures.all()]

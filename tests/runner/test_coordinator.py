@@ -13,11 +13,14 @@ SCRIPT = """
 
     def kill_the_coordinator():
         launcher = parent(os.getppid())
-        for tasks in pathlib.Path(f"/proc/{launcher}/task").glob("*/children"):
-            for pid in map(int, tasks.read_text().split()):
-                if "hvdlab.collectives.coordinator" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
-                    os.kill(pid, signal.SIGKILL)
-                    return
+        # When the thread that has started it ends, another thread has it as its child, perhaps one that was looked at before.
+        for _ in range(1000):
+            for tasks in pathlib.Path(f"/proc/{launcher}/task").glob("*/children"):
+                for pid in map(int, tasks.read_text().split()):
+                    if "hvdlab.collectives.coordinator" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+                        os.kill(pid, signal.SIGKILL)
+                        return
+            time.sleep(0.01)
         sys.exit("there is no coordinator")
 
     rank = context.init().rank

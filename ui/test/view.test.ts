@@ -100,6 +100,30 @@ test('the same cell on many ranks is one; the same number a second later is anot
   assert.deepEqual([...happenings.absent], [[1, [[900, 1200]]], [0, [[2000, Infinity]]]]);
 });
 
+test('a death that the others survive does not fail a cell, and ranks that wait are drawn in their lanes', () => {
+  const store = new Store();
+  const cell = (rank: number, begin: number, end: number | null, ok: boolean, text: string): Mark => ({ kind: 'cell', rank, begin, end, text, ok });
+  const marks: Mark[] = [
+    cell(0, 10, 900, true, '[3]'),
+    cell(1, 10, 400, false, '[3]'),
+    cell(0, 1000, null, true, '[4]'),
+    cell(1, 1000, 1500, false, '[4]'),
+    cell(0, 2000, 2500, false, '[5]'),
+    { kind: 'left', rank: 1, begin: 400, end: 400, text: 'rank 1 died', ok: false },
+    { kind: 'left', rank: 1, begin: 1500, end: 1500, text: 'rank 1 died', ok: false },
+    { kind: 'left', rank: 0, begin: 2500, end: 2500, text: 'rank 0 died', ok: false },
+    { kind: 'waiting', rank: 1, begin: 950, end: 980, text: 'rank 1 waits to be let in', ok: true },
+    { kind: 'formed', rank: 0, begin: 980, end: 980, text: 'generation 3: ranks 0,1', ok: true },
+  ];
+  marks.forEach((mark, i) => store.marks.set(i, mark));
+  store.version++;
+  const happenings = new Happenings();
+  happenings.update(store);
+  assert.deepEqual(happenings.cells.map(one => [one.text, one.ok]), [['[3]', true], ['[4]', true], ['[5]', false]]);
+  assert.deepEqual(happenings.paused.get(1)?.map(mark => mark.kind), ['waiting']);
+  assert.deepEqual(happenings.moments.map(mark => mark.kind), ['left', 'formed', 'left', 'left']);
+});
+
 test('the overview says how all time was spent, made in parts', () => {
   const store = new Store();
   rounds(store, 0, 3000, 16, 20, 300);

@@ -14,6 +14,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.recording import Recording, names, summarize
+from hvdlab.collectives.recording.export import trace_events
 from hvdlab.collectives.recording.numbering import Numbering
 from hvdlab.collectives.recording.rows import ROW, RowStore
 from hvdlab.collectives.timeline.clock import clock_domain
@@ -271,6 +272,39 @@ def test_cells_aborts_and_ranks_that_die() -> None:
         ("left", "rank 1 died: killed"),
     ]
     assert recording.running(1) == ""
+
+
+def test_ranks_that_come_are_told_with_host_and_waiting_and_new_generations() -> None:
+    recording = Recording()
+    recording.feed(0, encode(0, [CellBegin("ab12", START)], clock=clock_domain()))
+    here = [m.Member(0, "a#1", 100), m.Member(1, "a#1", 101)]
+    there = m.Member(1, "b#2", 201)
+    death = m.Death(1, 101, 0.0, "killed")
+    worlds = [
+        Membership((0, 1), tuple(here), (), 1, (), (0, 1)),
+        Membership((0, 1), tuple(here[:1]), (death,), 2),
+        Membership((0, 1), tuple(here[:1]), (death,), 2, (), (0,)),
+        Membership((0, 1), (here[0], there), (), 2, (1,), (0,)),
+        Membership((0, 1), (here[0], there), (), 3),
+        Membership((0, 1), (here[0], there), (), 3, (), (0, 1)),
+        Membership((0, 1), (here[0], there), (), 4, (), (0, 1)),  # after a failure: no rank came or went
+    ]
+    for world in worlds:
+        recording.take_membership(world)
+    marks = [mark for mark in recording.marks() if mark.kind != "cell"]
+    assert [(mark.kind, mark.rank, mark.text) for mark in marks] == [
+        ("left", 1, "rank 1 died: killed"),
+        ("formed", 0, "generation 2: rank 0"),
+        ("joined", 1, "rank 1 joined on b, in place of the one that died"),
+        ("waiting", 1, "rank 1 waits to be let in"),
+        ("formed", 0, "generation 3: ranks 0,1"),
+    ]
+    assert marks[3].end_ns is not None
+    assert marks[3].begin_ns <= marks[3].end_ns <= marks[4].begin_ns
+    names = [event["name"] for events in trace_events(recording) for event in events]
+    assert [name for name in names if name.startswith(("RANK_", "GENERATION"))] == [
+        "RANK_LEFT", "GENERATION", "RANK_JOINED", "RANK_WAITS", "RANK_ADMITTED", "GENERATION",
+    ]  # fmt: skip
 
 
 def test_metrics_are_kept() -> None:

@@ -8,7 +8,7 @@ import { t } from '../view/texts.ts';
 
 export const TRACK = 20;
 const DRAWN = 400;
-const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', joined: '▲', left: '✕', abort: '◆' };
+const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', waiting: '', joined: '▲', left: '✕', formed: '◇', abort: '◆' };
 
 /** Height of the tracks of cells and, if anything happened to them, of ranks. */
 export function trackHeight(happenings: Happenings): number {
@@ -50,8 +50,9 @@ export function drawMoments(surface: Surface, happenings: Happenings): void {
     for (let i = first; i < last; i++) {
       const mark = moments[i];
       const x = surface.x(mark.begin);
-      const colour = mark.kind === 'joined' ? palette.text : palette.late;
-      g.strokeStyle = css(colour, mark.kind === 'joined' ? 0.45 : 0.9);
+      const calm = mark.kind === 'joined' || mark.kind === 'formed' || mark.ok;
+      const colour = calm ? palette.text : palette.late;
+      g.strokeStyle = css(colour, calm ? 0.45 : 0.9);
       g.lineWidth = 1;
       g.setLineDash([4, 3]);
       g.beginPath();

@@ -9,17 +9,19 @@ export interface Cell {
   ranks: number[];
 }
 
+/** What is drawn in a rank's lane. */
+const STRETCHES = new Set<Mark['kind']>(['paused', 'waiting']);
 /** The same label after this time (ns) is another cell: a kernel that was started again counts from one. */
 const APART = 1e9;
 
 /** Cells, and who joined and left, made of the store's marks when they are asked for and have changed. */
 export class Happenings {
   cells: Cell[] = [];
-  /** Ranks that joined or left, and aborts, in order of time. */
+  /** Ranks that joined or left, generations of other ranks, and aborts, in order of time. */
   moments: Mark[] = [];
   /** When each rank was not there, as far as it was seen. */
   absent = new Map<number, [from: number, to: number][]>();
-  /** When each rank waited for its user. */
+  /** When each rank waited for its user, or to be let in. */
   paused = new Map<number, Mark[]>();
   private version = -1;
 
@@ -27,10 +29,10 @@ export class Happenings {
     if (this.version === store.version) return;
     this.version = store.version;
     const marks = [...store.marks.values()];
-    this.cells = cells(marks.filter(mark => mark.kind === 'cell'));
+    this.cells = cells(marks);
     this.paused.clear();
-    for (const mark of marks) if (mark.kind === 'paused') this.paused.set(mark.rank, [...(this.paused.get(mark.rank) ?? []), mark]);
-    this.moments = marks.filter(mark => mark.kind !== 'cell' && mark.kind !== 'paused').sort((a, b) => a.begin - b.begin);
+    for (const mark of marks) if (STRETCHES.has(mark.kind)) this.paused.set(mark.rank, [...(this.paused.get(mark.rank) ?? []), mark]);
+    this.moments = marks.filter(mark => mark.kind !== 'cell' && !STRETCHES.has(mark.kind)).sort((a, b) => a.begin - b.begin);
     this.absent = absences(this.moments);
   }
 
@@ -47,19 +49,26 @@ export class Happenings {
 function cells(marks: readonly Mark[]): Cell[] {
   const newest = new Map<string, Cell>();
   const all: Cell[] = [];
-  for (const mark of [...marks].sort((a, b) => a.begin - b.begin)) {
+  // A rank's death ends its part; whether the cell fails by it is told by those that are left.
+  const deaths = new Set(marks.filter(mark => mark.kind === 'left').map(mark => `${mark.rank} ${mark.begin}`));
+  const isDeath = (mark: Mark) => mark.end !== null && deaths.has(`${mark.rank} ${mark.end}`);
+  for (const mark of marks.filter(one => one.kind === 'cell').sort((a, b) => a.begin - b.begin)) {
     const one = newest.get(mark.text);
     if (!one || (one.end !== null && mark.begin > one.end + APART)) {
-      const cell = { text: mark.text, begin: mark.begin, end: mark.end, ok: mark.ok, ranks: [mark.rank] };
+      const cell = { text: mark.text, begin: mark.begin, end: mark.end, ok: mark.ok || isDeath(mark), ranks: [mark.rank] };
       newest.set(mark.text, cell);
       all.push(cell);
       continue;
     }
     one.end = one.end === null || mark.end === null ? null : Math.max(one.end, mark.end);
-    one.ok &&= mark.ok;
+    one.ok &&= mark.ok || isDeath(mark);
     if (!one.ranks.includes(mark.rank)) one.ranks.push(mark.rank);
   }
-  for (const cell of all) cell.ranks.sort((a, b) => a - b);
+  for (const cell of all) {
+    cell.ranks.sort((a, b) => a - b);
+    // All of its ranks have died.
+    cell.ok &&= cell.end === null || marks.some(mark => mark.kind === 'cell' && mark.text === cell.text && mark.ok && mark.begin >= cell.begin && mark.end !== null && mark.end <= cell.end!);
+  }
   return all;
 }
 

@@ -58,7 +58,7 @@ export function readRows(buffer: ArrayBuffer, count: number): Rows {
 
 /** Something that happened at one moment, or that lasted, besides collectives. */
 export interface Mark {
-  kind: 'cell' | 'abort' | 'joined' | 'left' | 'paused';
+  kind: 'cell' | 'abort' | 'joined' | 'left' | 'paused' | 'waiting' | 'formed';
   rank: number;
   begin: number;
   end: number | null;

@@ -64,6 +64,9 @@ class Desk:
     def recording(self, pool: str) -> Recording | None:
         return self.known
 
+    def changeable(self, pool: str) -> None:
+        return None
+
     def pools(self) -> list[dict[str, Any]]:
         return []
 

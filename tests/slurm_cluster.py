@@ -29,8 +29,8 @@ PACKAGES = (
 )
 """Slurm, and what it needs beside a base system."""
 
-NODES, CPUS = ("n1", "n2"), 2
-"""The nodes, and how many processors each claims to have."""
+NODES, CPUS = ("n1", "n2"), 4
+"""The nodes, and how many processors each claims to have, whatever the machine has."""
 
 CONFIGURATION = """\
 ClusterName=tests
@@ -51,6 +51,7 @@ SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
+SlurmdParameters=config_overrides
 SlurmdTimeout=20
 KillWait=1
 InactiveLimit=0
@@ -132,13 +133,14 @@ class SlurmCluster:
         work: A directory for what Slurm writes.
 
     Attributes:
+        work: As given.
         environment: Variables by which Slurm's commands find the cluster, and a shell finds them.
     """
 
     def __init__(self, root: Path, work: Path) -> None:
         if os.geteuid() != 0:
             raise Unavailable("Slurm's daemons run as root here")
-        self._root, self._work = root, work
+        self._root, self.work = root, work
         libraries = root / "usr/lib" / f"{os.uname().machine}-linux-gnu"
         plugins = libraries / "slurm-wlm"
         self.environment = {
@@ -224,6 +226,11 @@ class SlurmCluster:
         """Ids of the jobs that wait or run."""
         return self.run("squeue", "-h", "-o", "%i").split()
 
+    def job(self) -> str:
+        """The one job that there is."""
+        (job,) = self.jobs()
+        return job
+
     def steps(self) -> list[psutil.Process]:
         """The processes of Slurm's that look after steps."""
         return list(self._steps())
@@ -240,5 +247,5 @@ class SlurmCluster:
 
     def _logs(self) -> str:
         """The end of what the daemons have logged."""
-        logs = sorted(self._work.glob("*.log"))
+        logs = sorted(self.work.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in logs)

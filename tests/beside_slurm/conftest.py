@@ -23,28 +23,29 @@ CACHE = Path(__file__).parents[2] / "out/engines/slurm"
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """The cluster: it takes a second, and the packages are brought once."""
+    """The cluster, which this process's variables lead to: it takes a second, and the packages are brought once."""
     try:
         cluster = SlurmCluster(unpacked(CACHE), tmp_path_factory.mktemp("slurm"))
     except Unavailable as error:
         pytest.skip(str(error))
-    with cluster:
+    with cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         yield cluster
 
 
 @pytest.fixture(autouse=True)
-def leak_check(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def nothing_left(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Beside the check of all tests: no job is left on the cluster, no process of a step's, and no file where the user is."""
-    for name, value in slurm.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    memory = shared_memory.entries()
+    jobs, steps, memory = set(slurm.jobs()), set(slurm.steps()), shared_memory.entries()
     yield
-    eventually(lambda: not slurm.jobs(), lambda: f"jobs are left: {slurm.run('squeue')}")
-    _, left = psutil.wait_procs(slurm.steps(), timeout=PATIENCE)
+    eventually(lambda: set(slurm.jobs()) <= jobs, lambda: f"jobs are left: {slurm.run('squeue')}")
+    _, left = psutil.wait_procs([step for step in slurm.steps() if step not in steps], timeout=PATIENCE)
     assert left == []
     assert list(here.iterdir()) == []
     assert shared_memory.left(memory) == set()

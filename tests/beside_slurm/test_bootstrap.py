@@ -19,6 +19,7 @@ where = os.environ["HVDLAB_HOST"], hvd.local_rank(), hvd.local_size()
 print(json.dumps((hvd.rank(), hvd.size(), *where, float(total[0]))), flush=True)
 hvd.shutdown()
 """
+TASKS = ("-N", "2", "-n", "4", "--ntasks-per-node=2")
 FOUND = [
     [0, 4, "n1", 0, 2, 10.0],
     [1, 4, "n1", 1, 2, 10.0],
@@ -30,7 +31,7 @@ FOUND = [
 def test_ranks_of_srun_find_each_other(slurm: SlurmCluster, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    said = slurm.run("srun", "-N", "2", "-n", "4", sys.executable, str(program))
+    said = slurm.run("srun", *TASKS, sys.executable, str(program))
     assert sorted(map(json.loads, said.splitlines())) == FOUND
 
 
@@ -38,6 +39,6 @@ def test_ranks_of_an_sbatch_script_find_each_other(slurm: SlurmCluster, tmp_path
     program, script, output = tmp_path / "program.py", tmp_path / "job.sh", tmp_path / "output"
     program.write_text(PROGRAM)
     script.write_text(f"#!/bin/sh\nexec srun {sys.executable} {program}\n")
-    job = slurm.run("sbatch", "--parsable", "-N", "2", "-n", "4", "-o", str(output), str(script)).strip()
+    job = slurm.run("sbatch", "--parsable", *TASKS, "-o", str(output), str(script)).strip()
     eventually(lambda: job not in slurm.jobs(), lambda: output.read_text())
     assert sorted(map(json.loads, output.read_text().splitlines())) == FOUND

@@ -28,7 +28,6 @@ from hvdlab.launch.host_table import (
 )
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.processes import readable
-from hvdlab.launch.registry import OURS
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
 from hvdlab.runner.done import Done
@@ -175,7 +174,7 @@ class JobRun:
     def _say_where(self, launcher: Launcher) -> None:
         if not self._verbose:
             return
-        if launcher.name not in OURS:
+        if launcher.name not in ("local", "ssh"):  # others know by themselves where
             self._say(f"{launcher.name}: {format_ranks(range(self._job.size))}")
             return
         for index in self._job.used_hosts:

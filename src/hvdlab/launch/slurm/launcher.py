@@ -81,7 +81,15 @@ class SlurmLauncher:
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SlurmStarter:
-        """What starts the ranks of a job. Nothing is asked of Slurm yet."""
+        """What starts the ranks of a job. Nothing is asked of Slurm yet.
+
+        Raises:
+            InvalidRequestError: The hosts are to come and go, which the nodes of a job don't.
+        """
+        if request.program is not None and not request.size:
+            raise InvalidRequestError(
+                "the launcher `slurm` has the nodes of one job, which do not come and go: run it without a script that finds hosts."
+            )
         options = request.options
         self._starter = SlurmStarter(
             request,

@@ -117,7 +117,8 @@ def test_a_kernel_that_is_killed_leaves_no_job(
 
 
 def test_a_start_that_fails_leaves_no_job_and_says_why(slurm: SlurmCluster) -> None:
-    with pytest.raises(StartError, match=r"execve.*/no/such/python: No such file"):
+    said = r"execve.*/no/such/python: No such file or directory\. The interpreter .* is not on that host .*python=PATH"
+    with pytest.raises(StartError, match=said):
         Pool.start(2, launcher="slurm", launcher_options={"python": "/no/such/python"}, timeout=PATIENCE)
     assert slurm.jobs() == []
 

@@ -17,6 +17,8 @@ from hvdlab.launch.environment import exported
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.hosts import is_local
 
+_NO_MODULE = re.compile(r"No module named '?([\w.]+)")
+_NO_PROGRAM = re.compile(r"execve\(\)|No such file or directory|command not found|not found$")
 _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Terminated)")
 """What srun says last, which its own exit code tells as well."""
 
@@ -169,7 +171,8 @@ class AgentLink:
         program = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list
         what = "its launcher process" if self.here else f"`{program}`"
         said = self._last_words()
-        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "")
+        hint = "" if self._preamble is None else _lacking(said, code)
+        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "") + hint
 
     def _last_words(self) -> str:
         """The last line of its standard error, if that is here."""
@@ -201,6 +204,16 @@ class AgentLink:
         self._process.stdout.close()
         if self._errors is not None:
             self._errors.close()
+
+
+def _lacking(said: str, code: int) -> str:
+    """What the other side lacks, by the last words of an agent that never came up there; empty if they tell nothing of it."""
+    remedy = "--launcher-option python=PATH names another one there"
+    if module := _NO_MODULE.search(said):
+        return f". The interpreter on that host lacks `{module[1]}`: install hvdlab for it, or {remedy}"
+    if code in (126, 127) or _NO_PROGRAM.search(said):
+        return f". The interpreter of the ranks is not on that host under this path: {remedy}"
+    return ""
 
 
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any, Self
 
 import psutil
 
+from debian_packages import Unavailable, libraries, unpacked
 from hvdlab.collectives.environment import free_port
 from patience import PATIENCE
 
@@ -71,50 +71,9 @@ PartitionName=short Nodes=n1,n2 MaxTime=1 State=UP
 """
 
 
-class Unavailable(Exception):
-    """There is no Slurm here; the text says why."""
-
-
-def unpacked(cache: Path) -> Path:
-    """Where Slurm is, after its packages were brought if they were not there.
-
-    Raises:
-        Unavailable: They can't be had.
-    """
-    root = cache / "root"
-    if (root / "usr/bin/srun").exists():
-        return root
-    for tool in ("apt-get", "dpkg"):
-        if shutil.which(tool) is None:
-            raise Unavailable(f"Slurm's packages need `{tool}`")
-    debs, partial = cache / "debs", cache / "partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    debs.mkdir(parents=True, exist_ok=True)
-    download = ("apt-get", "-o", "APT::Sandbox::User=root", "download", *PACKAGES)
-    done = _apt(*download, directory=debs)
-    if done.returncode != 0 and _apt("apt-get", "update").returncode == 0:  # the lists are missing, or old
-        done = _apt(*download, directory=debs)
-    if done.returncode != 0:
-        raise Unavailable(f"Slurm's packages could not be downloaded: {_last_line(done.stderr)}")
-    for deb in debs.glob("*.deb"):
-        subprocess.run(["dpkg", "-x", deb, partial], check=True)
-    if not (partial / "usr/bin/srun").exists():
-        raise Unavailable("Slurm's packages are not what they were")
-    partial.rename(root)
-    return root
-
-
-def _apt(*words: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            words, cwd=directory, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"`{words[0]}` did not answer within {PATIENCE:g} s") from error
-
-
-def _last_line(text: str) -> str:
-    return next(iter(reversed(text.strip().splitlines())), "")
+def slurm(cache: Path) -> Path:
+    """Where Slurm is unpacked. Raises ``Unavailable``."""
+    return unpacked(cache, PACKAGES, "usr/bin/srun")
 
 
 def eventually(happened: Callable[[], object], what: Callable[[], str]) -> None:
@@ -141,11 +100,10 @@ class SlurmCluster:
         if os.geteuid() != 0:
             raise Unavailable("Slurm's daemons run as root here")
         self._root, self.work = root, work
-        libraries = root / "usr/lib" / f"{os.uname().machine}-linux-gnu"
-        plugins = libraries / "slurm-wlm"
+        plugins = libraries(root) / "slurm-wlm"
         self.environment = {
             "PATH": f"{root}/usr/bin:{os.environ['PATH']}",
-            "LD_LIBRARY_PATH": f"{libraries}:{plugins}",
+            "LD_LIBRARY_PATH": f"{libraries(root)}:{plugins}",
             "SLURM_CONF": str(work / "slurm.conf"),
         }
         control, *ports = (free_port() for _ in range(1 + len(NODES)))

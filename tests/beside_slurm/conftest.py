@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 import shared_memory
+from debian_packages import Unavailable
 from patience import PATIENCE
-from slurm_cluster import SlurmCluster, Unavailable, eventually, unpacked
+from slurm_cluster import SlurmCluster, eventually
+from slurm_cluster import slurm as packages
 
 collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) else ["test_*.py"]
 
@@ -25,7 +27,7 @@ CACHE = Path(__file__).parents[2] / "out/engines/slurm"
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """The cluster, which this process's variables lead to: it takes a second, and the packages are brought once."""
     try:
-        cluster = SlurmCluster(unpacked(CACHE), tmp_path_factory.mktemp("slurm"))
+        cluster = SlurmCluster(packages(CACHE), tmp_path_factory.mktemp("slurm"))
     except Unavailable as error:
         pytest.skip(str(error))
     with cluster, pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import start_time
-from hvdlab.launch.starter import Capability, Ended, Launcher, Started
+from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 Progress = Callable[[str], None]
 
@@ -148,7 +148,8 @@ class PoolBase:
             found.capabilities.require(Capability.KEEP, found.name, remedy)
             keep = Registry().free_name(keep)
         progress("starting the coordinator")
-        tcp_host = address_for(h.name for h in parse_hosts(hosts) if hosts) if found.is_far(hosts) else None
+        named = parse_hosts(hosts) if hosts else []
+        tcp_host = address_for(h.name for h in named) if found.is_far(hosts) else None
         base = base_for(found.forks, tcp_host, keep is not None, warm, deadline)
         try:
             if found.forks:
@@ -160,7 +161,7 @@ class PoolBase:
             raise
         try:
             progress(f"starting {size} ranks")
-            self.group.want(range(size), deadline)
+            self.group.want(range(size), deadline, progress=progress)
             self._note_arrivals("start", range(size))
             if keep is not None:
                 self.keeping = Keeping.begin(
@@ -254,8 +255,11 @@ class PoolBase:
 
     # -- who tells whom -------------------------------------------------------------------------------------------
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         """What the starter reports of a rank. Any thread."""
+        if isinstance(event, Waiting):
+            self.group.waits(event.text)
+            return
         if isinstance(event, Ended) and event.left is not None:
             event = self._take_left(event, decode_left(event.left))
         if not self.launch.forks:  # the fork server tells the controller about its own children

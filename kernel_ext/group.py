@@ -69,6 +69,8 @@ class Group:
         self._members = Members()
         self._changed = threading.Condition(threading.RLock())
         self._broken = ""
+        #: What has to come before ranks can be started at all, if the starter said so: no time limit runs meanwhile.
+        self._waits_for = ""
         self._reasons: dict[tuple[int, int], str] = {}
         self._ending: set[int] = set()  # told to end by the user
         client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
@@ -111,6 +113,12 @@ class Group:
             for rank in self._members.ready:
                 if rank not in ready:
                     self._ready(rank)
+
+    def waits(self, text: str) -> None:
+        """What ranks wait for before they can be started, for as long as it takes; empty once that is over. Any thread."""
+        with self._changed:
+            self._waits_for = text
+            self._changed.notify_all()
 
     def explain(self, rank: int, pid: int, reason: str) -> None:
         """Why this rank's process is about to end, which it can't tell itself. Any thread."""
@@ -183,8 +191,18 @@ class Group:
                     f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
                 )
 
-    def want(self, ranks: Sequence[int], deadline: Deadline, *, replace_lost: bool = False) -> None:
+    def want(
+        self,
+        ranks: Sequence[int],
+        deadline: Deadline,
+        *,
+        replace_lost: bool = False,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Make the pool of these ranks: start those that are missing, end those that are too many, and wait.
+
+        The time limit begins when nothing has to come before any more, such as a batch system's queue; ``progress`` is called
+        with what is waited for till then.
 
         Raises:
             StartError: A rank could not be started, or not in time. Those that were started by this call are ended
@@ -195,6 +213,7 @@ class Group:
             self.handle(Wanted(tuple(ranks), replace_lost))
             new = self._members.in_state(MemberState.STARTING)
         try:
+            deadline = self._wait_for_room(deadline, progress)
             self._wait_ready(new, deadline)
         except BaseException:
             ready = self.ready()
@@ -239,6 +258,20 @@ class Group:
         assert self._starter is not None
         for rank in ranks:
             self._starter.signal(rank, signal.SIGKILL)
+
+    def _wait_for_room(self, deadline: Deadline, progress: Callable[[str], None]) -> Deadline:
+        """Wait as long as ranks can't be started at all; returns the time limit, which begins then if there was a wait."""
+        with self._changed:
+            said = self._waits_for
+        if not said:
+            return deadline
+        while said and not self._broken:
+            progress(said)
+            with self._changed:
+                while self._waits_for == said and not self._broken:
+                    self._changed.wait()
+                said = self._waits_for
+        return Deadline(deadline.seconds)
 
     def _wait_ready(self, ranks: Sequence[int], deadline: Deadline) -> None:
         def settled() -> bool:

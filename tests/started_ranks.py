@@ -22,7 +22,7 @@ from hvdlab.kernel_ext.topics import READY
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.local import LocalStarter
 from hvdlab.launch.options import parse
-from hvdlab.launch.starter import Ended, Launcher, Started
+from hvdlab.launch.starter import Ended, Launcher, Started, Waiting
 
 
 class StartedRanks:
@@ -37,7 +37,7 @@ class StartedRanks:
     def __init__(self, name: str, hosts: str = "", options: Mapping[str, str] | None = None) -> None:
         self.launcher: Launcher = names.find(name)
         values = parse(name, self.launcher.options(), options or {})
-        self.events: list[Started | Ended] = []
+        self.events: list[Started | Ended | Waiting] = []
         self.ready: list[int] = []
         self._changed = threading.Condition()
         self._pids: set[int] = set()
@@ -69,7 +69,7 @@ class StartedRanks:
         lost: Future[str] = Future()
         self.fork_server.listen(hear, lost.set_result)
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         """As a :class:`~hvdlab.launch.starter.RankObserver`."""
         self._note(self.events, event)
 

@@ -21,7 +21,6 @@ PROGRAMS = {
     "lsf": "bsub",
     "pbs": "qsub",
     "sge": "qsub",
-    "slurm": "sbatch",
     "sshproxy": "ssh",
 }
 """What ipyparallel's launchers call."""

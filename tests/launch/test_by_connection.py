@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.launch.by_connection import ConnectedRanks
-from hvdlab.launch.starter import Ended, Started
+from hvdlab.launch.starter import Ended, Started, Waiting
 
 
 class Coordinator:
@@ -21,7 +21,7 @@ class Coordinator:
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
         self.told.append(callback)
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         self.events.append(event)
 
     def tell(self, *pids: int, deaths: tuple[m.Death, ...] = ()) -> list[Started | Ended]:

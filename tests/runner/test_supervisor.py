@@ -170,6 +170,18 @@ def test_sigterm_is_passed_on() -> None:
     assert script.tell(e.Exited(0, Outcome(signal=signal.SIGTERM)))[-1] == e.Finish(143)
 
 
+def test_no_rank_is_late_while_none_can_be_started() -> None:
+    """A batch system's queue takes hours: the time limit begins when it is over."""
+    supervisor = Supervisor(Policy(("", ""), start_timeout=30.0), 0.0)
+    assert supervisor.handle(e.Waiting("job 7 is PENDING"), 1.0) == []
+    assert supervisor.deadline is None
+    assert supervisor.handle(e.Tick(), 7200.0) == []
+    assert supervisor.handle(e.Waiting(""), 7200.0) == []
+    assert supervisor.deadline == 7230.0
+    said = [effect.text for effect in supervisor.handle(e.Tick(), 7230.0) if isinstance(effect, e.Say)]
+    assert any("could not be started" in text for text in said)
+
+
 def test_hosts_that_do_not_answer_are_named() -> None:
     supervisor = Supervisor(Policy(("a", "b", "b"), start_timeout=30.0), 0.0)
     supervisor.handle(e.Spawned(0, 1), 1.0)

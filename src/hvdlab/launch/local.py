@@ -12,6 +12,7 @@ from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent.link import ShellReach
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.exits import describe, detail
 from hvdlab.launch.forkserver.client import ForkServer
@@ -67,7 +68,7 @@ class LocalLauncher:
         """
         if request.program is not None:
             here = [Host(LOCALHOST, request.size)]
-            return ExecStarter(request, ranks, here, shell=(), python=default_python())
+            return ExecStarter(request, ranks, here, reach=ShellReach(), python=default_python())
         if request.fork_server is None:
             raise InvalidRequestError("the launcher `local` forks ranks, and this job has no fork server.")
         return LocalStarter(request.fork_server, request.world, ranks)

@@ -26,7 +26,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
 from hvdlab.launch.by_connection import LACKS, ConnectedRanks
 from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent.link import remote_command
+from hvdlab.launch.exec_agent.link import ShellReach, remote_command
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.exits import Tail
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
@@ -41,6 +41,7 @@ from hvdlab.launch.starter import (
     Program,
     RankObserver,
     Started,
+    Waiting,
 )
 
 
@@ -183,7 +184,9 @@ class MpiStarter:
         program = Program(self._command(size), self._environment(size), self._output)
         job = LaunchRequest(request.world, request.client, program=program, size=1)
         self._size = size
-        self._exec = ExecStarter(job, self, here, shell=(), python=default_python(), launches_ranks=False)
+        self._exec = ExecStarter(
+            job, self, here, reach=ShellReach(), python=default_python(), launches_ranks=False
+        )
         self._exec.start((0,), 1)
 
     def _command(self, size: int) -> tuple[str, ...]:
@@ -218,7 +221,7 @@ class MpiStarter:
         if self._secret is not None:
             self._secret.close()
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         """What happens to mpiexec itself."""
         if isinstance(event, Ended):
             self._stopped.set()

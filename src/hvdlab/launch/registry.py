@@ -16,6 +16,7 @@ OURS = {
     "local": "hvdlab.launch.local:LocalLauncher",
     "ssh": "hvdlab.launch.ssh:SshLauncher",
     "mpi": "hvdlab.launch.mpi:MpiLauncher",
+    "slurm": "hvdlab.launch.slurm.launcher:SlurmLauncher",
     "ray": "hvdlab.ray.launcher:RayLauncher",
 }
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
+from hvdlab.launch.exec_agent.link import ShellReach
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.hosts import assign, is_local, parse_hosts
 from hvdlab.launch.options import Kind, Option
@@ -61,7 +62,6 @@ class SshLauncher:
             request,
             ranks,
             hosts,
-            shell=shell,
+            reach=ShellReach(shell, names_hosts=bool(request.options.get("host_names"))),
             python=str(request.options.get("python") or default_python()),
-            names_hosts=bool(request.options.get("host_names")),
         )

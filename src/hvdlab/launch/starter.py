@@ -126,10 +126,23 @@ class Ended:
     left: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Ranks that were asked for can't be started yet, and others decide how long that takes: a batch system's queue.
+
+    No time limit of theirs runs meanwhile; it begins when the wait is over.
+
+    Attributes:
+        text: What is waited for, in one line; empty once it is over.
+    """
+
+    text: str
+
+
 class RankObserver(Protocol):
     """Takes what a starter reports."""
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         """Something happened to a rank. Called on any thread; must not block."""
 
 

@@ -97,6 +97,13 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """No rank can be started yet, for as long as it takes: what is waited for; empty once it is over."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; :attr:`Supervisor.deadline` may be due."""
 
@@ -111,6 +118,7 @@ Event = (
     | Stopped
     | CoordinatorLost
     | Hosts
+    | Waiting
     | Tick
 )
 

@@ -28,8 +28,7 @@ from hvdlab.launch.host_table import (
 )
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.processes import readable
-from hvdlab.launch.registry import OURS
-from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter
+from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
 from hvdlab.runner.done import Done
 from hvdlab.runner.keeper import Keeper
@@ -175,7 +174,7 @@ class JobRun:
     def _say_where(self, launcher: Launcher) -> None:
         if not self._verbose:
             return
-        if launcher.name not in OURS:
+        if launcher.name not in ("local", "ssh"):  # others know by themselves where
             self._say(f"{launcher.name}: {format_ranks(range(self._job.size))}")
             return
         for index in self._job.used_hosts:
@@ -184,8 +183,11 @@ class JobRun:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Started | Ended) -> None:
+    def handle(self, event: Started | Ended | Waiting) -> None:
         """What the starter reports; on its threads."""
+        if isinstance(event, Waiting):
+            self._news.post(e.Waiting(event.text))
+            return
         rank = event.rank
         if isinstance(event, Started):
             self._hosts[rank] = event.host
@@ -219,6 +221,10 @@ class JobRun:
             case e.Exited(rank, outcome):
                 self._sink.ended(rank)
                 self._done.outcomes[rank] = outcome
+                self._handle(posted)
+            case e.Waiting(text):
+                if text:
+                    self._say(text)
                 self._handle(posted)
             case Asked() | Found() | NotFound() | HostFailed() | HostTick():
                 self._on_host_event(posted)

@@ -97,6 +97,8 @@ class Supervisor:
             case e.Hosts():
                 self._hosts = event
                 self._grow(now)
+            case e.Waiting(text):
+                self._start_by = None if text else now + self.policy.start_timeout
             case e.Tick():
                 self._tick(now)
         self._settle(now)

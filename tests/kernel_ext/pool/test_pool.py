@@ -383,8 +383,9 @@ def test_a_launcher_whose_program_is_missing_is_told_before_anything_starts(
     start_pool: StartPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StartError, match=r"launcher `slurm` needs `sbatch`, which is not on the PATH"):
-        start_pool(2, launcher="slurm")
+    for launcher, said in (("slurm", "Slurm's commands, and `sbatch`"), ("pbs", "`qsub`,")):
+        with pytest.raises(StartError, match=rf"launcher `{launcher}` needs {said} .*is not on the PATH"):
+            start_pool(2, launcher=launcher)
     assert not list(tmp_path.iterdir()), "no batch script is left behind"
 
 

@@ -4,13 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
-from typing import IO
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Protocol
 
+from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.launch.environment import exported
 from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.hosts import is_local
+
+_NO_MODULE = re.compile(r"No module named '?([\w.]+)")
+_NO_PROGRAM = re.compile(r"execve\(\)|No such file or directory|command not found|not found$")
+_EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Terminated)")
+"""What srun says last, which its own exit code tells as well."""
+
+
+class Reach(Protocol):
+    """How agents get to their hosts."""
+
+    def is_here(self, host: str) -> bool:
+        """Whether the agent is started without anything between: the host is this one."""
+        ...
+
+    def command(self, host: str, python: str) -> Sequence[str]:
+        """What starts the agent there, with its standard input and output. Secrets go over its input, never on this line."""
+        ...
+
+    def environment(self) -> Mapping[str, str] | None:
+        """What that command gets; ``None`` for this process's own."""
+        ...
+
+    def variables(self, host: str) -> Mapping[str, str]:
+        """What the ranks of a host are given beside their agent's own environment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShellReach:
+    """By a remote shell, and to this host by nothing.
+
+    Attributes:
+        shell: A command that runs a command on another host: a host's name and a command line are appended.
+        names_hosts: Whether ranks are on one host if it was given to them under the same name (``HVDLAB_HOST``).
+    """
+
+    shell: Sequence[str] = ()
+    names_hosts: bool = False
+
+    def is_here(self, host: str) -> bool:
+        """By its name, or one of its addresses."""
+        return is_local(host)
+
+    def command(self, host: str, python: str) -> Sequence[str]:
+        """The shell's command line."""
+        return remote_command(self.shell, host, map(shlex.quote, agent_command(python)))
+
+    def environment(self) -> None:
+        """This process's own."""
+
+    def variables(self, host: str) -> Mapping[str, str]:
+        """Remote shells pass none on, so these are all that another host should know."""
+        found = {} if self.is_here(host) else exported(os.environ)
+        return {**found, HOST_VARIABLE: host} if self.names_hosts else found
 
 
 class AgentLink:
@@ -65,13 +124,13 @@ class AgentLink:
         cls,
         host: str,
         python: str,
-        shell: Sequence[str],
+        reach: Reach,
         *,
         errors: IO[bytes] | None = None,
     ) -> AgentLink:
-        """Start an agent on another host. Secrets go over its standard input, never on a command line."""
-        command = remote_command(shell, host, map(shlex.quote, agent_command(python)))
-        return cls(host, _spawn(command, (), errors), here=False, errors=errors)
+        """Start an agent on another host."""
+        process = _spawn(reach.command(host, python), (), errors, reach.environment())
+        return cls(host, process, here=False, errors=errors)
 
     def send(self, message: wire.AgentMessage) -> None:
         """Queue a message; :meth:`flush` writes it."""
@@ -112,7 +171,8 @@ class AgentLink:
         program = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list
         what = "its launcher process" if self.here else f"`{program}`"
         said = self._last_words()
-        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "")
+        hint = "" if self._preamble is None else _lacking(said, code)
+        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "") + hint
 
     def _last_words(self) -> str:
         """The last line of its standard error, if that is here."""
@@ -120,7 +180,7 @@ class AgentLink:
             return ""
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        return next((line for line in reversed(lines) if not _EXIT_CODE.match(line)), "")
 
     def hang_up(self) -> None:
         """Let the agent end: it does when its input ends. :meth:`close` waits for it. Idempotent."""
@@ -146,6 +206,16 @@ class AgentLink:
             self._errors.close()
 
 
+def _lacking(said: str, code: int) -> str:
+    """What the other side lacks, by the last words of an agent that never came up there; empty if they tell nothing of it."""
+    remedy = "--launcher-option python=PATH names another one there"
+    if module := _NO_MODULE.search(said):
+        return f". The interpreter on that host lacks `{module[1]}`: install hvdlab for it, or {remedy}"
+    if code in (126, 127) or _NO_PROGRAM.search(said):
+        return f". The interpreter of the ranks is not on that host under this path: {remedy}"
+    return ""
+
+
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
     """The command line by which a remote shell runs these words, which it joins, on a host."""
     # What follows `--` is no option. Other programs than ssh need not know that.
@@ -154,7 +224,10 @@ def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> lis
 
 
 def _spawn(
-    command: Sequence[str], kept: Sequence[int], errors: IO[bytes] | None = None
+    command: Sequence[str],
+    kept: Sequence[int],
+    errors: IO[bytes] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in the terminal is the launcher's to pass on.
     return subprocess.Popen(
@@ -162,6 +235,7 @@ def _spawn(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
+        env=environment,
         pass_fds=kept,
         start_new_session=True,
         bufsize=0,

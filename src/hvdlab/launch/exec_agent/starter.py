@@ -16,14 +16,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, place
+from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
-from hvdlab.launch.environment import FOREIGN, exported
+from hvdlab.launch.environment import FOREIGN
 from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.link import AgentLink
+from hvdlab.launch.exec_agent.link import AgentLink, Reach
 from hvdlab.launch.exits import Tail, describe_exit
-from hvdlab.launch.hosts import Host, assign, is_local
+from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started
 
 AGENT_ENDS_WITHIN = 5.0
@@ -37,9 +37,8 @@ class ExecStarter:
         request: What for; its ``module`` is what ranks run.
         ranks: Takes what happens to ranks.
         hosts: Where they run, filled in this order.
-        shell: A command that runs a command on another host: a host's name and a command line are appended.
+        reach: How agents get there.
         python: The interpreter of agents and ranks, on every host.
-        names_hosts: Whether ranks are on one host if it was given to them under the same name (``HVDLAB_HOST``).
         launches_ranks: Whether what is started are the ranks themselves, whose place in the job is in their variables;
             else it is something that starts them.
     """
@@ -50,14 +49,12 @@ class ExecStarter:
         ranks: RankObserver,
         hosts: Sequence[Host],
         *,
-        shell: Sequence[str],
+        reach: Reach,
         python: str,
-        names_hosts: bool = False,
         launches_ranks: bool = True,
     ) -> None:
         self._request, self._ranks = request, ranks
-        self._hosts, self._shell, self._python = tuple(hosts), tuple(shell), python
-        self._names_hosts = names_hosts
+        self._hosts, self._reach, self._python = tuple(hosts), reach, python
         self._launches_ranks = launches_ranks
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. With the following, guarded by the lock.
@@ -164,7 +161,7 @@ class ExecStarter:
 
     def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
         """Start the agent of a host, which has these ranks in the end. The lock is held."""
-        program, here = self._request.program, is_local(host)
+        program, here = self._request.program, self._reach.is_here(host)
         # What the shell says about a program's hosts belongs on the terminal, where the program was started.
         errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
         stdin = here and program is not None and program.stdin and 0 in ranks
@@ -172,19 +169,15 @@ class ExecStarter:
             if here:
                 link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
             else:
-                link = AgentLink.remote(host, self._python, self._shell, errors=errors)
+                link = AgentLink.remote(host, self._python, self._reach, errors=errors)
         except OSError as error:
             if errors is not None:
                 errors.close()
-            starting = self._python if here else self._shell[0]
+            starting = self._python if here else self._reach.command(host, self._python)[0]
             raise StartError(
                 f"the agent of {host} could not be started: `{starting}`: {error.strerror}"
             ) from error
-        variables = {} if here else exported(os.environ)
-        if program is not None:
-            variables |= program.environment
-        if self._names_hosts:
-            variables[HOST_VARIABLE] = host
+        variables = {**self._reach.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)
         link.send(
             wire.Start(

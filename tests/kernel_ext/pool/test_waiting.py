@@ -1,0 +1,90 @@
+"""A start that waits for others, such as a batch system's queue, without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.group import Group
+from hvdlab.kernel_ext.members import Answered
+from hvdlab.launch.starter import Ended, Started
+from patience import PATIENCE
+
+
+class Coordinator:
+    """Takes what a group says, and says nothing."""
+
+    def on_mail(self, topic: str, callback: Any) -> None: ...
+
+    def expect(self, ranks: Sequence[int]) -> None: ...
+
+
+class Queue:
+    """A starter whose ranks wait for room; a thread of the test's lets them go on."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        self.group.waits("asking for room")
+
+    def signal(self, rank: int, number: int) -> None: ...
+
+
+@pytest.fixture
+def group() -> Group:
+    group = Group(Coordinator(), died=lambda rank, reason: None, ready=lambda rank: None)  # type: ignore[arg-type]
+    group.use(Queue(group))  # type: ignore[arg-type]
+    return group
+
+
+def over() -> Deadline:
+    """A time limit that has passed already, as after hours in a queue."""
+    times = iter((0.0, *[PATIENCE] * 100))
+    return Deadline(PATIENCE, clock=lambda: next(times))
+
+
+def test_the_time_limit_begins_when_the_wait_is_over(group: Group) -> None:
+    said: list[str] = []
+
+    def begin() -> None:
+        group.waits("")
+        group.handle(Started(0, 7))
+        group.handle(Answered(0))
+
+    def heard(text: str) -> None:
+        said.append(text)
+        if text == "asking for room":
+            group.waits("job 7 is PENDING")
+        else:
+            thread.start()
+
+    thread = threading.Thread(target=begin)
+    group.want([0], over(), progress=heard)
+    thread.join()
+    assert said == ["asking for room", "job 7 is PENDING"]
+    assert group.ready() == (0,)
+
+
+def test_a_wait_that_ends_without_room_says_why(group: Group) -> None:
+    def heard(text: str) -> None:
+        group.waits("")
+        group.handle(Ended(0, 0, "the job was cancelled"))
+
+    with pytest.raises(StartError, match="rank 0 could not be started: the job was cancelled"):
+        group.want([0], over(), progress=heard)
+    assert group.members.wanted == ()
+
+
+def test_an_interrupt_of_the_wait_ends_it(group: Group) -> None:
+    def heard(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.want([0], over(), progress=heard)
+    assert group.members.wanted == ()

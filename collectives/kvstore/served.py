@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
 from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import (
@@ -34,6 +35,7 @@ from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, po
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 
@@ -48,13 +50,15 @@ class _Part:
     """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
-        link: The server.
+        server: Its number.
+        link: The connection to it.
         start, stop: Which elements, or rows.
         shape: Of this part.
         seen: Version of the value that was pulled last, and this worker's pushes since.
         pushed: Pushes whose answer was not looked at.
     """
 
+    server: int
     link: ServerLink
     start: int
     stop: int
@@ -85,8 +89,15 @@ class ServerStore(KVStore):
         super().__init__(name, on_devices=on_devices)
         engine = collectives.joined()
         self._synchronous = synchronous
-        (self._id,) = collectives.largest([secrets.randbits(62)], "kv.create")
-        self._links, self._workers = servers_of(engine).find()
+        servers = servers_of(engine)
+        self._id, number = collectives.largest([secrets.randbits(62), servers.stores], "kv.create")
+        servers.stores = number + 1
+        self._links, self._workers = servers.find()
+        #: What records pushes and pulls.
+        self._spans = None
+        if engine.settings.record:
+            workers = len(self._workers) if synchronous else 1
+            self._spans = StoreSpans(engine, number, len(self._links), workers)
         self._parts: dict[Key, list[_Part]] = {}
         self._multi_precision = False
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
@@ -166,13 +177,13 @@ class ServerStore(KVStore):
         if array.size < self._bound or n == 1 or not array.shape:
             number = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
             stop = len(array) if by_rows else array.size
-            return [_Part(self._links[number], 0, stop, array.shape, 0, deque())]
+            return [_Part(number, self._links[number], 0, stop, array.shape, 0, deque())]
         whole = len(array) if by_rows else array.size
         ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
         rest = array.shape[1:] if by_rows else ()
         return [
-            _Part(link, start, stop, (stop - start, *rest), 0, deque())
-            for link, start, stop in zip(self._links, ends, ends[1:], strict=False)
+            _Part(server, link, start, stop, (stop - start, *rest), 0, deque())
+            for server, (link, start, stop) in enumerate(zip(self._links, ends, ends[1:], strict=False))
         ]
 
     def _first(self, key: Key, part: _Part, array: Array, by_rows: bool) -> Ticket:
@@ -267,18 +278,25 @@ class ServerStore(KVStore):
                     functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, epoch=self._epoch)
                 )
 
+    def _span(
+        self, kind: OpKind, key: Key, part: _Part, dtype: np.dtype[Any], nbytes: int
+    ) -> RequestSpan | None:
+        return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
+
     def _send(self, key: Key, part: _Part, total: Value) -> None:
         self._look_at_pushes(key, part)
         if isinstance(total, RowSparse):
             inside = (total.indices >= part.start) & (total.indices < part.stop)
             numbers, data = total.indices[inside] - part.start, total.data[inside]
             rows, nbytes = len(numbers), numbers.nbytes + data.nbytes
+            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
             region = part.link.allocate(nbytes)
             np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
             np.copyto(part.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
         else:
             data = total if len(self._parts[key]) == 1 else total.reshape(-1)[part.start : part.stop]
             rows, nbytes = -1, data.nbytes
+            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
             region = part.link.allocate(nbytes)
             np.copyto(part.link.array(region, data.dtype, data.shape), data)
         name, offset, seen = data.dtype.str[1:], region.offset, part.seen
@@ -286,6 +304,7 @@ class ServerStore(KVStore):
             lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows, self._epoch),
             region,
             nbytes,
+            span=span,
         )
         part.pushed.append(ticket)
         part.seen += 1
@@ -344,10 +363,12 @@ class ServerStore(KVStore):
 
     def _ask(self, key: Key, part: _Part) -> _Pulled:
         dtype = self._values[key].dtype
-        region = part.link.allocate(dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
+        nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
+        span = self._span(OpKind.PULL, key, part, dtype, nbytes)
+        region = part.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
         ticket = part.link.request(
-            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True
+            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True, span=span
         )
         return _Pulled(part, ticket)
 
@@ -418,6 +439,7 @@ class ServerStore(KVStore):
         for part in self._parts[key]:
             inside = np.flatnonzero((rows >= part.start) & (rows < part.stop))
             numbers = rows[inside] - part.start
+            span = self._span(OpKind.PULL, key, part, stored.dtype, row_bytes * len(numbers))
             region = part.link.allocate(numbers.nbytes + row_bytes * len(numbers))
             np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
             message = functools.partial(
@@ -428,7 +450,7 @@ class ServerStore(KVStore):
                 offset=region.offset,
                 rows=len(numbers),
             )
-            ticket = part.link.request(message, region, numbers.nbytes, keeps=True)
+            ticket = part.link.request(message, region, numbers.nbytes, keeps=True, span=span)
             try:
                 self._pulled_part(key, part, ticket)
                 data[inside] = part.link.array(

@@ -57,9 +57,13 @@ class Servers:
 
     Args:
         engine: This rank's.
+
+    Attributes:
+        stores: How many stores on servers the world has had, as far as this worker knows.
     """
 
     def __init__(self, engine: Engine) -> None:
+        self.stores = 0
         self._engine = engine
         self._starter = Starter()
         self._links: dict[tuple[str, int], ServerLink] = {}

@@ -34,6 +34,7 @@ from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
+from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
 from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
 from hvdlab.collectives.logs import LOG
@@ -71,12 +72,16 @@ class Ticket:
         region: The memory that goes with it.
         sent: Bytes at the region's beginning that are for the server.
         keeps: Whether the region is read after the answer, and freed by who does.
+        span: What is recorded of it.
     """
 
-    __slots__ = ("answer", "keeps", "message", "region", "sent")
+    __slots__ = ("answer", "keeps", "message", "region", "sent", "span")
 
-    def __init__(self, message: Message, region: Region | None, sent: int, *, keeps: bool) -> None:
+    def __init__(
+        self, message: Message, region: Region | None, sent: int, *, keeps: bool, span: RequestSpan | None
+    ) -> None:
         self.message, self.region, self.sent, self.keeps = message, region, sent, keeps
+        self.span = span
         self.answer: Answer | None = None
 
 
@@ -170,6 +175,7 @@ class ServerLink:
         #: Stores that are used no more; filled by the garbage collector, which may run anywhere.
         self._closing: deque[int] = deque()
         self._lost: HvdlabError | None = None
+        self._clock = ServerClock(local=local)
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         with self._changed:
@@ -199,6 +205,7 @@ class ServerLink:
         sent: int = 0,
         *,
         keeps: bool = False,
+        span: RequestSpan | None = None,
     ) -> Ticket:
         """Send a request; does not wait for the answer.
 
@@ -207,6 +214,7 @@ class ServerLink:
             region: The memory that goes with it.
             sent: Bytes of it that the server reads.
             keeps: Whether the caller frees the region; else the answer does.
+            span: What is to be recorded of it once it is answered.
 
         Raises:
             KVStoreError: The server is lost.
@@ -216,7 +224,7 @@ class ServerLink:
             if len(self._unanswered) >= _SWEEP_FROM:
                 self._sweep()
             self._sequence += 1
-            ticket = Ticket(make(self._sequence), region, sent, keeps=keeps)
+            ticket = Ticket(make(self._sequence), region, sent, keeps=keeps, span=span)
             self._unanswered[self._sequence] = ticket
             self._in_flight += region.size if region is not None else 0
             self._carry_out(lambda: self._transmit(ticket))
@@ -358,6 +366,8 @@ class ServerLink:
             data = self._outbox.file.array(region.offset, np.dtype(np.uint8), (ticket.sent,))
             for first in range(0, ticket.sent, PIECE):
                 self._send(m.Data(region.offset + first, data[first : first + PIECE].tobytes()))
+        if ticket.span is not None:
+            ticket.span.sent = time.monotonic_ns()
         self._send(ticket.message)
 
     def _wait_for(self, events: int) -> bool:
@@ -414,6 +424,8 @@ class ServerLink:
             if ticket is None:
                 return  # repeated, and answered twice
             ticket.answer = message
+            if ticket.span is not None and not isinstance(message, m.Stock):
+                ticket.span.answered(message, self._clock)
             if ticket.region is not None:
                 self._in_flight -= ticket.region.size
                 if not ticket.keeps:

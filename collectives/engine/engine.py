@@ -259,8 +259,12 @@ class Engine(Groups):
         self._guarded.tell(lambda state: state.unblocked(handle))
 
     def pending(self) -> list[PendingCollective]:
-        """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
-        return self._guarded.pending(_monotonic_ns())
+        """Collectives in flight on this rank, oldest first, then its waits outside of them (:meth:`begin_await`).
+
+        Any thread, also while others are stuck.
+        """
+        now = _monotonic_ns()
+        return self._guarded.pending(now) + self._dispatcher.awaits.pending(now)
 
     # -- looking around -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
-from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import (
     NUMPY,
     Array,
@@ -30,6 +29,7 @@ from hvdlab.collectives.kvstore.arrays import (
     view_of,
     write,
 )
+from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
 from hvdlab.collectives.kvstore.keys import Key, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -38,6 +38,7 @@ from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
 """From here on a pull has waited for other workers, or for a busy server, and that is recorded."""
@@ -83,21 +84,27 @@ class ServerStore(KVStore):
         name: What ``type`` is to be.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
         synchronous: Whether a round of a key ends when every worker has pushed it; else every push is applied when it comes.
+        process_set: Whose ranks the workers are; ``None`` for all.
     """
 
-    def __init__(self, name: str, *, on_devices: bool, synchronous: bool) -> None:
+    def __init__(
+        self, name: str, *, on_devices: bool, synchronous: bool, process_set: ProcessSet | None = None
+    ) -> None:
         super().__init__(name, on_devices=on_devices)
-        engine = collectives.joined()
+        engine = joined()
+        self._workers = Workers(process_set)
         self._synchronous = synchronous
         servers = servers_of(engine)
-        self._id, number = collectives.largest([secrets.randbits(62), servers.stores], "kv.create")
+        self._id, number = self._workers.largest([secrets.randbits(62), servers.stores], "kv.create")
         servers.stores = number + 1
-        self._links, self._workers = servers.find()
+        #: Links to all servers; and the workers' ranks in the world, with what the ranks of one host have in common.
+        self._links, self._hosts = servers.find(self._workers)
         #: What records pushes and pulls.
         self._spans = None
         if engine.settings.record:
-            workers = len(self._workers) if synchronous else 1
-            self._spans = StoreSpans(engine, number, len(self._links), workers)
+            workers = len(self._hosts) if synchronous else 1
+            # Stores of several process sets may have the same number.
+            self._spans = StoreSpans(engine, self._workers.id << 10 | number, len(self._links), workers)
         self._parts: dict[Key, list[_Part]] = {}
         self._multi_precision = False
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
@@ -105,12 +112,12 @@ class ServerStore(KVStore):
         self._cells = engine.cells_begun
         self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
-        ranks = tuple(rank for rank, _ in self._workers)
+        ranks = tuple(rank for rank, _ in self._hosts)
         bound = engine.settings.kv_staleness
         staleness = -1 if synchronous or bound is None else bound
         opened = []
         for link in self._links:
-            first = min((rank for rank, host in self._workers if host == link.place.host), default=-1)
+            first = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
             message = functools.partial(
                 m.Open, store=self._id, workers=ranks, synchronous=synchronous, staleness=staleness
             )
@@ -144,15 +151,18 @@ class ServerStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            collectives.completed(
-                [(one, collectives.submit_broadcast(array, self._name_of(one))) for one, array in own.items()]
+            completed(
+                [
+                    (one, self._workers.submit_broadcast(array, self._name_of(one)))
+                    for one, array in own.items()
+                ]
             )
             new: dict[Key, tuple[Value, ArrayType]] = {}
             tickets = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
                 self._parts[one] = self._parts_of(one, array, by_rows=sparse)
-                if self.rank == self._workers[0][0]:
+                if self._workers.rank == 0:
                     tickets += [
                         (one, part.link, self._first(one, part, array, sparse)) for part in self._parts[one]
                     ]
@@ -222,7 +232,7 @@ class ServerStore(KVStore):
             self._ask_epoch()  # workers have left: the others go on, of which the world may have more
         else:
             left = any(ticket.answer is None for ticket in self._in_flight())
-            some_left, given_up = collectives.largest([left, self._given_up], f"kv.{self._id}.cell")
+            some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")
             if some_left:
                 given_up += 1
                 text = "what was pushed in a cell that did not end well is dropped"
@@ -511,7 +521,7 @@ class ServerStore(KVStore):
             raise TypeError(f"a {type(found).__name__} is no optimizer and no name of one")
         spec = portable(found)
         with self._lock:
-            if self.rank == self._workers[0][0]:
+            if self._workers.rank == 0:
                 tickets = [
                     (
                         link,
@@ -544,12 +554,14 @@ class ServerStore(KVStore):
                 for link in self._links:  # the one that has given rounds up knows already
                     link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
             cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
-            raise AbortedError(Pending(what, f"kv.{key}", (self.rank,), answer.ranks), cause)
+            raise AbortedError(
+                Pending(what, f"kv.{key}", (context.engine("kvstore").rank,), answer.ranks), cause
+            )
         raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
-        collectives.barrier(f"kv.{self._id}")
+        self._workers.barrier(f"kv.{self._id}")
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
         """Refuses an optimizer as text (head 0), which is code in MXNet; all else goes without saying here, and nothing is done.
@@ -577,17 +589,17 @@ class ServerStore(KVStore):
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
-        return context.engine("kvstore").rank
+        return self._workers.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this worker among those of its host, from 0."""
-        return context.engine("kvstore").local_rank
+        return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
-        return context.engine("kvstore").size
+        return self._workers.count
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"

@@ -29,11 +29,16 @@ class StoreSpans:
     """
 
     def __init__(self, engine: Engine, store: int, servers: int, workers: int) -> None:
-        self._engine, self._store = engine, store
+        self._engine = engine
         self._rounds = workers > 1
-        for server in range(servers):
-            engine.introduce_group(group_of(store, server, OpKind.PUSH), workers)
-            engine.introduce_group(group_of(store, server, OpKind.PULL), 1)
+        self._elements: dict[np.dtype[Any], DType] = {}
+        self._groups = {
+            (server, kind): group_of(store, server, kind)
+            for server in range(servers)
+            for kind in (OpKind.PUSH, OpKind.PULL)
+        }
+        for (_, kind), group in self._groups.items():
+            engine.introduce_group(group, workers if kind is OpKind.PUSH else 1)
 
     def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
         """This worker asks for something now. The user's line is that of the caller's caller.
@@ -45,7 +50,10 @@ class StoreSpans:
             dtype: Element type of what travels.
             nbytes: Its size.
         """
-        return RequestSpan(self, kind, str(key), server, dtype_of(np.empty(0, dtype)) or DType.U8, nbytes)
+        element = self._elements.get(dtype)
+        if element is None:
+            element = self._elements[dtype] = dtype_of(np.empty(0, dtype)) or DType.U8
+        return RequestSpan(self, kind, str(key), server, element, nbytes)
 
     def end(self, span: RequestSpan, answer: m.Done | m.Failed, began: int, finished: int) -> None:
         """Record a request that was answered; ``began`` (ns, 0 if it failed) is when the server began with it."""
@@ -62,7 +70,7 @@ class StoreSpans:
             span.site,
             span.kind,
             span.dtype,
-            group_of(self._store, span.server, span.kind),
+            self._groups[span.server, span.kind],
             version,
             batch,
             span.nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import threading
@@ -493,8 +494,11 @@ class ServerStore(KVStore):
                 if self._synchronous:
                     self._refuse_elsewhere(found)
                 raise
-            self._push(found)
-            self._write(targets, ignore_sparse=True)
+            with contextlib.ExitStack() as links:
+                for link in self._links:
+                    links.enter_context(link.together())
+                self._push(found)
+                self._write(targets, ignore_sparse=True)
 
     # -- what happens to what is pushed -------------------------------------------------------------------------------
 

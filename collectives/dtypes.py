@@ -75,7 +75,10 @@ class ReduceOp(IntEnum):
 
 
 class OpKind(IntEnum):
-    """Which collective. ``ADD_PROCESS_SET`` and ``REMOVE_PROCESS_SET`` move no data; the coordinator acts on them."""
+    """Which collective. ``ADD_PROCESS_SET`` and ``REMOVE_PROCESS_SET`` move no data; the coordinator acts on them.
+
+    ``PUSH`` and ``PULL`` are none: what one worker asks of a parameter server. They are recorded like collectives.
+    """
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -86,7 +89,14 @@ class OpKind(IntEnum):
     ADD_PROCESS_SET = 6
     REMOVE_PROCESS_SET = 7
     JOIN = 8
+    PUSH = 9
+    PULL = 10
 
     @property
     def label(self) -> str:
         return self.name.lower()
+
+    @property
+    def asks_server(self) -> bool:
+        """Whether it is a request to a parameter server."""
+        return self >= OpKind.PUSH

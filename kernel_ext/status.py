@@ -22,7 +22,7 @@ class RankStatus:
         cpu: Seconds of processor time that it has used, or ``None`` if it did not answer.
         threads: Number of its threads.
         plane: Data plane that it uses.
-        pending: Collectives that it is in.
+        pending: Collectives that it is in, and what else it waits for other ranks for.
         servers: Parameter servers of its key-value stores.
     """
 

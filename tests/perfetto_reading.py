@@ -63,6 +63,7 @@ class Slice:
     begin: int
     end: int
     args: dict[str, Any]
+    flows: list[int]
 
 
 @dataclass
@@ -173,7 +174,9 @@ def _event(found: Found, sequence: Sequence, at: int, event: dict[int, list[Any]
         ended = track.open.pop()
         ended.end, ended.args = at, ended.args | args
         return
-    begun = Slice(process, track.name, name, at, at, args)
+    # Eight bytes are read as a float; these are numbers.
+    flows = [struct.unpack("<Q", struct.pack("<d", one))[0] for one in event.get(47, []) + event.get(48, [])]
+    begun = Slice(process, track.name, name, at, at, args, flows)
     found.slices.append(begun)
     if kind == 1:
         track.open.append(begun)

@@ -38,7 +38,11 @@ from hvdlab.collectives.coordinator.tuning import Tuning
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
-_PLAIN = frozenset(kind for kind in OpKind if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET))
+_PLAIN = frozenset(
+    kind
+    for kind in OpKind
+    if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET) and not kind.asks_server
+)
 _CHECK_AGAIN = 0.5
 """Seconds in which announcements may come before it is looked for ranks that wait for each other."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hvdlab.collectives.errors import Cause, CauseKind
+from hvdlab.collectives.engine.request import PendingCollective
+from hvdlab.collectives.errors import Cause, CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -34,14 +36,14 @@ class Awaits:
         self._send = send
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        #: Those that go on, by number.
-        self._waiting: dict[int, tuple[m.Await, Awaiting]] = {}
+        #: Those that go on, by number, and when they began, in ns.
+        self._waiting: dict[int, tuple[m.Await, Awaiting, int]] = {}
 
     def begin(self, ranks: Sequence[int], what: str, site: str, waiter: Awaiting, *, any: bool) -> int:
         """A thread begins to wait. Returns the number by which the wait is ended."""
         message = m.Await(next(self._numbers), tuple(ranks), any, what, site)
         with self._lock:
-            self._waiting[message.number] = message, waiter
+            self._waiting[message.number] = message, waiter, time.monotonic_ns()
         self._send(message)
         return message.number
 
@@ -51,6 +53,18 @@ class Awaits:
             found = self._waiting.pop(number, None)
         if found is not None:
             self._send(m.Await(number))
+
+    def pending(self, now: int) -> list[PendingCollective]:
+        """The waits that go on, as what is in flight is listed: for whom and for what. Any thread."""
+        with self._lock:
+            waiting = [(message, begun) for message, _, begun in self._waiting.values()]
+        found = []
+        for message, begun in waiting:
+            kind = (
+                f"wait for {'any of ' if message.any else ''}{format_ranks(message.ranks)} ({message.what})"
+            )
+            found.append(PendingCollective(f"{kind}.noname", kind, message.site, (now - begun) / 1e9))
+        return found
 
     def absent(self, message: m.Message) -> None:
         """The coordinator knows that a wait is in vain. Control thread."""
@@ -71,6 +85,6 @@ class Awaits:
     def reconnected(self) -> None:
         """The coordinator's successor knows of nothing yet. Control thread."""
         with self._lock:
-            waiting = [message for message, _ in self._waiting.values()]
+            waiting = [message for message, _, _ in self._waiting.values()]
         for message in waiting:
             self._send(message)

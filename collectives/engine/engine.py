@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.awaits import Awaiting
 from hvdlab.collectives.engine.control import Control
@@ -38,7 +38,7 @@ from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue
+from hvdlab.collectives.planes.base import KeyValue, Phases
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -259,8 +259,12 @@ class Engine(Groups):
         self._guarded.tell(lambda state: state.unblocked(handle))
 
     def pending(self) -> list[PendingCollective]:
-        """Collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
-        return self._guarded.pending(_monotonic_ns())
+        """Collectives in flight on this rank, oldest first, then its waits outside of them (:meth:`begin_await`).
+
+        Any thread, also while others are stuck.
+        """
+        now = _monotonic_ns()
+        return self._guarded.pending(now) + self._dispatcher.awaits.pending(now)
 
     # -- looking around -------------------------------------------------------------------------------------------
 
@@ -295,6 +299,31 @@ class Engine(Groups):
         """Record a number and see to it that it is sent; ``time_ns`` is when it was measured, by default now."""
         self.recorder.metric(name, value, step, time_ns)
         self._dispatcher.schedule_events()
+
+    def introduce_group(self, group: int, size: int) -> None:
+        """Let the timeline know how many workers take part in each round of a store; see :meth:`record_request`."""
+        self._spans.members(group, 0, size)
+
+    def record_request(
+        self,
+        name: str,
+        site: str,
+        kind: OpKind,
+        dtype: DType,
+        group: int,
+        sequence: int,
+        batch: int,
+        nbytes: int,
+        times: tuple[int, int, int],
+        phases: Phases,
+        ok: bool,
+    ) -> None:
+        """Record what was asked of a parameter server, and see to it that it is sent.
+
+        The arguments are those of :meth:`~hvdlab.collectives.engine.spans.SpanLog.request`.
+        """
+        if self._spans.request(name, site, kind, dtype, group, sequence, batch, nbytes, times, phases, ok):
+            self._dispatcher.schedule_events()
 
     # -- cells and mail -------------------------------------------------------------------------------------------
 

@@ -82,6 +82,11 @@ class Groups:
         given = self.settings.local_rank
         return self._where().local_rank if given is None else given
 
+    def local_rank_in(self, process_set: int) -> int:
+        """Position among those ranks of this host that are in a process set to which this rank belongs."""
+        group = self._guarded.state.sets[process_set]
+        return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
+
     @property
     def local_size(self) -> int:
         """Living ranks of this host."""

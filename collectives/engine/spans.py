@@ -7,6 +7,7 @@ import threading
 import time
 from typing import ClassVar
 
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.planes.base import Phases
@@ -129,6 +130,52 @@ class SpanLog:
         )
         return True
 
+    def request(
+        self,
+        name: str,
+        site: str,
+        kind: OpKind,
+        dtype: DType,
+        group: int,
+        sequence: int,
+        batch: int,
+        nbytes: int,
+        times: tuple[int, int, int],
+        phases: Phases,
+        ok: bool,
+    ) -> bool:
+        """Record what was asked of a parameter server; whether there is something to flush.
+
+        Args:
+            name, site: Its key, and the user's line.
+            kind, dtype, nbytes: What was asked for, of which element type and size.
+            group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.timeline.store_requests`.
+            times: When it was asked for, when the server began with it (0 if never), and when it ended, in ns.
+            phases: What the server measured.
+            ok: Whether it was done.
+        """
+        recorder = self.recorder
+        if not recorder.enabled:
+            return False
+        self._touched.add(group)
+        called, began, finished = times
+        recorder.span(
+            recorder.name_id(name, site),
+            kind,
+            dtype,
+            group,
+            sequence,
+            batch,
+            nbytes,
+            called,
+            began,
+            began,
+            finished,
+            phases,
+            ok,
+        )
+        return True
+
     # -- flushing -------------------------------------------------------------------------------------------------
 
     def claim(self) -> bool:
@@ -158,7 +205,7 @@ class SpanLog:
             self.recorder.clock(*sample)
 
     def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
-        """A process set was configured. Control thread."""
+        """A process set was configured, or a store has workers that make rounds. Any thread."""
         self._members[process_set] = (epoch, size, plane)
         self.recorder.members(process_set, epoch, size, plane)
 

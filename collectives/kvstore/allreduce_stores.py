@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse, is_array, view_of, write
 from hvdlab.collectives.kvstore.base import KVStoreBase
+from hvdlab.collectives.kvstore.collectives import Workers, completed
 from hvdlab.collectives.kvstore.keys import Key, pairs, require
+from hvdlab.collectives.process_sets import ProcessSet
 
 
-class _RankStore(KVStoreBase):
-    """What both know of the world."""
+class RankStore(KVStoreBase):
+    """What both know of the workers.
 
-    def __init__(self) -> None:
-        collectives.joined()
+    Args:
+        process_set: Whose ranks they are; ``None`` for all.
+    """
+
+    def __init__(self, process_set: ProcessSet | None = None) -> None:
+        self._workers = Workers(process_set)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -25,21 +30,21 @@ class _RankStore(KVStoreBase):
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
-        return collectives.joined().rank
+        return self._workers.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this worker among those of its host, from 0."""
-        return collectives.joined().local_rank
+        return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
-        return collectives.joined().size
+        return self._workers.count
 
 
 @KVStoreBase.register
-class Horovod(_RankStore):
+class Horovod(RankStore):
     """Allreduce and broadcast by the names of a key-value store; joins the world when it is made.
 
     Nothing is stored: a key names a tensor, as in ``hvd.allreduce``, and may be used any number of times.
@@ -61,7 +66,7 @@ class Horovod(_RankStore):
         """
         if out is None:
             raise TypeError("broadcast needs out, the array to write to")
-        _broadcast("horovod", key, value, out)
+        _broadcast(self._workers, "horovod", key, value, out)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum arrays over all ranks. Every rank calls it.
@@ -78,7 +83,7 @@ class Horovod(_RankStore):
             KVStoreError: Shapes or types differ between ranks, or that of ``out``.
             AbortedError: A rank died, failed, left or was interrupted; outputs are unchanged.
         """
-        _pushpull("horovod", key, value, out)
+        _pushpull(self._workers, "horovod", key, value, out)
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Does nothing: workers run their own optimizers."""
@@ -96,7 +101,7 @@ class Horovod(_RankStore):
 
 
 @KVStoreBase.register
-class BytePS(_RankStore):
+class BytePS(RankStore):
     """Sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -114,7 +119,7 @@ class BytePS(_RankStore):
             AbortedError: A rank died, failed, left or was interrupted; ``out`` is unchanged.
         """
         single = _only(key, value)
-        _broadcast("byteps", key, single, single if out is None else out)
+        _broadcast(self._workers, "byteps", key, single, single if out is None else out)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum an array over all ranks. Every rank calls it.
@@ -134,7 +139,7 @@ class BytePS(_RankStore):
         targets = _outputs(key, single if out is None else out)
         total = _contiguous(single)
         _check_shapes(key, total, targets)
-        collectives.completed([(key, collectives.submit_sum(total, f"kv.byteps.{key}"))])
+        completed([(key, self._workers.submit_sum(total, f"kv.byteps.{key}"))])
         for target in targets:
             write(target, total)
 
@@ -170,17 +175,17 @@ def _check_shapes(key: Key, array: Array, targets: list[Any]) -> None:
             raise KVStoreError(f"the value of key {key!r} has shape {array.shape}, its output {shape}", key)
 
 
-def _broadcast(store: str, key: Any, value: Any, out: Any) -> None:
+def _broadcast(workers: Workers, store: str, key: Any, value: Any, out: Any) -> None:
     require(is_array(value), f"the value of key {key!r} is a {type(value).__name__}, not an array")
     targets = _outputs(key, out)
     array = _contiguous(value)
     _check_shapes(key, array, targets)
-    collectives.completed([(key, collectives.submit_broadcast(array, f"kv.{store}.{key}"))])
+    completed([(key, workers.submit_broadcast(array, f"kv.{store}.{key}"))])
     for target in targets:
         write(target, array)
 
 
-def _pushpull(store: str, key: Any, value: Any, out: Any) -> None:
+def _pushpull(workers: Workers, store: str, key: Any, value: Any, out: Any) -> None:
     found = pairs(key, value)
     targets = pairs(key, value if out is None else out)
     if [one for one, _ in found] != [one for one, _ in targets]:
@@ -193,7 +198,7 @@ def _pushpull(store: str, key: Any, value: Any, out: Any) -> None:
     for (one, _), array in zip(found, arrays, strict=True):
         place = seen[one] = seen.get(one, -1) + 1
         name = f"kv.{store}.{one}" if place == 0 else f"kv.{store}.{one}.{place}"
-        handles.append((one, collectives.submit_sum(array, name)))
-    collectives.completed(handles)
+        handles.append((one, workers.submit_sum(array, name)))
+    completed(handles)
     for (_, target), array in zip(targets, arrays, strict=True):
         write(target, array)

@@ -12,9 +12,16 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.errors import HvdlabError, KVStoreError, MismatchError, UnsupportedError
+from hvdlab.collectives.errors import (
+    HvdlabError,
+    KVStoreError,
+    MismatchError,
+    UnsupportedError,
+    format_ranks,
+)
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, position, set_id
 
 
 def joined() -> Engine:
@@ -22,25 +29,106 @@ def joined() -> Engine:
     return context.init()
 
 
-def submit_sum(array: Array, name: str, *, at_once: bool = False) -> Handle:
-    """Start the sum over all ranks, in place. Several of one name may be in flight: they are matched in order.
+class Workers:
+    """The workers of a store, and their collectives: those of the world, or of a process set.
 
-    If the caller waits for it ``at_once``, that is quicker.
+    Args:
+        process_set: Which; ``None`` for the world.
+
+    Attributes:
+        id: Of the process set in the core.
+
+    Raises:
+        KVStoreError: This rank is not in it.
+        InvalidRequestError: It is not registered.
     """
-    request = Request(OpKind.ALLREDUCE, name, array, array, _dtype(array), ReduceOp.SUM, anonymous=True)
-    return context.engine("pushpull").submit(request, at_once=at_once)
 
+    def __init__(self, process_set: ProcessSet | None = None) -> None:
+        engine = joined()
+        self.id = GLOBAL_ID if process_set is None else set_id(process_set)
+        if process_set is not None and engine.rank not in process_set.ranks:
+            raise KVStoreError(
+                f"rank {engine.rank} can't make a store of the process set of {format_ranks(process_set.ranks)}, in which it is "
+                "not: let those ranks make it"
+            )
 
-def submit_broadcast(array: Array, name: str) -> Handle:
-    """Start the broadcast from rank 0, in place."""
-    request = Request(OpKind.BROADCAST, name, array, array, _dtype(array), root=0, anonymous=True)
-    return context.engine("broadcast").submit(request)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their ranks in the world, in ascending order."""
+        return members(self.id)
 
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return joined().rank if self.id == GLOBAL_ID else position(self.id)
 
-def submit_gather(array: Array, name: str) -> Handle:
-    """Start to concatenate the rows of all ranks; the result has the numbers of rows of each rank in its tables."""
-    request = Request(OpKind.ALLGATHER, name, array, dtype=_dtype(array), anonymous=True)
-    return context.engine("push").submit(request)
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host, from 0."""
+        return joined().local_rank if self.id == GLOBAL_ID else joined().local_rank_in(self.id)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return joined().size if self.id == GLOBAL_ID else len(self.ranks)
+
+    def submit_sum(self, array: Array, name: str, *, at_once: bool = False) -> Handle:
+        """Start the sum over all workers, in place. Several of one name may be in flight: they are matched in order.
+
+        If the caller waits for it ``at_once``, that is quicker.
+        """
+        request = Request(
+            OpKind.ALLREDUCE,
+            name,
+            array,
+            array,
+            _dtype(array),
+            ReduceOp.SUM,
+            process_set=self.id,
+            anonymous=True,
+        )
+        return context.engine("pushpull").submit(request, at_once=at_once)
+
+    def submit_broadcast(self, array: Array, name: str) -> Handle:
+        """Start the broadcast from the first worker, in place."""
+        root = 0 if self.id == GLOBAL_ID else self.ranks[0]
+        request = Request(
+            OpKind.BROADCAST,
+            name,
+            array,
+            array,
+            _dtype(array),
+            root=root,
+            process_set=self.id,
+            anonymous=True,
+        )
+        return context.engine("broadcast").submit(request)
+
+    def submit_gather(self, array: Array, name: str) -> Handle:
+        """Start to concatenate the rows of all workers; the result has the numbers of rows of each worker in its tables."""
+        request = Request(
+            OpKind.ALLGATHER, name, array, dtype=_dtype(array), process_set=self.id, anonymous=True
+        )
+        return context.engine("push").submit(request)
+
+    def barrier(self, name: str) -> None:
+        """Return once every worker has called it."""
+        context.engine("barrier").run(Request(OpKind.BARRIER, name, process_set=self.id))
+
+    def largest(self, own: Sequence[int], name: str) -> list[int]:
+        """For each of the numbers the largest that any worker gave."""
+        request = Request(
+            OpKind.ALLREDUCE,
+            name,
+            dtype=DType.I64,
+            op=ReduceOp.MAX,
+            process_set=self.id,
+            anonymous=True,
+        )
+        request.input = request.output = numbers = np.array(own, np.int64)
+        context.engine("kvstore").run(request)
+        found: list[int] = numbers.tolist()
+        return found
 
 
 def completed(handles: list[tuple[Key, Handle]]) -> None:
@@ -62,20 +150,6 @@ def completed(handles: list[tuple[Key, Handle]]) -> None:
             first = first or error
     if first is not None:
         raise first
-
-
-def barrier(name: str) -> None:
-    """Return once every rank has called it."""
-    context.engine("barrier").run(Request(OpKind.BARRIER, name))
-
-
-def largest(own: Sequence[int], name: str) -> list[int]:
-    """For each of the numbers the largest that any rank gave."""
-    request = Request(OpKind.ALLREDUCE, name, dtype=DType.I64, op=ReduceOp.MAX, anonymous=True)
-    request.input = request.output = numbers = np.array(own, np.int64)
-    context.engine("kvstore").run(request)
-    found: list[int] = numbers.tolist()
-    return found
 
 
 def _dtype(array: Array) -> DType:

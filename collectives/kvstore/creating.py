@@ -6,14 +6,13 @@ from typing import Any
 
 from hvdlab.collectives import basics
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import (
-    allreduce_stores,  # noqa: F401  (registers its stores)
-    collectives,
-)
+from hvdlab.collectives.kvstore.allreduce_stores import RankStore
 from hvdlab.collectives.kvstore.base import KVStoreBase
+from hvdlab.collectives.kvstore.collectives import joined
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
 from hvdlab.collectives.kvstore.served import ServerStore
 from hvdlab.collectives.kvstore.store import KVStore
+from hvdlab.collectives.process_sets import ProcessSet
 
 _LOCAL = ("local", "local_update_cpu", "local_allreduce_cpu")
 _DEVICE = ("device", "local_allreduce_device")
@@ -21,6 +20,7 @@ _SYNC = ("dist_sync", "dist")
 _DEVICE_SYNC = ("dist_device_sync", "dist_sync_device")
 _ASYNC = ("dist_async",)
 _DEVICE_ASYNC = ("dist_device_async", "dist_async_device")
+_NO_WORKERS = "a {!r} store is of one process, so a process set means nothing to it: leave it out, or use dist_sync or dist_async"
 TYPES = (
     *_LOCAL,
     *_DEVICE,
@@ -36,7 +36,7 @@ TYPES = (
 """Names that :func:`create` knows from the start; classes that are registered come to these."""
 
 
-def create(name: str = "local") -> Any:
+def create(name: str = "local", process_set: ProcessSet | None = None) -> Any:
     """Make a key-value store.
 
     ========================================================= =====================================================
@@ -54,6 +54,8 @@ def create(name: str = "local") -> Any:
     Args:
         name: The type, in any case; or the name of a class given to :meth:`KVStoreBase.register`. Stores of types with
             workers join the world, and every worker makes them in the same order.
+        process_set: The ranks that are the store's workers, for types that have some; all ranks by default. Only these make it, and
+            ``rank`` and ``num_workers`` count in it.
 
     Returns:
         The store: a :class:`KVStore`, or an instance of the registered class.
@@ -61,18 +63,29 @@ def create(name: str = "local") -> Any:
     Raises:
         TypeError: ``name`` is not a str.
         ValueError: There is no such type; the text lists those that there are.
-        KVStoreError: ``nccl``, and there is no plane for CUDA tensors here.
+        KVStoreError: ``nccl``, and there is no plane for CUDA tensors here; or this rank is not in the process set, or the type has no
+            workers.
+        InvalidRequestError: The process set is not registered.
     """
     if not isinstance(name, str):
         raise TypeError("name must be a string")
     wanted = name.lower()
     if wanted in KVStoreBase.kv_registry:
-        return KVStoreBase.kv_registry[wanted]()
-    return create_native(wanted, KVStore, DistSyncStore, ServerStore)
+        made = KVStoreBase.kv_registry[wanted]
+        if process_set is None:
+            return made()
+        if issubclass(made, RankStore):
+            return made(process_set)
+        raise KVStoreError(_NO_WORKERS.format(name))
+    return create_native(wanted, KVStore, DistSyncStore, ServerStore, process_set)
 
 
 def create_native(
-    wanted: str, one_process: type[KVStore], synchronous: type[DistSyncStore], served: type[ServerStore]
+    wanted: str,
+    one_process: type[KVStore],
+    synchronous: type[DistSyncStore],
+    served: type[ServerStore],
+    process_set: ProcessSet | None = None,
 ) -> KVStore:
     """A store of a type that is no registered class.
 
@@ -81,10 +94,13 @@ def create_native(
         one_process: The class of stores of one process.
         synchronous: The class of stores whose rounds end when all workers have pushed, and whose values every worker has.
         served: The class of stores whose values are on servers.
+        process_set: Whose ranks the workers are; ``None`` for all.
 
     Raises:
         ValueError, KVStoreError: As :func:`create` does.
     """
+    if process_set is not None and wanted in (*_LOCAL, *_DEVICE, "nccl"):
+        raise KVStoreError(_NO_WORKERS.format(wanted))
     if wanted in _LOCAL:
         return one_process(wanted)
     if wanted in _DEVICE:
@@ -98,10 +114,10 @@ def create_native(
         return one_process(wanted, on_devices=True)
     if wanted in _SYNC or wanted in _DEVICE_SYNC:
         on_devices = wanted in _DEVICE_SYNC
-        if collectives.joined().settings.kv_update == "servers":
-            return served(wanted, on_devices=on_devices, synchronous=True)
-        return synchronous(wanted, on_devices=on_devices)
+        if joined().settings.kv_update == "servers":
+            return served(wanted, on_devices=on_devices, synchronous=True, process_set=process_set)
+        return synchronous(wanted, on_devices=on_devices, process_set=process_set)
     if wanted in _ASYNC or wanted in _DEVICE_ASYNC:
-        return served(wanted, on_devices=wanted in _DEVICE_ASYNC, synchronous=False)
+        return served(wanted, on_devices=wanted in _DEVICE_ASYNC, synchronous=False, process_set=process_set)
     known = sorted({*TYPES, *KVStoreBase.kv_registry})
     raise ValueError(f"there is no key-value store {wanted!r}; known are {', '.join(known)}")

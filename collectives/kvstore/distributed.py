@@ -17,12 +17,13 @@ import numpy as np
 
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.errors import AbortedError, CauseKind, KVStoreError
-from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import NUMPY, Array, ArrayType, RowSparse, array_type_of, view_of
+from hvdlab.collectives.kvstore.collectives import Workers, completed
 from hvdlab.collectives.kvstore.keys import Key, grouped, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
 from hvdlab.collectives.kvstore.store import KVStore, UserUpdater, Value
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.process_sets import ProcessSet
 
 
 @dataclass(slots=True)
@@ -55,15 +56,16 @@ class DistSyncStore(KVStore):
     Args:
         name: What ``type`` is to be.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
+        process_set: Whose ranks the workers are; ``None`` for all.
     """
 
     _made: ClassVar[int] = 0
 
-    def __init__(self, name: str, *, on_devices: bool) -> None:
+    def __init__(self, name: str, *, on_devices: bool, process_set: ProcessSet | None = None) -> None:
         super().__init__(name, on_devices=on_devices)
-        collectives.joined()
+        self._workers = Workers(process_set)
         #: Number of this store, the same on all workers, also where one of them was started anew and has made fewer.
-        self._id = DistSyncStore._made = collectives.largest([DistSyncStore._made + 1], "kv.create")[0]
+        self._id = DistSyncStore._made = self._workers.largest([DistSyncStore._made + 1], "kv.create")[0]
         #: Pushes of each key whose sum was not stored yet, oldest first.
         self._pending: dict[Key, deque[_Pushed]] = {}
         #: Element types of values that are kept in float32 (``multi_precision``).
@@ -93,8 +95,11 @@ class DistSyncStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            collectives.completed(
-                [(one, collectives.submit_broadcast(array, self._name_of(one))) for one, array in own.items()]
+            completed(
+                [
+                    (one, self._workers.submit_broadcast(array, self._name_of(one)))
+                    for one, array in own.items()
+                ]
             )
             new: dict[Key, tuple[Value, ArrayType]] = {}
             for one, given in found:
@@ -142,12 +147,12 @@ class DistSyncStore(KVStore):
     def _submitted(self, key: Key, total: Value, at_once: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
-            numbers = collectives.submit_gather(total.indices, f"{name}.rows")
+            numbers = self._workers.submit_gather(total.indices, f"{name}.rows")
             return _Pushed(
-                (numbers, collectives.submit_gather(total.data, f"{name}.data")), None, total.shape
+                (numbers, self._workers.submit_gather(total.data, f"{name}.data")), None, total.shape
             )
         array = _float32(total) if self._multi_precision else total
-        return _Pushed((collectives.submit_sum(array, name, at_once=at_once),), array, array.shape)
+        return _Pushed((self._workers.submit_sum(array, name, at_once=at_once),), array, array.shape)
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
         super()._check_arrays(key, arrays)
@@ -173,10 +178,10 @@ class DistSyncStore(KVStore):
             parts = (".rows", ".data") if isinstance(arrays[0], RowSparse) else ("",)
             # No array of this store is an empty one of bytes with this shape: the ranks disagree.
             wrong = np.zeros((0, 1, len(arrays)), np.uint8)
-            handles += [(key, collectives.submit_sum(wrong, self._name_of(key) + part)) for part in parts]
+            handles += [(key, self._workers.submit_sum(wrong, self._name_of(key) + part)) for part in parts]
         for key, handle in handles:
             try:
-                collectives.completed([(key, handle)])
+                completed([(key, handle)])
             except KVStoreError:
                 continue  # what was meant to happen
 
@@ -194,7 +199,7 @@ class DistSyncStore(KVStore):
     def _store_oldest(self, key: Key) -> None:
         pushed = self._pending[key][0]
         try:
-            collectives.completed([(key, handle) for handle in pushed.handles])
+            completed([(key, handle) for handle in pushed.handles])
         except KeyboardInterrupt:
             pushed.interrupted = (
                 True  # whether it was withdrawn is known later: then it is no news to the user
@@ -303,22 +308,22 @@ class DistSyncStore(KVStore):
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
-        collectives.barrier(f"kv.{self._id}")
+        self._workers.barrier(f"kv.{self._id}")
 
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
-        return collectives.joined().rank
+        return self._workers.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this worker among those of its host, from 0."""
-        return collectives.joined().local_rank
+        return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
-        return collectives.joined().size
+        return self._workers.count
 
     def _name_of(self, key: Key) -> str:
         name, failed = f"kv.{self._id}.{key}", self._failed_updates.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import threading
@@ -17,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
-from hvdlab.collectives.kvstore import collectives
 from hvdlab.collectives.kvstore.arrays import (
     NUMPY,
     Array,
@@ -29,13 +30,16 @@ from hvdlab.collectives.kvstore.arrays import (
     view_of,
     write,
 )
+from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
 from hvdlab.collectives.kvstore.keys import Key, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
 """From here on a pull has waited for other workers, or for a busy server, and that is recorded."""
@@ -48,13 +52,15 @@ class _Part:
     """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
-        link: The server.
+        server: Its number.
+        link: The connection to it.
         start, stop: Which elements, or rows.
         shape: Of this part.
         seen: Version of the value that was pulled last, and this worker's pushes since.
         pushed: Pushes whose answer was not looked at.
     """
 
+    server: int
     link: ServerLink
     start: int
     stop: int
@@ -79,14 +85,27 @@ class ServerStore(KVStore):
         name: What ``type`` is to be.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
         synchronous: Whether a round of a key ends when every worker has pushed it; else every push is applied when it comes.
+        process_set: Whose ranks the workers are; ``None`` for all.
     """
 
-    def __init__(self, name: str, *, on_devices: bool, synchronous: bool) -> None:
+    def __init__(
+        self, name: str, *, on_devices: bool, synchronous: bool, process_set: ProcessSet | None = None
+    ) -> None:
         super().__init__(name, on_devices=on_devices)
-        engine = collectives.joined()
+        engine = joined()
+        self._workers = Workers(process_set)
         self._synchronous = synchronous
-        (self._id,) = collectives.largest([secrets.randbits(62)], "kv.create")
-        self._links, self._workers = servers_of(engine).find()
+        servers = servers_of(engine)
+        self._id, number = self._workers.largest([secrets.randbits(62), servers.stores], "kv.create")
+        servers.stores = number + 1
+        #: Links to all servers; and the workers' ranks in the world, with what the ranks of one host have in common.
+        self._links, self._hosts = servers.find(self._workers)
+        #: What records pushes and pulls.
+        self._spans = None
+        if engine.settings.record:
+            workers = len(self._hosts) if synchronous else 1
+            # Stores of several process sets may have the same number.
+            self._spans = StoreSpans(engine, self._workers.id << 10 | number, len(self._links), workers)
         self._parts: dict[Key, list[_Part]] = {}
         self._multi_precision = False
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
@@ -94,12 +113,12 @@ class ServerStore(KVStore):
         self._cells = engine.cells_begun
         self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
-        ranks = tuple(rank for rank, _ in self._workers)
+        ranks = tuple(rank for rank, _ in self._hosts)
         bound = engine.settings.kv_staleness
         staleness = -1 if synchronous or bound is None else bound
         opened = []
         for link in self._links:
-            first = min((rank for rank, host in self._workers if host == link.place.host), default=-1)
+            first = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
             message = functools.partial(
                 m.Open, store=self._id, workers=ranks, synchronous=synchronous, staleness=staleness
             )
@@ -133,15 +152,18 @@ class ServerStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            collectives.completed(
-                [(one, collectives.submit_broadcast(array, self._name_of(one))) for one, array in own.items()]
+            completed(
+                [
+                    (one, self._workers.submit_broadcast(array, self._name_of(one)))
+                    for one, array in own.items()
+                ]
             )
             new: dict[Key, tuple[Value, ArrayType]] = {}
             tickets = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
                 self._parts[one] = self._parts_of(one, array, by_rows=sparse)
-                if self.rank == self._workers[0][0]:
+                if self._workers.rank == 0:
                     tickets += [
                         (one, part.link, self._first(one, part, array, sparse)) for part in self._parts[one]
                     ]
@@ -166,13 +188,13 @@ class ServerStore(KVStore):
         if array.size < self._bound or n == 1 or not array.shape:
             number = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
             stop = len(array) if by_rows else array.size
-            return [_Part(self._links[number], 0, stop, array.shape, 0, deque())]
+            return [_Part(number, self._links[number], 0, stop, array.shape, 0, deque())]
         whole = len(array) if by_rows else array.size
         ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
         rest = array.shape[1:] if by_rows else ()
         return [
-            _Part(link, start, stop, (stop - start, *rest), 0, deque())
-            for link, start, stop in zip(self._links, ends, ends[1:], strict=False)
+            _Part(server, link, start, stop, (stop - start, *rest), 0, deque())
+            for server, (link, start, stop) in enumerate(zip(self._links, ends, ends[1:], strict=False))
         ]
 
     def _first(self, key: Key, part: _Part, array: Array, by_rows: bool) -> Ticket:
@@ -211,7 +233,7 @@ class ServerStore(KVStore):
             self._ask_epoch()  # workers have left: the others go on, of which the world may have more
         else:
             left = any(ticket.answer is None for ticket in self._in_flight())
-            some_left, given_up = collectives.largest([left, self._given_up], f"kv.{self._id}.cell")
+            some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")
             if some_left:
                 given_up += 1
                 text = "what was pushed in a cell that did not end well is dropped"
@@ -267,18 +289,25 @@ class ServerStore(KVStore):
                     functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, epoch=self._epoch)
                 )
 
+    def _span(
+        self, kind: OpKind, key: Key, part: _Part, dtype: np.dtype[Any], nbytes: int
+    ) -> RequestSpan | None:
+        return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
+
     def _send(self, key: Key, part: _Part, total: Value) -> None:
         self._look_at_pushes(key, part)
         if isinstance(total, RowSparse):
             inside = (total.indices >= part.start) & (total.indices < part.stop)
             numbers, data = total.indices[inside] - part.start, total.data[inside]
             rows, nbytes = len(numbers), numbers.nbytes + data.nbytes
+            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
             region = part.link.allocate(nbytes)
             np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
             np.copyto(part.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
         else:
             data = total if len(self._parts[key]) == 1 else total.reshape(-1)[part.start : part.stop]
             rows, nbytes = -1, data.nbytes
+            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
             region = part.link.allocate(nbytes)
             np.copyto(part.link.array(region, data.dtype, data.shape), data)
         name, offset, seen = data.dtype.str[1:], region.offset, part.seen
@@ -286,6 +315,7 @@ class ServerStore(KVStore):
             lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows, self._epoch),
             region,
             nbytes,
+            span=span,
         )
         part.pushed.append(ticket)
         part.seen += 1
@@ -344,10 +374,12 @@ class ServerStore(KVStore):
 
     def _ask(self, key: Key, part: _Part) -> _Pulled:
         dtype = self._values[key].dtype
-        region = part.link.allocate(dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
+        nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
+        span = self._span(OpKind.PULL, key, part, dtype, nbytes)
+        region = part.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
         ticket = part.link.request(
-            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True
+            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True, span=span
         )
         return _Pulled(part, ticket)
 
@@ -418,6 +450,7 @@ class ServerStore(KVStore):
         for part in self._parts[key]:
             inside = np.flatnonzero((rows >= part.start) & (rows < part.stop))
             numbers = rows[inside] - part.start
+            span = self._span(OpKind.PULL, key, part, stored.dtype, row_bytes * len(numbers))
             region = part.link.allocate(numbers.nbytes + row_bytes * len(numbers))
             np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
             message = functools.partial(
@@ -428,7 +461,7 @@ class ServerStore(KVStore):
                 offset=region.offset,
                 rows=len(numbers),
             )
-            ticket = part.link.request(message, region, numbers.nbytes, keeps=True)
+            ticket = part.link.request(message, region, numbers.nbytes, keeps=True, span=span)
             try:
                 self._pulled_part(key, part, ticket)
                 data[inside] = part.link.array(
@@ -461,8 +494,11 @@ class ServerStore(KVStore):
                 if self._synchronous:
                     self._refuse_elsewhere(found)
                 raise
-            self._push(found)
-            self._write(targets, ignore_sparse=True)
+            with contextlib.ExitStack() as links:
+                for link in self._links:
+                    links.enter_context(link.together())
+                self._push(found)
+                self._write(targets, ignore_sparse=True)
 
     # -- what happens to what is pushed -------------------------------------------------------------------------------
 
@@ -489,7 +525,7 @@ class ServerStore(KVStore):
             raise TypeError(f"a {type(found).__name__} is no optimizer and no name of one")
         spec = portable(found)
         with self._lock:
-            if self.rank == self._workers[0][0]:
+            if self._workers.rank == 0:
                 tickets = [
                     (
                         link,
@@ -522,12 +558,14 @@ class ServerStore(KVStore):
                 for link in self._links:  # the one that has given rounds up knows already
                     link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
             cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
-            raise AbortedError(Pending(what, f"kv.{key}", (self.rank,), answer.ranks), cause)
+            raise AbortedError(
+                Pending(what, f"kv.{key}", (context.engine("kvstore").rank,), answer.ranks), cause
+            )
         raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
-        collectives.barrier(f"kv.{self._id}")
+        self._workers.barrier(f"kv.{self._id}")
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
         """Refuses an optimizer as text (head 0), which is code in MXNet; all else goes without saying here, and nothing is done.
@@ -555,17 +593,17 @@ class ServerStore(KVStore):
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
-        return context.engine("kvstore").rank
+        return self._workers.rank
 
     @property
     def local_rank(self) -> int:
         """Number of this worker among those of its host, from 0."""
-        return context.engine("kvstore").local_rank
+        return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
         """How many workers there are."""
-        return context.engine("kvstore").size
+        return self._workers.count
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"

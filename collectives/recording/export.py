@@ -15,6 +15,7 @@ from hvdlab.collectives.recording.rows import DISTANCES, FAILED, NOT_READY, NOT_
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Metric, Span
 from hvdlab.collectives.timeline.operations import Operation, Placed
+from hvdlab.collectives.timeline.store_requests import FIRST_GROUP
 from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED, TraceEvent
 
 OPERATIONS_AT_ONCE = 64
@@ -122,6 +123,8 @@ def _grouped(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Indices of the rows, operation after operation and in each as they came; and where each operation begins."""
     columns = [rows[name][matched] for name in ("batch", "sequence", "epoch", "set")]
+    # Requests to parameter servers are for one key each, while collectives of one number are fused.
+    columns.insert(0, np.where(rows["set"][matched] >= FIRST_GROUP, rows["op"][matched], 0))
     by_key = np.lexsort(columns)
     order = matched[by_key]
     new = np.zeros(len(order), np.bool_)

@@ -19,7 +19,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
-from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, TraceEvent
+from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, STORES, TraceEvent
 from hvdlab.collectives.visible import visible
 
 ROWS_KEPT = 20_000_000
@@ -136,6 +136,8 @@ class _Reader:
             self._slice(rank, self._begun, _ns(event["ts"]))
         elif kind == "X" and event["cat"] == "collectives":
             self._operation(rank, event)
+        elif kind == "X" and event["cat"] == STORES:
+            self._request(rank, event)
         elif kind == "B":
             self._put(rank, CellBegin(event["args"]["cell"], _ns(event["ts"])))
         elif kind == "E":
@@ -164,18 +166,30 @@ class _Reader:
         ready = self._queued.pop((rank, started), started)
         self._complete(rank, ready, event["args"], started, started + _ns(event["dur"]))
 
+    def _request(self, rank: int, event: TraceEvent) -> None:
+        args, called = event["args"], _ns(event["ts"])
+        ok = args["status"] == "ok"
+        began = called + _ns(args["waited_us"]) if ok else None
+        tensor = {**args, "kind": OpKind[event["name"]], "arrival": called}
+        self._put(rank, _span(tensor, args, began, began, called + _ns(event["dur"])))
+        if ok and tensor["kind"] is OpKind.PUSH and "arrival_offset_us" in args:
+            self._learn_size(args, rank, zlib.crc32(args["tensor"].encode()))
+
     def _complete(
         self, rank: int, ready: int, args: dict[str, Any], started: int | None, finished: int
     ) -> None:
-        members = self._ranks.setdefault((args["process_set"], args["sequence"], args["batch"]), set())
+        self._learn_size(args, rank, args["batch"])
+        for tensor in self._ordered.pop((rank, ready), []):
+            self._put(rank, _span(tensor, args, ready, started, finished))
+
+    def _learn_size(self, args: dict[str, Any], rank: int, batch: int) -> None:
+        members = self._ranks.setdefault((args["process_set"], args["sequence"], batch), set())
         members.add(rank)
         process_set = args["process_set"]
         if len(members) > self._sizes.get(process_set, 0):
             self._sizes[process_set] = len(members)
         if len(self._ranks) > AT_ONCE:
             del self._ranks[next(iter(self._ranks))]
-        for tensor in self._ordered.pop((rank, ready), []):
-            self._put(rank, _span(tensor, args, ready, started, finished))
 
     def _put(self, rank: int, event: Event) -> None:
         self.seen = True

@@ -119,6 +119,8 @@ def _check_special(phase: str, event: Event) -> Iterator[str]:
     args = event.get("args", {})
     if phase in "ben" and len(_async_ids(event)) != 1:
         yield f"{phase} needs exactly one of id, id2.local and id2.global"
+    if "bind_id" in event and (phase != "X" or not (event.get("flow_in") or event.get("flow_out"))):
+        yield "an arrow needs a complete slice that it leads to or from"
     if phase == "C" and not (args and all(_is_finite(value) for value in args.values())):
         yield "a counter needs finite numbers"
     if phase == "i" and event.get("s") not in ("g", "p", "t"):

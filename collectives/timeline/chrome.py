@@ -8,9 +8,11 @@ on the one track that says so; and slices of one thread track never overlap.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.timeline.alignment import Alignment
 from hvdlab.collectives.timeline.events import (
     Abort,
@@ -25,11 +27,13 @@ from hvdlab.collectives.timeline.events import (
 )
 from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
 from hvdlab.collectives.timeline.records import BATCH_RECORDS
-from hvdlab.collectives.timeline.tracks import NOTES, TraceEvent, Tracks, micros
+from hvdlab.collectives.timeline.store_requests import request_of
+from hvdlab.collectives.timeline.tracks import NOTES, STORES, TraceEvent, Tracks, micros
 
 HOLD_SECONDS = 1.0
 UNALIGNED_BATCHES = 256
 NAMES_LISTED = 32
+PULLS_KEPT = 64
 
 # Names that Horovod's timeline has for the same things, where it has them.
 PHASES = (
@@ -57,6 +61,9 @@ class ChromeTrace:
         self._unaligned_lost: dict[int, int] = {}
         self._lost: dict[tuple[int, str], int] = {}
         self._cycles: dict[int, tuple[int, int]] = {}
+        self._flows = 0
+        #: When pulls ended that no push has followed yet, and their arrows; by rank, store, server and key.
+        self._pulled: dict[tuple[int, int, int, str], deque[tuple[int, int]]] = {}
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
@@ -177,6 +184,8 @@ class ChromeTrace:
 
     def failed(self, rank: int, placed: Placed) -> list[TraceEvent]:
         """A span that never became an operation, so that there is nothing to match it with."""
+        if placed.span.kind.asks_server:
+            return self._request(rank, placed, None)
         return self._negotiation(rank, placed, None)
 
     # -- one operation ------------------------------------------------------------------------------------------------
@@ -184,16 +193,78 @@ class ChromeTrace:
     def operations(self, operations: Iterable[Operation]) -> list[TraceEvent]:
         """Operations with all that is known of them."""
         out: list[TraceEvent] = []
+        requests: list[tuple[int, int, Placed, Arrivals | None]] = []
         for operation in operations:
+            for rank in operation.ranks:
+                out += self._tracks.introduce(rank)
             for by_rank in operation.tensors():
                 came = arrivals(by_rank, operation.size)
                 for rank, placed in by_rank.items():
-                    out += self._negotiation(rank, placed, came)
+                    if placed.span.kind.asks_server:
+                        requests.append((placed.arrival_ns, rank, placed, came))
+                    else:
+                        out += self._negotiation(rank, placed, came)
                 if came is not None and came.spread_ns and not (operation.size and came.ranks_missing):
                     out += self._last(by_rank[came.last], came)
             for rank, spans in operation.ranks.items():
-                out += self._operation(rank, spans)
+                if not spans[0].span.kind.asks_server:
+                    out += self._operation(rank, spans)
+        for _, rank, placed, came in sorted(requests, key=lambda one: one[:2]):
+            out += self._request(rank, placed, came)
         return out
+
+    def _request(self, rank: int, placed: Placed, came: Arrivals | None) -> list[TraceEvent]:
+        """A push or a pull: a slice on its rank, and one on the server; arrows tie what follows from each other.
+
+        A value goes from the server to the rank that pulls it, on to the push that was computed from it, and to the server again: one
+        chain of arrows.
+        """
+        span, offset = placed.span, placed.offset_ns
+        asked = request_of(span)
+        args: dict[str, Any] = {"tensor": span.name, "bytes": span.nbytes, "dtype": span.dtype.label}
+        args |= {"store": asked.store, "server": asked.server, "process_set": span.process_set}
+        if span.site:
+            args["site"] = span.site
+        args["status"] = "ok" if span.ok else "failed"
+        if span.started_ns is None:
+            times = (placed.arrival_ns, span.finished_ns + offset)
+            return self._tracks.slice_lane(rank, STORES, span.kind.name, *times, args)
+        args |= {"version": asked.version, "sequence": span.sequence, "batch": span.batch}
+        args |= {"waited_us": micros(span.started_ns - span.submitted_ns)}
+        args |= {"transfer_us": micros(span.transfer_ns)}
+        if span.kind is OpKind.PUSH:
+            args["staleness"] = asked.staleness
+        if asked.waited_for is not None:
+            args["waited_for_rank"] = asked.waited_for
+        if came is not None:
+            args |= {"arrival_offset_us": micros(came.offsets_ns[rank]), **_who_was_last(came)}
+        own = self._tracks.slice_lane(
+            rank, STORES, span.kind.name, placed.arrival_ns, span.finished_ns + offset, args
+        )
+        began = span.started_ns + offset
+        also = {"tensor": span.name, "store": asked.store, "rank": rank, "version": asked.version}
+        there = self._tracks.slice_on_server(
+            asked.server, rank, span.kind.name, began, began + span.transfer_ns, also
+        )
+        self._tie(own[-1], there[-1], placed, (rank, asked.store, asked.server, span.name))
+        return own + there
+
+    def _tie(
+        self, own: TraceEvent, there: TraceEvent, placed: Placed, value: tuple[int, int, int, str]
+    ) -> None:
+        # Pushes of a round are held until those of other ranks are here: pulls that came after may be known before.
+        pulled = self._pulled.setdefault(value, deque(maxlen=PULLS_KEPT))
+        self._flows += 1
+        number = self._flows
+        if placed.span.kind is OpKind.PULL:
+            pulled.append((placed.span.finished_ns, number))
+            there["flow_out"] = own["flow_in"] = own["flow_out"] = True
+        else:
+            own["flow_out"] = there["flow_in"] = True
+            while pulled and pulled[0][0] <= placed.span.submitted_ns:
+                number = pulled.popleft()[1]
+                own["flow_in"] = True
+        own["bind_id"] = there["bind_id"] = f"0x{number:x}"
 
     def _negotiation(self, rank: int, placed: Placed, came: Arrivals | None) -> list[TraceEvent]:
         span = placed.span

@@ -9,6 +9,7 @@ size is not known) is given out after a while as it is.
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -111,6 +112,8 @@ class Operations:
         """Take a span in. Returns an older operation that must be given out because this one has taken its name."""
         span = placed.span
         key = (span.process_set, span.sequence, span.batch)
+        if span.kind.asks_server:  # which is for one key, while collectives of one number are fused
+            key = (span.process_set, span.sequence, span.batch << 32 | zlib.crc32(span.name.encode()))
         operation = self._open.get(key)
         stale = None
         if operation is not None and _recorded_another(operation.ranks.get(rank), span):

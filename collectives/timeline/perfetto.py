@@ -23,6 +23,7 @@ TEXTS_KEPT = 65_536
 ENCODED_KEPT = 8192
 
 BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
+FLOW, LAST_OF_FLOW = 47, 48  # fields of an event
 EXPLICIT = 3  # order of a track's children: by their sibling_order_rank
 ASYNC_ORDER = 10_000
 COUNTER_ORDER = 20_000
@@ -225,6 +226,9 @@ class _Process:
         args = event["args"]
         if args:
             head += self._arguments(args)
+        if "bind_id" in event:  # an arrow; one that leads here ends here
+            number = FLOW if event.get("flow_out") else LAST_OF_FLOW
+            head += varint(number << 3 | FIXED64) + int(event["bind_id"], 16).to_bytes(8, "little")
         body = b"\x40" + varint(at) + b"\x5a" + varint(len(head)) + head
         if texts.new:
             body += texts.take()

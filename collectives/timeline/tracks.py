@@ -11,9 +11,12 @@ LANES = 10
 NOTES = "notes"
 CLOCK_COMPARED = "CLOCK_COMPARED"
 """A note on a rank of another host: how well its clock is known."""
+STORES = "stores"
+"""What a rank asks of parameter servers."""
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",
+    STORES: "key-value stores",
     "phases": "phases: sums, order not measured",
     "cycles": "orders to execute",
     NOTES: "aborts and notes",
@@ -24,6 +27,8 @@ _MAIN_TID = _FIRST_TID["cells"]
 # looked through at one place (and so that every rank has as many events, by which Perfetto orders processes).
 ARRIVALS_PID = 1_000_000
 WRITER_PID = 2_000_000
+SERVERS_PID = 3_000_000
+"""Parameter servers, by their numbers from here on."""
 
 
 class OpenCell(NamedTuple):
@@ -170,6 +175,27 @@ class Tracks:
         self._lane_ends[rank, "cells"][lane] = time_ns
         self._seen(rank, time_ns)
         return [{"ph": "E", "name": f"CELL {cell}", "cat": "cells", **where, "args": {"status": status}}]
+
+    # -- parameter servers --------------------------------------------------------------------------------------------
+
+    def slice_on_server(
+        self, server: int, rank: int, name: str, begin: int, end: int, args: dict[str, Any]
+    ) -> list[TraceEvent]:
+        """What a parameter server did for a rank."""
+        pid = SERVERS_PID + server
+        out = self._introduce_process(pid, f"parameter server {server}", pid)
+        ends = self._lane_ends.setdefault((pid, f"rank {rank}"), [])
+        lane = next((number for number, busy in enumerate(ends) if busy <= begin), len(ends))
+        ends[lane:] = [end, *ends[lane + 1 :]]
+        tid = (rank + 1) * LANES + (lane if lane < LANES else lane * 1_000_000)
+        if (pid, tid) not in self._known:
+            self._known.add((pid, tid))
+            title = f"for rank {rank}" + (f" {lane + 1}" if lane else "")
+            out.append(_meta("thread_name", pid, tid, name=title))
+            out.append(_meta("thread_sort_index", pid, tid, sort_index=tid))
+        times = {"ts": micros(begin), "dur": micros(end - begin)}
+        out.append({"ph": "X", "name": name, "cat": STORES, "pid": pid, "tid": tid, **times, "args": args})
+        return out
 
     # -- moments ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import numpy as np
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, StartError
-from hvdlab.collectives.kvstore import collectives
+from hvdlab.collectives.kvstore.collectives import Workers, completed
 from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.link import ServerLink
 from hvdlab.collectives.kvstore.servers.starting import Starter
@@ -57,19 +57,26 @@ class Servers:
 
     Args:
         engine: This rank's.
+
+    Attributes:
+        stores: How many stores on servers the world has had, as far as this worker knows.
     """
 
     def __init__(self, engine: Engine) -> None:
+        self.stores = 0
         self._engine = engine
         self._starter = Starter()
-        self._links: dict[tuple[str, int], ServerLink] = {}
+        self._links: dict[tuple[str, str], ServerLink] = {}
         self._lock = threading.Lock()
 
-    def find(self) -> tuple[list[ServerLink], list[tuple[int, str]]]:
+    def find(self, workers: Workers) -> tuple[list[ServerLink], list[tuple[int, str]]]:
         """Links to all servers, in the same order on all workers. Every worker calls it.
 
         On each host the worker with the lowest rank starts those that are missing; a worker that came later learns from the
-        others where they are.
+        others where they are. Where two process sets have started some each before a store of both, the lower rank's are taken.
+
+        Args:
+            workers: Those of the store.
 
         Returns:
             The links; and the workers by rank, with what those of one host have in common.
@@ -78,10 +85,10 @@ class Servers:
             StartError: A server could not be started (on all workers).
         """
         with self._lock:
-            own = tuple(link.place for (host, _), link in self._links.items() if host == host_key())
-            known = self._exchange(_Known(self._engine.rank, host_key(), own))
+            own = tuple(link.place for link in self._links.values() if link.place.host == host_key())
+            known = self._exchange(workers, _Known(self._engine.rank, host_key(), own))
             if any(not self._of_host(known, worker.host) for worker in known):
-                known = self._exchange(self._started(known))
+                known = self._exchange(workers, self._started(known))
             for worker in known:
                 if worker.error:
                     raise StartError(f"rank {worker.rank}: {worker.error}")
@@ -95,7 +102,11 @@ class Servers:
 
     def known(self) -> list[KnownServer]:
         """The servers that this worker is connected to. Asks nobody, and waits for nothing."""
-        links = [link for _, link in sorted(self._links.items(), key=lambda item: item[0])]
+
+        def place(link: ServerLink) -> tuple[str, int, str]:
+            return link.place.host, link.place.index, link.place.directory
+
+        links = sorted(self._links.values(), key=place)
         found = []
         for index, link in enumerate(links):
             stock = list(link.stock.values())
@@ -105,7 +116,9 @@ class Servers:
 
     @staticmethod
     def _of_host(known: list[_Known], host: str) -> list[Place]:
-        found = {place.index: place for worker in known for place in worker.places if place.host == host}
+        found: dict[int, Place] = {}
+        for place in (place for worker in known for place in worker.places if place.host == host):
+            found.setdefault(place.index, place)
         return [found[index] for index in sorted(found)]
 
     def _started(self, known: list[_Known]) -> _Known:
@@ -126,15 +139,15 @@ class Servers:
             return _Known(rank, host, (), str(error))
         return _Known(rank, host, started)
 
-    def _exchange(self, own: _Known) -> list[_Known]:
+    def _exchange(self, workers: Workers, own: _Known) -> list[_Known]:
         """What all workers know, by rank. Through the coordinator: planes between hosts are in the clear, and places have secrets.
 
         A collective tells under which name each worker has put what it knows there. It is also where the workers meet: all of
         them are in the same epoch after it.
         """
         name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
-        handle = collectives.submit_gather(name, "kv.servers")
-        collectives.completed([("servers", handle)])
+        handle = workers.submit_gather(name, "kv.servers")
+        completed([("servers", handle)])
         result = handle.wait()
         assert isinstance(result.output, np.ndarray)
         names = [part.tobytes().hex() for part in result.output.reshape(-1, _NAME_BYTES)]
@@ -151,7 +164,7 @@ class Servers:
             ) from error
 
     def _link(self, place: Place) -> ServerLink:
-        key = place.host, place.index
+        key = place.host, place.directory
         link = self._links.get(key)
         if link is None:
             link = ServerLink(self._engine, place, self._starter, local=place.host == host_key())

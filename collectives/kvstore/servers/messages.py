@@ -173,12 +173,16 @@ class Done(Message, frozen=True):
     """A request was carried out, and its effect outlives the server.
 
     For a push: the version that it made, and the pushes of others that were applied between the version that it was computed from
-    and this one. For a pull: the version that was read.
+    and this one, and the worker whose push ended its wait, -1 if it did not wait. For a pull: the version that was read.
+    ``began`` is when the server began with it, in ns of its monotonic clock, and ``took`` how long it took.
     """
 
     sequence: int
     version: int = 0
     staleness: int = 0
+    waited_for: int = -1
+    began: int = 0
+    took: int = 0
 
 
 class Failed(Message, frozen=True):

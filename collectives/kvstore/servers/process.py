@@ -6,6 +6,7 @@ notices that it is gone starts it again, on the same socket.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import math
 import os
@@ -224,7 +225,10 @@ class Server:
         Job(self._launch, self._news, self._wake_writer).start()
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
-        os.write(1, b"ready\n")
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # whoever started it has died meanwhile; other workers use it
+            os.write(1, b"ready\n")
         while not self._ending:  # SIGTERM's handler changes it
             self._step()
         for connection in list(self._connections.values()):
@@ -394,7 +398,10 @@ class Server:
     # -- effects ------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
-        for effect in self._state.handle(event, time.monotonic()):
+        began = time.monotonic_ns()
+        effects = self._state.handle(event, began / 1e9)
+        took = time.monotonic_ns() - began
+        for effect in effects:
             connection = self._connections.get(effect.peer)
             if connection is None:
                 continue
@@ -404,7 +411,10 @@ class Server:
                 else:
                     self._drop(connection)
                 continue
-            self._answers.setdefault(effect.peer, []).append(m.encode(effect.message))
+            message = effect.message
+            if isinstance(message, m.Done):
+                message = msgspec.structs.replace(message, began=began, took=took)
+            self._answers.setdefault(effect.peer, []).append(m.encode(message))
             if effect.file is not None:
                 *before, last = self._answers.pop(effect.peer)
                 self._send(connection, b"".join(before))
@@ -440,7 +450,10 @@ def _log(text: str) -> None:
 def main() -> int:
     """Run a server with the settings on standard input; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    settings = sys.stdin.buffer.readline()
+    if not settings:
+        return 1  # the worker that started it was killed first: another one starts another
+    launch = msgspec.json.decode(settings, type=Launch)
     name_process("hvdlab-server", "hvdlab parameter server")
     try:
         over = Server(launch).serve()

@@ -298,7 +298,7 @@ class ServerState:
             if store.record.synchronous:
                 # Those that have pushed wait for a worker that will not: what was pushed is dropped, and the value stays.
                 self._drop_pushes(store, key)
-            self._advance(store, key, 0.0)
+            self._advance(store, key)
 
     def _drop_pushes(self, store: _Store, key: Key) -> None:
         for rank, queue in store.queues[key].items():
@@ -333,7 +333,7 @@ class ServerState:
         store.memory.describe(store.record)
         for key in list(store.queues):
             self._drop_pushes(store, key)
-            self._advance(store, key, 0.0)
+            self._advance(store, key)
 
     def _tick(self, now: float) -> None:
         for worker in list(self._workers.values()):
@@ -537,10 +537,10 @@ class ServerState:
                 return
         queues = store.queues.setdefault(request.key, {})
         queues.setdefault(rank, deque()).append(_Waiting(request, now))
-        self._advance(store, request.key, now)
+        self._advance(store, request.key, rank)
 
-    def _advance(self, store: _Store, key: Key, now: float) -> None:
-        """Carry out what can be carried out now."""
+    def _advance(self, store: _Store, key: Key, newest: int = -1) -> None:
+        """Carry out what can be carried out now, since ``newest`` has asked for something, or since a worker has left."""
         queues = store.queues[key]
         went_on = True
         while went_on:
@@ -553,13 +553,13 @@ class ServerState:
                         self._pull(store, rank, request)
                     elif not store.record.synchronous and self._within_bound(store, key, rank):
                         queue.popleft()
-                        self._push(store, key, {rank: request})
+                        self._push(store, key, {rank: request}, newest)
                     else:
                         break
                     went_on = True
             if store.record.synchronous and not self._missing(store, key, -1):
                 heads = {rank: queues[rank].popleft().request for rank in store.participants()}
-                self._push(store, key, {r: p for r, p in heads.items() if isinstance(p, m.Push)})
+                self._push(store, key, {r: p for r, p in heads.items() if isinstance(p, m.Push)}, newest)
                 went_on = True
         if not any(queues.values()):
             del store.queues[key]
@@ -608,7 +608,7 @@ class ServerState:
                 self._send(rank, m.Data(start + first, data[first : first + PIECE]))
         self._send(rank, m.Done(request.sequence, int(slot.head[0])))
 
-    def _push(self, store: _Store, key: Key, pushes: dict[int, m.Push]) -> None:
+    def _push(self, store: _Store, key: Key, pushes: dict[int, m.Push], newest: int) -> None:
         """Apply one push, or the pushes of a round in the order of the ranks, and answer."""
         refusing = tuple(rank for rank, push in pushes.items() if not push.dtype)
         if refusing:
@@ -627,7 +627,8 @@ class ServerState:
                 self._fail(rank, push.sequence, f"the optimizer raised {type(error).__name__}: {error}")
             return
         for rank, push in pushes.items():
-            self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen)))
+            waited_for = newest if rank != newest else -1
+            self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen), waited_for))
 
     def _gradient(self, store: _Store, key: Key, pushes: dict[int, m.Push]) -> Array | RowSparse:
         block = store.memory.blocks[key]

@@ -11,6 +11,7 @@ from hvdlab import kvstore
 from hvdlab.collectives.kvstore.creating import create_native
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
 from hvdlab.collectives.kvstore.served import ServerStore
+from hvdlab.collectives.process_sets import ProcessSet
 
 _mxnets_create = mx.kvstore.create
 
@@ -151,11 +152,12 @@ def uninstall_kvstore() -> None:
     mx.kvstore.create = _mxnets_create
 
 
-def _create(name: str = "local") -> Any:
+def _create(name: str = "local", process_set: ProcessSet | None = None) -> Any:
     """Make a key-value store; see :func:`hvdlab.kvstore.create`."""
     if not isinstance(name, str):
         raise TypeError("name must be a string")
     wanted = name.lower()
     if wanted in mx.kvstore.KVStoreBase.kv_registry:
-        return mx.kvstore.KVStoreBase.kv_registry[wanted]()
-    return create_native(wanted, _OneProcessStore, _SynchronousStore, _ServedStore)
+        made = mx.kvstore.KVStoreBase.kv_registry[wanted]
+        return made() if process_set is None else made(process_set)
+    return create_native(wanted, _OneProcessStore, _SynchronousStore, _ServedStore, process_set)

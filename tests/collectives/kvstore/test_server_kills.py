@@ -19,6 +19,8 @@ from ranks import Ranks
 KEYS = {"one": (1,), "small": (70, 70), "large": (300_000,)}
 
 _kv: Any = None
+_killed: set[int] = set()
+"""Servers that this rank has killed."""
 
 
 def begin(name: str) -> None:
@@ -125,3 +127,170 @@ def test_a_killed_worker_hurts_no_value(count: int) -> None:
                 assert min(found[0]) >= sum(rounds)
             else:  # some keys of the last round may have been completed
                 assert all(value / 4 - min(rounds) in (0, 1) for value in found[0])
+
+
+# -- a campaign: servers and workers, in both kinds of store ----------------------------------------------------------
+
+PARTS = {"one": (5, 1), "small": (5, 900), "large": (5, 20_000)}
+"""Row r of each value counts what rank r has pushed. ``large`` is in parts on two servers."""
+
+
+class Progress:
+    """What each worker has begun and what it knows to be applied, in a file: it outlives the worker.
+
+    Args:
+        path: Of the file.
+        size: Number of workers.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self.begun, self.done, self.flags = np.memmap(path, np.int64, "r+", shape=(3, size))
+
+
+def begin_rows(name: str) -> None:
+    global _kv
+    _kv = kvstore.create(name)
+    _kv.set_optimizer("test")
+    _kv.init(list(PARTS), [np.zeros(shape) for shape in PARTS.values()])
+
+
+def pull_rows() -> list[Any]:
+    outs = [np.zeros(shape) for shape in PARTS.values()]
+    _kv.pull(list(PARTS), out=outs)
+    return outs
+
+
+def own_row(rank: int) -> list[Any]:
+    found = [np.zeros(shape) for shape in PARTS.values()]
+    for each in found:
+        each[rank] = 1
+    return found
+
+
+def server_killer(seed: int, count: int, flags: Any) -> threading.Thread:
+    """A thread that kills ``count`` servers, each a random moment after this worker was connected to it."""
+    chance = random.Random(seed)
+
+    def kill() -> None:
+        for _ in range(count):
+            link = chance.choice(_kv._links)
+            while (pid := link.pid) in _killed:
+                time.sleep(0.001)  # there is no event for a server's return
+            time.sleep(chance.random() ** 2 * 0.3)
+            os.kill(pid, signal.SIGKILL)
+            _killed.add(pid)
+            flags[0] += 1
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+def push_rows(rank: int, seed: int, path: str, kills: int) -> None:
+    """Push to an asynchronous store until ``flags[1]`` is set; one's own pushes are in each value, each once."""
+    chance, progress = random.Random(seed), Progress(path, 5)
+    killer = server_killer(seed, kills, progress.flags) if kills else None
+    ones, before = own_row(rank), pull_rows()
+    while not progress.flags[1] or (killer is not None and killer.is_alive()):
+        progress.begun[rank] += 1
+        _kv.push(list(PARTS), ones)
+        if chance.random() < 0.5:
+            before = check_rows(rank, before, progress)
+    check_rows(rank, before, progress)
+
+
+def check_rows(rank: int, before: list[Any], progress: Progress) -> list[Any]:
+    now = pull_rows()
+    for key, old, new in zip(PARTS, before, now, strict=True):
+        assert (new >= old).all(), key
+        assert (new[rank] == progress.begun[rank]).all(), (key, rank, new[rank].min(), new[rank].max())
+        assert (new <= np.asarray(progress.begun)[:, None]).all(), key
+    progress.done[rank] = progress.begun[rank]
+    return now
+
+
+def push_rounds(rank: int, seed: int, path: str, kills: int, there: list[int]) -> tuple[int, ...]:
+    """Rounds of a synchronous store until a worker dies: each adds one for each worker that is there. Returns who died."""
+    progress = Progress(path, 5)
+    killer = server_killer(seed, kills, progress.flags) if kills else None
+    ones = own_row(rank)
+    try:
+        before, outs = pull_rows(), pull_rows()
+        while True:
+            progress.begun[rank] += 1
+            _kv.pushpull(list(PARTS), ones, out=outs)
+            progress.done[rank] += 1
+            for key, old, new in zip(PARTS, before, outs, strict=True):
+                old[there] += 1
+                assert np.array_equal(old, new), (key, rank)
+    except AbortedError as error:
+        return error.cause.ranks
+    finally:
+        if killer is not None:
+            killer.join()
+
+
+def kill_in_asynchronous(ranks: Ranks, seed: int, path: str, victims: list[int], kills: int) -> None:
+    chance = random.Random(seed)
+    pushing = ranks.start(push_rows, per_rank=[(rank, seed, path, kills * (rank == 0)) for rank in range(5)])
+    for victim in victims:
+        threading.Event().wait(chance.random() * 0.5)  # a random instant: nothing is waited for
+        ranks.kill(victim)
+        pushing.numbers.remove(victim)
+    Progress(path, 5).flags[1] = 1
+    pushing.results(120)
+
+
+def kill_in_synchronous(ranks: Ranks, seed: int, path: str, victims: list[int], kills: int) -> None:
+    chance, there = random.Random(seed), list(range(5))
+    for number, victim in enumerate(victims):
+        share = kills // len(victims) + (number < kills % len(victims))
+        per_rank = [(rank, seed + number, path, share * (rank == 0), there) for rank in there]
+        pushing = ranks.start(push_rounds, ranks=there, per_rank=per_rank)
+        threading.Event().wait(chance.random() * 0.5)
+        ranks.kill(victim)
+        pushing.numbers.remove(victim)
+        assert pushing.results(120) == [(victim,)] * (len(there) - 1)
+        there = [rank for rank in there if rank != victim]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "servers", "workers"),
+    [
+        (2, 3, 1),
+        pytest.param(34, 12, 3, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_kills_of_servers_and_workers_lose_no_push_and_repeat_none(
+    tmp_path: Any, episodes: int, servers: int, workers: int
+) -> None:
+    env = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "50000"}
+    pushes = killed = 0
+    for seed in range(episodes):
+        chance, asynchronous = random.Random(seed), seed % 2 == 0
+        path = str(tmp_path / f"progress{seed}")
+        np.zeros((3, 5), np.int64).tofile(path)
+        victims = chance.sample(range(1, 5), workers)
+        with Ranks(5, env=env) as ranks:
+            ranks.run(begin_rows, "dist_async" if asynchronous else "dist_sync")
+            (kill_in_asynchronous if asynchronous else kill_in_synchronous)(
+                ranks, seed, path, victims, servers
+            )
+            survivors = [rank for rank in range(5) if rank not in victims]
+            found = ranks.run(pull_rows, ranks=survivors)
+        progress = Progress(path, 5)
+        assert progress.flags[0] == servers
+        killed += servers + workers
+        begun, done = np.asarray(progress.begun)[:, None], np.asarray(progress.done)[:, None]
+        pushes += int(begun.sum())
+        for arrays in found:
+            for key, value, same in zip(PARTS, arrays, found[0], strict=True):
+                assert np.array_equal(value, same)
+                assert ((done <= value) & (value <= begun)).all()
+                if asynchronous:
+                    assert (value[survivors] == begun[survivors]).all()
+                elif (
+                    key != "large"
+                ):  # of which one server may have completed the last round, and the other not
+                    assert (value[survivors] == value[survivors[0]]).all()
+        print(f"episode {seed}: {killed} kills, {pushes} pushes, none lost, none applied twice", flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -136,3 +138,34 @@ def test_a_worker_that_will_not_push_ends_the_rounds_on_all_servers(
             found = pool.run("step()")
             assert found.errors == {}, cell
             assert list(found) == [[3.0 * done] * 3] * 3, cell
+
+
+LAGGING = """
+import os, threading
+if kv.rank == 0:
+    kv.push("w", np.ones(3))
+    kv.push("w", np.ones(3))
+else:
+    while not os.path.exists(release):
+        threading.Event().wait(0.05)
+    kv.push("w", np.ones(3))
+kv.pull("w", out=np.zeros(3))
+"""
+
+
+def test_the_status_names_whom_a_bounded_push_waits_for(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HVDLAB_KV_STALENESS", "0")
+    pool = start_pool(2)
+    release = tmp_path / "release"
+    assert pool.run(f"{MAKE}\nrelease = {str(release)!r}").errors == {}
+    run = pool.start_run(LAGGING)
+    waits: list[str] = []
+    deadline = time.monotonic() + PATIENCE
+    while not waits and time.monotonic() < deadline:
+        waits = [one.collective for one in pool.status()[0].pending]
+    release.touch()
+    assert waits == ["wait for rank 1 (a push of key 'w' that others lack)"]
+    assert run.wait(PATIENCE).errors == {}
+    assert pool.status()[0].pending == ()

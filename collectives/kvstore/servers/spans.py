@@ -1,0 +1,136 @@
+"""Pushes and pulls in the timeline: from the call on the worker, over their turn on the server, to their end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hvdlab.collectives import sites
+from hvdlab.collectives.arrays import dtype_of
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.servers import messages as m
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.timeline.clock import ClockSamples
+from hvdlab.collectives.timeline.store_requests import group_of, push_batch
+
+
+class StoreSpans:
+    """Records the requests of one store on this worker.
+
+    Args:
+        engine: This rank's.
+        store: The store's number, equal on all workers.
+        servers: How many servers it has.
+        workers: How many workers push in a round; 1 if there are no rounds.
+    """
+
+    def __init__(self, engine: Engine, store: int, servers: int, workers: int) -> None:
+        self._engine = engine
+        self._rounds = workers > 1
+        self._elements: dict[np.dtype[Any], DType] = {}
+        self._groups = {
+            (server, kind): group_of(store, server, kind)
+            for server in range(servers)
+            for kind in (OpKind.PUSH, OpKind.PULL)
+        }
+        for (_, kind), group in self._groups.items():
+            engine.introduce_group(group, workers if kind is OpKind.PUSH else 1)
+
+    def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
+        """This worker asks for something now. The user's line is that of the caller's caller.
+
+        Args:
+            kind: ``PUSH`` or ``PULL``.
+            key: Whose value.
+            server: Number of the server.
+            dtype: Element type of what travels.
+            nbytes: Its size.
+        """
+        element = self._elements.get(dtype)
+        if element is None:
+            element = self._elements[dtype] = dtype_of(np.empty(0, dtype)) or DType.U8
+        return RequestSpan(self, kind, str(key), server, element, nbytes)
+
+    def end(self, span: RequestSpan, answer: m.Done | m.Failed, began: int, finished: int) -> None:
+        """Record a request that was answered; ``began`` (ns, 0 if it failed) is when the server began with it."""
+        version = batch = took = 0
+        if isinstance(answer, m.Done):
+            version, took = answer.version, finished - began
+            if span.kind is OpKind.PULL:
+                batch = answer.sequence << 12 | self._engine.rank  # nobody else's
+                took = min(took, answer.took)
+            elif not self._rounds:
+                batch = push_batch(answer.staleness, answer.waited_for)
+        self._engine.record_request(
+            span.name,
+            span.site,
+            span.kind,
+            span.dtype,
+            self._groups[span.server, span.kind],
+            version,
+            batch,
+            span.nbytes,
+            (span.called, began, finished),
+            Phases(transfer=took),
+            isinstance(answer, m.Done),
+        )
+
+
+class RequestSpan:
+    """A push or a pull that is under way.
+
+    Attributes:
+        called, sent: When the worker asked for it, and when that was sent, in ns.
+    """
+
+    __slots__ = ("_log", "called", "dtype", "kind", "name", "nbytes", "sent", "server", "site")
+
+    def __init__(
+        self, log: StoreSpans, kind: OpKind, name: str, server: int, dtype: DType, nbytes: int
+    ) -> None:
+        self._log, self.kind, self.name, self.server = log, kind, name, server
+        self.dtype, self.nbytes = dtype, nbytes
+        self.site = sites.call_site(2)
+        self.called = self.sent = time.monotonic_ns()
+
+    def answered(self, answer: m.Done | m.Failed, clock: ServerClock) -> None:
+        """The answer has come, now."""
+        seen = time.monotonic_ns()
+        if isinstance(answer, m.Failed):
+            self._log.end(self, answer, 0, seen)
+            return
+        began = min(max(clock.here(answer, self.sent, seen), self.called), seen)
+        # A push is complete when it was applied, also if its worker does something else until it reads that.
+        finished = seen if self.kind is OpKind.PULL else min(began + answer.took, seen)
+        self._log.end(self, answer, began, finished)
+
+
+class ServerClock:
+    """The clock of a server, which is this worker's if both are on one host.
+
+    Args:
+        local: Whether they are.
+    """
+
+    def __init__(self, *, local: bool) -> None:
+        self._local = local
+        self._samples = ClockSamples()
+
+    def here(self, answer: m.Done, sent: int, seen: int) -> int:
+        """When the server began with a request, on this worker's clock, in ns.
+
+        Args:
+            answer: The server's.
+            sent, seen: When this worker asked for it and when it saw the answer, in ns.
+        """
+        if self._local:
+            return answer.began
+        self._samples.add(sent, seen, answer.began + answer.took)
+        best = self._samples.best(seen)
+        assert best is not None
+        asked, came, there = best
+        return answer.began - there + (asked + came) // 2

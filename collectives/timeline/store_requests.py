@@ -1,0 +1,67 @@
+"""How a span tells a request to a parameter server: by its kind, and by numbers that mean something else in collectives.
+
+=============== ==================================================================================================
+process set     which store, which of its servers, and whether it is a pull; beyond all numbers of process sets
+sequence        version of the value that a push made, or that a pull read: the low 32 bits
+batch           of a push outside of rounds: its staleness, and for whom it waited; of one in a round 0, so that those
+                of all workers are one operation; of a pull a number that no other rank's has
+=============== ==================================================================================================
+
+A span's ``ready`` and ``started`` are when the server began to carry it out, ``finished`` when it had applied a push, or when the worker
+had what it pulled; ``transfer`` is how long the server was at it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.timeline.events import Span
+
+FIRST_GROUP = 1 << 31
+_SERVER_BITS = 10
+_MOST_STALE = 0xFFFF
+
+
+class StoreRequest(NamedTuple):
+    """What the numbers of a span mean.
+
+    Attributes:
+        store: Number of the store, equal on all workers.
+        server: Number of the server.
+        version: Of the value that a push made or a pull read; the low 32 bits.
+        staleness: Pushes of others that were applied between the value that a push was computed from and it; at most 65535.
+        waited_for: Rank whose push ended the wait of this one; ``None`` if it did not wait, or is one of a round.
+    """
+
+    store: int
+    server: int
+    version: int
+    staleness: int
+    waited_for: int | None
+
+
+def group_of(store: int, server: int, kind: OpKind) -> int:
+    """The number that stands in place of a process set's."""
+    number = (store << _SERVER_BITS | server) << 1 | (kind is OpKind.PULL)
+    return FIRST_GROUP | number & (FIRST_GROUP - 1)
+
+
+def push_batch(staleness: int, waited_for: int) -> int:
+    """The number that stands in place of a batch's, for a push outside of rounds; ``waited_for`` is -1 if it did not wait."""
+    return min(staleness, _MOST_STALE) | (waited_for + 1 & 0xFFFF) << 16
+
+
+def request_of(span: Span) -> StoreRequest:
+    """What the numbers of a push's or pull's span mean."""
+    number = span.process_set & (FIRST_GROUP - 1)
+    server = number >> 1 & (1 << _SERVER_BITS) - 1
+    batch = span.batch if span.kind is OpKind.PUSH else 0
+    waited_for = (batch >> 16) - 1
+    return StoreRequest(
+        number >> _SERVER_BITS + 1,
+        server,
+        span.sequence,
+        batch & _MOST_STALE,
+        waited_for if waited_for >= 0 else None,
+    )

@@ -1,0 +1,195 @@
+"""Pushes and pulls in the timeline: when they were, on the worker and on the server, and for whom they waited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import perfetto_reading
+from hvdlab import kvstore
+from hvdlab.collectives import api, context
+from hvdlab.collectives.kvstore.servers.messages import Done
+from hvdlab.collectives.kvstore.servers.spans import ServerClock
+from hvdlab.collectives.recording.loading import load as load_recording
+from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.recording.table import columns
+from hvdlab.collectives.timeline.check import check, load
+from hvdlab.collectives.timeline.tracks import SERVERS_PID
+from ranks import Ranks
+
+SIZE = 100_000
+Event = dict[str, Any]
+
+
+def test_the_clock_of_a_server_on_another_host_is_known_as_well_as_its_quickest_answer() -> None:
+    ahead = 5_000_000_000
+    clock = ServerClock(local=False)
+    for asked, began, seen in ((1_000_000, 1_900_000, 2_000_000), (3_000_000, 3_004_000, 3_010_000)):
+        found = clock.here(Done(1, began=began + ahead, took=1000), asked, seen)
+        assert abs(found - began) <= (seen - asked) // 2
+    # The answer before this one was slow, and says nothing that is better known by now.
+    found = clock.here(Done(1, began=4_100_000 + ahead, took=0), 4_000_000, 9_000_000)
+    assert abs(found - 4_100_000) <= 5_000
+    assert ServerClock(local=True).here(Done(1, began=77), 1, 100) == 77
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    env = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "50000"}
+    with Ranks(2, env=env) as started:
+        started.run(start_servers)
+        yield started
+
+
+def start_servers() -> None:
+    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    kvstore.create("dist_async")
+
+
+def pushes(path: str, name: str) -> list[tuple[int, int]]:
+    """Pushes and pulls of a key in parts on two servers; when each call began and returned."""
+    engine, seen = context.engine(), []
+    if engine.rank == 0:
+        engine.start_timeline(path, True)
+    api.barrier(name="begin")
+    kv = kvstore.create(name)
+    kv.set_optimizer("test")
+    kv.init("w", np.zeros(SIZE, np.float32))
+    out = np.zeros(SIZE, np.float32)
+    for _ in range(3):
+        before = time.monotonic_ns()
+        kv.pushpull("w", np.ones(SIZE, np.float32), out=out)
+        seen.append((before, time.monotonic_ns()))
+    api.barrier(name="end")
+    if engine.rank == 0:
+        engine.stop_timeline()
+    return seen
+
+
+def span_of(event: Event) -> tuple[int, int]:
+    begin = round(event["ts"] * 1000)
+    return begin, begin + round(event["dur"] * 1000)
+
+
+def of(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event["name"] == name and event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("name", ["dist_async", "dist_sync"])
+def test_a_push_is_on_its_worker_and_on_its_server_and_an_arrow_ties_both(
+    ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "trace.json"
+    seen = ranks.run(pushes, str(path), name)
+    events = load(path.read_text())
+    assert check(events) == []
+    for kind in ("PUSH", "PULL"):
+        own = [event for event in of(events, kind) if event["pid"] < SERVERS_PID]
+        there = {
+            (event["bind_id"], event["args"]["rank"]): event
+            for event in of(events, kind)
+            if event["pid"] >= SERVERS_PID
+        }
+        assert len(own) == len(there) == 2 * 3 * 2  # ranks, steps, servers
+        for event in own:
+            args, (begin, end) = event["args"], span_of(event)
+            calls = [call for call in seen[event["pid"]] if call[0] <= begin and end <= call[1]]
+            assert len(calls) == 1
+            assert (args["tensor"], args["bytes"], args["dtype"]) == ("w", 4 * SIZE // 2, "float32")
+            assert args["site"].startswith("test_store_timeline.py:")
+            server = there[event["bind_id"], event["pid"]]
+            assert server["pid"] == SERVERS_PID + args["server"]
+            assert begin <= span_of(server)[0] <= span_of(server)[1] <= end
+            assert server["args"]["version"] == args["version"]
+            assert server["flow_in" if kind == "PUSH" else "flow_out"]
+        # The next push was computed from what was pulled.
+        pulled = {event["bind_id"] for event in own if kind == "PULL"}
+        based = [
+            event
+            for event in of(events, "PUSH")
+            if event.get("bind_id") in pulled and "rank" not in event["args"]
+        ]
+        assert kind == "PUSH" or len(based) == 2 * 2 * 2
+    versions = sorted(event["args"]["version"] for event in of(events, "PUSH") if event["pid"] == 0)
+    if name == "dist_sync":
+        assert versions == [1, 1, 2, 2, 3, 3]
+        assert {event["args"]["tensor"] for event in events if event["name"] == "LAST_ARRIVAL"} >= {"w"}
+    else:
+        both = sorted(
+            event["args"]["version"] for event in of(events, "PUSH") if "staleness" in event["args"]
+        )
+        assert both == sorted([*range(1, 7), *range(1, 7)])
+
+
+def test_requests_of_a_saved_trace_come_back_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    ranks.run(pushes, str(path), "dist_sync")
+    recording = load_recording(path)
+    again = load(save(recording, tmp_path / "again.json").read_text())
+    assert check(again) == []
+
+    def requests(events: list[Event]) -> list[Any]:
+        found = [event for event in events if event["ph"] == "X" and event["cat"] == "stores"]
+        plain = [{k: v for k, v in event.items() if k not in ("tid", "bind_id")} for event in found]
+        return sorted(
+            plain, key=lambda event: (event["pid"], event["ts"], event["args"]["store"], str(event))
+        )
+
+    assert requests(again) == requests(load(path.read_text()))
+    table = columns(recording)
+    push = table["kind"] == "push"
+    assert push.sum() == 12
+    assert (table["ranks"][push] == 2).all()
+    assert (table["ranks"][table["kind"] == "pull"] == 1).all()
+    packed = perfetto_reading.read(save(recording, tmp_path / "again.pftrace").read_bytes())
+    assert perfetto_reading.problems(packed) == []
+    tied = [(slice.process, flow) for slice in packed.slices for flow in slice.flows]
+    assert len(tied) == len(requests(again)) == 2 * 2 * 12
+    for number in {flow for _, flow in tied}:
+        assert {process.split()[0] for process, flow in tied if flow == number} == {"rank", "parameter"}
+
+
+def second_push_waits(path: str) -> None:
+    """With a bound of 0 the second push of rank 0 waits for the first one of rank 1."""
+    engine = context.engine()
+    if engine.rank == 0:
+        engine.start_timeline(path, True)
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer("test")
+    kv.init("w", np.zeros(3))
+    if engine.rank == 0:
+        kv.push("w", np.ones(3))
+        kv.push("w", np.ones(3))
+        kv.servers()  # the server has the pushes now
+    api.barrier(name="sent")
+    if engine.rank == 1:
+        kv.push("w", np.ones(3))
+    kv.pull("w", out=np.zeros(3))
+    api.barrier(name="end")
+    if engine.rank == 0:
+        engine.stop_timeline()
+
+
+def test_a_push_that_waits_for_a_slower_worker_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with Ranks(2, env={"HVDLAB_KV_STALENESS": "0"}) as started:
+        started.run(second_push_waits, str(path))
+    events = load(path.read_text())
+    pushed = sorted(
+        (e for e in of(events, "PUSH") if e["pid"] < SERVERS_PID), key=lambda e: e["args"]["version"]
+    )
+    assert [(e["pid"], e["args"].get("waited_for_rank"), e["args"]["staleness"]) for e in pushed] == [
+        (0, None, 0),
+        (1, None, 1),
+        (0, 1, 1),
+    ]
+    _, slow, waited = pushed
+    assert waited["args"]["waited_us"] * 1000 >= span_of(slow)[0] - span_of(waited)[0] > 0
+    table = columns(load_recording(path))
+    waiting = table["waiting"][(table["kind"] == "push") & (table["rank"] == 0)]
+    assert waiting.max() == pytest.approx(waited["args"]["waited_us"] / 1e6)

@@ -16,8 +16,6 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
-# With RETRY=1, what failed is run once more by itself, and named at the end.
-AGAIN := $(BIN)/python tests/again.py -m "not soak"
 
 .PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet engines clean
 
@@ -56,12 +54,12 @@ mypy pyright: $(INSTALLED)
 	$(BIN)/$@
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
-	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
+	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
 
 unit-root: $(INSTALLED) ## those of the tests that ordinary users can't run
-	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
-	$(BIN)/python -m pytest -m "root and alone and not soak" $(PYTEST_ARGS) $(if $(RETRY),|| $(AGAIN))
+	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "root and alone and not soak" $(PYTEST_ARGS)
 
 views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build

@@ -39,9 +39,13 @@ class PoolProgram:
     )
 
     def after_required(self) -> None:
-        """tqdm chooses between text and widget when it is imported, and what the user preloads may import it."""
+        """Prepare for what the user preloads.
+
+        tqdm chooses between text and widget when it is imported, and frameworks read their environment then.
+        """
         from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
 
+        framework_hooks.set_environment()
         prepare_progress_bars()
 
     def usual(self) -> Sequence[str]:

@@ -21,7 +21,7 @@ import msgspec
 from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets.config import Config
 
-from hvdlab.bindings.framework_hooks import devices_in_use
+from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.gpus import ask_frameworks
@@ -139,6 +139,7 @@ def _area(descriptor: int) -> Unsent | None:
 
 def run(argv: Sequence[str], pipes: StdPipes | None = None, unsent: int = -1) -> int:
     """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
+    set_environment()
     offer()
     ask_frameworks(devices_in_use)
     return RankProgram(argv, pipes, unsent).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 
 from hvdlab.bindings import framework_hooks
-from hvdlab.bindings.framework_hooks import FrameworkHooks, devices_in_use, hooks_of, loaded, names
+from hvdlab.bindings.framework_hooks import (
+    FrameworkHooks,
+    devices_in_use,
+    hooks_of,
+    loaded,
+    names,
+    set_environment,
+)
 from hvdlab.kernel_ext.inspect.leaves import leaves_of
 
 ROOMS = Path(__file__).parents[2]
@@ -117,3 +125,16 @@ def test_each_has_hooks_of_its_own() -> None:
     assert {"numpy", "torch", "pandas"} <= set(names())
     assert all(type(hooks_of(name)) is not FrameworkHooks for name in names())
     assert [name for name in names() if hooks_of(name).preload] == ["numpy", "torch"]
+
+
+def test_the_environment_that_frameworks_want_leaves_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = hooks_of("tensorflow").environment
+    assert wanted
+    for name in wanted:
+        monkeypatch.delenv(name, raising=False)
+    set_environment()
+    assert {name: os.environ[name] for name in wanted} == dict(wanted)
+    for name in wanted:
+        monkeypatch.setenv(name, "the user's")
+    set_environment()
+    assert {os.environ[name] for name in wanted} == {"the user's"}

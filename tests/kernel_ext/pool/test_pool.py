@@ -331,6 +331,7 @@ def test_torch_is_there_without_an_import_s_cost(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     pool = start_pool(2)
     assert values(pool, "import sys; 'torch' in sys.modules") == [True, True]
+    assert values(pool, "import os; os.environ['TF_CPP_MIN_LOG_LEVEL']") == ["1", "1"]
     assert (
         values(pool, "import torch; (torch.ones(2, 3).sum().item(), torch.get_num_threads())")
         == [(6.0, 3)] * 2

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,10 +32,13 @@ class FrameworkHooks:
     Attributes:
         preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
         binding: The module of ours that is imported along with it, if any.
+        environment: What a notebook's ranks have in their environment before the framework can be imported, by name;
+            what is set already stays.
     """
 
     preload: bool = False
     binding: str = ""
+    environment: Mapping[str, str] = MappingProxyType({})
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -146,6 +151,13 @@ def loaded() -> Iterator[FrameworkHooks]:
     for name in names():
         if sys.modules.get(name) is not None:
             yield hooks_of(name)
+
+
+def set_environment() -> None:
+    """Set what the frameworks' hooks want in the environment of a notebook's ranks, where it is unset."""
+    for name in names():
+        for variable, value in hooks_of(name).environment.items():
+            os.environ.setdefault(variable, value)
 
 
 def devices_in_use() -> list[tuple[int, str]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from hvdlab.bindings.array_source import ArraySource, numpy_source
@@ -21,6 +22,9 @@ class TensorflowHooks(FrameworkHooks):
     """
 
     binding = "hvdlab.tensorflow"
+    # Each rank would show some ten lines in the first cell: which instructions this TensorFlow was built for, that there is
+    # no GPU. Warnings and errors of its C++ side are still written.
+    environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
 
     def array(self, value: Any) -> ArraySource | None:
         if module_of(type(value)) not in _PACKAGES or not (

@@ -10,6 +10,26 @@ import type { Host } from './panel.ts';
 import type { Settings } from './settings.ts';
 
 const SAVE_WITHIN = 180_000; // ms; a million spans take half a minute
+const PROGRESS_AFTER = 500; // ms; most timelines are saved by then
+const PROGRESS_FOR = 1000; // ms; JupyterLab draws a notification later, and loses what is changed in it before
+
+/** A notification that something goes on, shown only if that takes long. */
+function progress(message: string): { ended(): Promise<string | null> } {
+  let shown: { id: string; since: number } | null = null;
+  const timer = window.setTimeout(() => {
+    shown = { id: Notification.emit(message, 'in-progress', { autoClose: false }), since: Date.now() };
+  }, PROGRESS_AFTER);
+  return {
+    /** The notification's identifier, as soon as it can be changed; null if there is none. */
+    async ended() {
+      window.clearTimeout(timer);
+      if (!shown) return null;
+      const rest = shown.since + PROGRESS_FOR - Date.now();
+      if (rest > 0) await new Promise((resolve) => window.setTimeout(resolve, rest));
+      return shown.id;
+    },
+  };
+}
 
 /** What JupyterLab does for a panel. */
 export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, options: Settings, trans: TranslationBundle): Host {
@@ -35,7 +55,7 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
   }
 
   async function save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void> {
-    const id = Notification.emit(trans.__('Saving the timeline…'), 'in-progress', { autoClose: false });
+    const saving = progress(trans.__('Saving the timeline…'));
     try {
       const { name, size } = (await feed.ask({ type: 'save', pool, kind }, SAVE_WITHIN)) as { name: string; size: number };
       const download = async () => {
@@ -46,9 +66,13 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
         link.click();
       };
       const message = trans.__('Saved %1 (%2)', name, bytes(size));
-      Notification.update({ id, message, type: 'success', autoClose: 10_000, actions: [{ label: trans.__('Download'), callback: () => void download() }] });
+      const kept = { autoClose: 10_000, actions: [{ label: trans.__('Download'), callback: () => void download() }] };
+      const id = await saving.ended();
+      if (id === null) Notification.success(message, kept);
+      else Notification.update({ id, message, type: 'success', ...kept });
     } catch (error) {
-      Notification.dismiss(id);
+      const id = await saving.ended();
+      if (id !== null) Notification.dismiss(id);
       throw error;
     }
   }

@@ -86,6 +86,8 @@ def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:
     for cell in (LOAD, INIT):
         lab.finish(cell)
     status(lab, "3/3 ranks · idle")
+    # So little is saved before JupyterLab has drawn that it is being saved.
+    check_save(lab, tmp_path / "work")
 
     lab.run(TRAIN)
     wait(lab, "view.lateness('loss').length > 5")
@@ -142,9 +144,13 @@ def check_reload(lab: LabPage) -> None:
 def check_save(lab: LabPage, work: Path) -> None:
     for name, ending in (("as Chrome Trace", "json.gz"), ("for Perfetto", "pftrace")):
         lab.command(f"Save Timeline of the Ranks {name}")
-        lab.page.locator(".jp-toast-message", has_text=f".{ending}").wait_for(timeout=WAIT_MS)
+        toast = lab.page.locator(".Toastify__toast", has_text=f".{ending}")
+        toast.wait_for(timeout=WAIT_MS)
+        toast.locator(".jp-Notification-Toast-Close").click()
+        toast.wait_for(state="detached", timeout=WAIT_MS)
         (path,) = work.glob(f"ranks-*.{ending}")
         assert path.stat().st_size > 500
+        path.unlink()
 
 
 def check_theme(lab: LabPage) -> None:

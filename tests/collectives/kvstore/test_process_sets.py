@@ -87,13 +87,16 @@ def test_who_is_not_in_the_set_and_what_has_no_workers_is_refused_at_once(ranks:
 
 
 _kv: Any = None
+_half: Any = None
+"""The process set of that store."""
 
 
 def make_in_two_sets() -> None:
     """The first stores of the job are those of sets: each has servers of its own."""
-    global _kv
+    global _kv, _half
     halves = [process_sets.add_process_set([1, 2]), process_sets.add_process_set([0, 3])]
-    _kv = kvstore.create("dist_async", process_set=next(one for one in halves if one.included()))
+    _half = next(one for one in halves if one.included())
+    _kv = kvstore.create("dist_async", process_set=_half)
     _kv.set_optimizer("test")
     _kv.init("w", np.zeros(3))
 
@@ -116,12 +119,20 @@ def push(kv: Any = None) -> float:
     return float(out[0])
 
 
-def push_until_abort() -> tuple[int, ...]:
-    while True:
-        try:
-            push()
-        except AbortedError as error:
-            return error.cause.ranks
+_waiting: Any = None
+"""An operation that has begun."""
+
+
+def ask_the_other() -> None:
+    """Begin what can't end without the other worker of the set."""
+    global _waiting
+    _waiting = api.allreduce_async(np.ones(1), "the other", process_set=_half)
+
+
+def who_died() -> tuple[int, ...]:
+    with pytest.raises(AbortedError) as caught:
+        api.synchronize(_waiting)
+    return caught.value.cause.ranks
 
 
 def test_sets_that_started_servers_apart_meet_in_a_store_of_all_and_die_apart() -> None:
@@ -129,7 +140,7 @@ def test_sets_that_started_servers_apart_meet_in_a_store_of_all_and_die_apart() 
         ranks.run(make_in_two_sets)
         assert ranks.run(push_in_all) == [4.0] * 4
         assert ranks.run(push) == [2.0] * 4
-        ends = ranks.start(push_until_abort, ranks=[1])
+        ranks.run(ask_the_other, ranks=[1])
         ranks.kill(2)
-        assert ends.results(60) == [(2,)]
+        assert ranks.run(who_died, ranks=[1]) == [(2,)]
         assert ranks.run(push, ranks=[0, 3]) == [4.0] * 2

@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
 from hvdlab.kernel_ext.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
-from hvdlab.kernel_ext.output.merge import LineMerger
+from hvdlab.kernel_ext.output.merge import LineMerger, hold_time
 from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
@@ -196,7 +196,7 @@ def _foreground_sink(
         if publisher is None
         else NotebookScreen(publisher, ranks, cell, plain=plain, known=known)
     )
-    return MergingSink(LineMerger(ranks, merge=output == "grouped"), screen)
+    return MergingSink(LineMerger(ranks, hold=hold_time(os.environ), merge=output == "grouped"), screen)
 
 
 def _publisher(session: Session, *, background: bool) -> Publisher | None:

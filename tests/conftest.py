@@ -49,6 +49,10 @@ _COUNTED_FDS = (
 hypothesis.settings.register_profile("hvdlab", deadline=None)
 hypothesis.settings.load_profile("hvdlab")
 
+# In every notebook that a test starts, lines wait longer for those of other ranks than users would want: a rank that a
+# busy machine keeps waiting must not change which lines are shown as one, and in which order.
+os.environ.setdefault("HVDLAB_OUTPUT_HOLD", "2")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what they put into the background so, and every process that a test interrupts would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -56,7 +56,7 @@ def _pieces(transcript: Transcript, ranks: Sequence[int], *, merge: bool) -> Ite
             yield from merger.take(now)
     for rank in ranks:
         merger.end(rank, now)
-    yield from merger.take(now + 2 * HOLD)
+    yield from merger.take_all(now)
 
 
 def _text(piece: Piece, *, labelled: bool) -> str:

@@ -10,11 +10,12 @@ Pure: time comes in as an argument, the next time limit goes out as :attr:`LineM
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import msgspec
 
+from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.output.lines import LineSplitter
 from hvdlab.kernel_ext.output.live import LiveView
 from hvdlab.kernel_ext.output.pieces import Cleared, Piece, Shown, Text, label
@@ -22,7 +23,7 @@ from hvdlab.kernel_ext.output.queue import Key, RankQueue
 from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
 
 HOLD = 0.25
-"""Seconds that a line waits for the same line of other ranks."""
+"""Seconds that a line waits for the same line of other ranks, unless ``HVDLAB_OUTPUT_HOLD`` says otherwise."""
 
 REFRESH = 0.1
 """Seconds between two states of the live lines."""
@@ -137,6 +138,10 @@ class LineMerger:
             pieces.insert(0 if not live.lines else len(pieces), live)
         return pieces
 
+    def take_all(self, now: float) -> list[Piece]:
+        """What was written, unfinished lines as well, although other ranks may still write the same."""
+        return self.take(now + 2 * self._hold)
+
     def _release(self, now: float) -> None:
         limit = now - self._hold
         while filled := [q for q in self._queues.values() if q]:
@@ -210,3 +215,12 @@ class LineMerger:
 
 def _piece(ranks: tuple[int, ...], chunk: Display | Clear) -> Piece:
     return Shown(ranks, chunk) if isinstance(chunk, Display) else Cleared(ranks, chunk.wait)
+
+
+def hold_time(environ: Mapping[str, str]) -> float:
+    """Seconds that a line waits for the same line of other ranks, as the user wants it.
+
+    Raises:
+        InvalidRequestError: A variable holds what it should not.
+    """
+    return float(read(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hvdlab.kernel_ext.output.merge import HOLD, LineMerger
+from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 
@@ -82,7 +82,7 @@ class MergingSink:
         return min(limits, default=None)
 
     def settle(self) -> None:
-        self._show(self._merger.take(self._clock() + 2 * HOLD))
+        self._show(self._merger.take_all(self._clock()))
 
     def backlog(self) -> int:
         return self._screen.backlog()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.output.lines import LONGEST_LINE, LineSplitter
-from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger
+from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger, hold_time
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
 from hvdlab.kernel_ext.payloads import Clear, Display, Stream
 
@@ -343,3 +344,22 @@ def test_a_growing_line_costs_little_each_time_it_is_shown() -> None:
     merger.end(0, 1.0)
     merger.end(1, 1.0)
     assert sum(len(piece.text) for piece in merger.take(1.0) if isinstance(piece, Text)) > 50_000
+
+
+def test_how_long_lines_wait_can_be_set() -> None:
+    merger = LineMerger(range(2), hold=hold_time({"HVDLAB_OUTPUT_HOLD": "3"}))
+    merger.feed(0, out("same\n"), 0.0)
+    assert lines_of(merger.take(2.9)) == []
+    merger.feed(1, out("same\n"), 2.9)
+    assert lines_of(merger.take(2.9)) == ["[0-1] same"]
+    assert hold_time({}) == HOLD
+    with pytest.raises(InvalidRequestError, match="HVDLAB_OUTPUT_HOLD='long'"):
+        hold_time({"HVDLAB_OUTPUT_HOLD": "long"})
+
+
+def test_at_the_end_no_line_waits_any_longer() -> None:
+    merger = LineMerger(range(2))
+    merger.feed(0, out("whole\nunfinished"), 0.0)
+    assert lines_of(merger.take(0.0)) == []
+    pieces = merger.take_all(0.0)
+    assert (lines_of(pieces), live_of(pieces)) == (["[0] whole"], ["[0] unfinished"])

@@ -52,6 +52,9 @@ START_WITHIN = 20.0
 """The same, while debug servers start."""
 STEP_WITHIN = 1.0
 """Seconds that the rank that is looked at gets to step before the others are shown."""
+CONNECT_ATTEMPTS = 3
+CONNECT_WITHIN = 10.0
+"""Seconds that the kernel's own debugger gets to answer over a new connection."""
 OWNER = "the notebook's debugger"
 
 Process = Callable[[Json], Awaitable[Json]]
@@ -185,7 +188,30 @@ class DebugHub:
 
     async def _local(self, request: Json) -> Json:
         async with self._turn:
+            if request.get("command") == "initialize":
+                return await self._connect(request)
             return await self._ask_kernel(request)
+
+    async def _connect(self, request: Json) -> Json:
+        """Switch the kernel's own debugger on.
+
+        ipykernel connects to debugpy anew each time. The first bytes over a connection may be lost, if debugpy has not quite
+        given the one before up, and ipykernel would wait for the answer for ever, with every later request behind it.
+        """
+        for _ in range(CONNECT_ATTEMPTS):
+            answer = asyncio.ensure_future(self._ask_kernel(dict(request)))
+            # It starts debugpy in this step, which blocks the loop as long as a cell runs.
+            await asyncio.sleep(0)
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(answer, CONNECT_WITHIN)
+            self._debugger.stop()
+            self._debugger.is_started = False
+            if (client := getattr(self._debugger, "tcp_client", None)) is not None:
+                client.message_queue.tcp_buffer = ""  # else half a message would be the head of the next one
+        raise TimeoutError(
+            f"debugpy, the debugger of the kernel itself, did not answer within {CONNECT_WITHIN:g} s, "
+            f"{CONNECT_ATTEMPTS} times; switch the debugger on again, or restart the kernel"
+        )
 
     async def _answer_locally(self, order: AskLocal) -> None:
         try:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = [
@@ -73,3 +73,10 @@ def shared_processes() -> set[int]:
 
 def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
+
+
+def page_errors(page: Page) -> list[str]:
+    """Errors that nothing on the page catches from now on, with where they come from."""
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack or ''}"))
+    return errors

@@ -16,7 +16,7 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Locator
 
-from chromium import CHROMIUM
+from chromium import CHROMIUM, page_errors
 from lab_page import LabPage, lab_page
 
 pytestmark = [
@@ -59,8 +59,7 @@ def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     with lab_page(tmp_path, notebook, width=1400, height=1900) as lab:
-        errors: list[str] = []
-        lab.page.on("pageerror", lambda error: errors.append(str(error)))
+        errors = page_errors(lab.page)
         lab.finish(LOAD)
         # Before there is any pool: it waits for one.
         assert "waiting for ranks" in lab.finish(MEMBERSHIP)

@@ -15,7 +15,7 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
 
-from chromium import CHROMIUM
+from chromium import CHROMIUM, page_errors
 from lab_page import LabPage, lab_page
 
 pytestmark = [
@@ -79,8 +79,7 @@ def test_the_palette_finds_the_commands_by_the_name_of_the_package(lab: LabPage)
 
 
 def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:
-    errors: list[str] = []
-    lab.page.on("pageerror", lambda error: errors.append(str(error)))
+    errors = page_errors(lab.page)
     lab.command("Timeline of the Ranks")
     lab.page.locator(".jp-HvdlabPanel-empty", has_text="has no ranks yet").wait_for(timeout=WAIT_MS)
     for cell in (LOAD, INIT):

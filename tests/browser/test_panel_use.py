@@ -12,7 +12,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM
+from chromium import CHROMIUM, page_errors
 from lab_page import LabPage, lab_page
 
 pytestmark = [
@@ -42,8 +42,7 @@ def test_it_is_found_set_up_and_used_with_keys(tmp_path: Path) -> None:
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     with lab_page(tmp_path, notebook, width=1400, height=1000, many=True) as lab:
-        errors: list[str] = []
-        lab.page.on("pageerror", lambda error: errors.append(str(error)))
+        errors = page_errors(lab.page)
         check_launcher(lab)
         lab.page.locator(".lm-TabBar-tab", has_text="notebook.ipynb").click()
         for cell in (LOAD, RUN):

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM, chromium
+from chromium import CHROMIUM, chromium, page_errors
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline.check import load
@@ -59,8 +59,7 @@ class Viewer:
 
     def __init__(self, page: Any, address: str, opened: str) -> None:
         self.page = page
-        self.faults: list[str] = []
-        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.faults = page_errors(page)
         # The UI would ask a few things elsewhere (a native accelerator, an internal user check): the server's policy
         # keeps it from that, and here is nobody who would answer.
         self.elsewhere: list[str] = []

@@ -11,7 +11,7 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Page, Route
 
-from chromium import CHROMIUM, chromium
+from chromium import CHROMIUM, chromium, page_errors
 
 pytestmark = [
     pytest.mark.browser,
@@ -68,10 +68,9 @@ def answer(route: Route) -> None:
 
 @pytest.fixture
 def page() -> Iterator[Page]:
-    errors: list[str] = []
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1100, "height": 700})
-        page.on("pageerror", lambda error: errors.append(str(error)))
+        errors = page_errors(page)
         page.route(f"{ORIGIN}/**", answer)
         page.goto(f"{ORIGIN}/")
         page.evaluate(SETUP)

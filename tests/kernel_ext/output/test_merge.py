@@ -351,7 +351,7 @@ def test_how_long_lines_wait_can_be_set() -> None:
     merger.feed(0, out("same\n"), 0.0)
     assert lines_of(merger.take(2.9)) == []
     merger.feed(1, out("same\n"), 2.9)
-    assert lines_of(merger.take(2.9)) == ["[0-1] same"]
+    assert lines_of(merger.take(2.9)) == ["[0,1] same"]
     assert hold_time({}) == HOLD
     with pytest.raises(InvalidRequestError, match="HVDLAB_OUTPUT_HOLD='long'"):
         hold_time({"HVDLAB_OUTPUT_HOLD": "long"})

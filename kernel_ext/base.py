@@ -26,7 +26,7 @@ from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import PoolRequest
 from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.members import Found
-from hvdlab.kernel_ext.newcomers import Newcomer
+from hvdlab.kernel_ext.newcomers import Newcomers
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
 from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
@@ -92,8 +92,8 @@ class PoolBase:
             lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
         )
         self.resumed: list[CellHandle] = []
-        self.newcomers: dict[int, Newcomer] = {}
         self.history = History()
+        self.newcomers = Newcomers(self.history.announce)
         self.group = Group(base.client, died=self._died, ready=self._is_ready, left=self._has_left)
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
@@ -102,7 +102,7 @@ class PoolBase:
             local_pid=self._local_pid,
             stall_time=_stall_time(),
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
-            newcomers=lambda: self.newcomers,
+            newcomers=self.newcomers,
             late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
         )
         # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
@@ -346,12 +346,8 @@ class PoolBase:
 
     def came(self, how: str, ranks: Sequence[int]) -> None:
         """These ranks are new; if no other rank is left, nobody has come later."""
-        wanted = self.group.members.wanted
         self._note_arrivals(how, ranks)
-        self.newcomers |= {rank: Newcomer(how) for rank in ranks}
-        self.newcomers = {rank: one for rank, one in self.newcomers.items() if rank in wanted}
-        if len(self.newcomers) == len(wanted):
-            self.newcomers = {}
+        self.newcomers.came(how, ranks, self.group.members.wanted)
 
     def _note_arrivals(self, how: str, ranks: Iterable[int]) -> None:
         pids = self.group.pids()
@@ -369,29 +365,47 @@ class PoolBase:
         for cell, (bounds, _) in self.runs.elastic().items():
             bounds.check_size(size, self.runs.label(cell))
 
-    def bring_in(self, ranks: Sequence[int], deadline: Deadline) -> None:
+    def bring_in(self, ranks: Sequence[int], patience: float) -> None:
         """Let these ranks, which are new, take part in the elastic cells that run: they get to know what the others know.
 
-        If they can't, that is said under the cell, and the others go on without them.
+        If one can't, that is said under the cell, and the others go on without it. ``patience`` is how many seconds a
+        rank has for each answer and each piece.
         """
         new = tuple(rank for rank in ranks if rank in self.group.ready())
+        brought: tuple[int, ...] | None = None
         for cell, (_, running) in self.runs.elastic().items():
             sources = [rank for rank in running if rank not in new and rank in self.group.ready()]
             if not new or not sources:
                 continue
+            if brought is None:  # a rank keeps what it was brought until it begins a cell
+                brought = self._bring_known(sources, new, patience)
+            if brought:
+                self.runs.join(cell, brought)
+
+    def _bring_known(self, sources: Sequence[int], new: Sequence[int], patience: float) -> tuple[int, ...]:
+        """Bring to ``new`` what one of ``sources`` knows, the next one if that one dies meanwhile. Returns those that have it."""
+        for source in sources:
             try:
-                if any(rank in self.newcomers for rank in new):
-                    _, failed = transfer.bring_known(
-                        self.runs.questions, sources[0], new, deadline, near=self.near()
-                    )
-                    for name, reason in failed.items():
-                        self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
-                    self.newcomers = {r: one for r, one in self.newcomers.items() if r not in new}
-                self.runs.join(cell, new)
+                brought = transfer.bring_known(self.runs.questions, source, new, patience, near=self.near())
             except HvdlabError as error:
-                self.tell(
-                    f"{format_ranks(new)} can't take part: {error}; `%hvd_pool restart {compact_ranks(new)}` tries again"
-                )
+                why = str(error)
+                if self._why_lost(source):
+                    continue
+                break
+            for name, reason in brought.failed.items():
+                self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
+            for rank, reason in brought.refused.items():
+                if not self._why_lost(rank):  # else its end is told
+                    self._tell_apart([rank], reason)
+            return tuple(rank for rank in new if rank not in brought.refused)
+        self._tell_apart(new, why)
+        return ()
+
+    def _tell_apart(self, ranks: Sequence[int], why: str) -> None:
+        """Say that these ranks don't take part in the elastic cells that run."""
+        self.tell(
+            f"{format_ranks(ranks)} can't take part: {why}; `%hvd_pool restart {compact_ranks(ranks)}` tries again"
+        )
 
     def near(self) -> set[int]:
         """Ranks that share memory with this process."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
@@ -21,6 +22,77 @@ class Newcomer:
 
     how: str
     when: float = field(default_factory=time.time)
+
+
+class Newcomers:
+    """The ranks of a pool that came later than the others and have nothing of what those know. Any thread.
+
+    A rank that was sent an elastic cell to join gets what the others know when it enters that cell. Until then it is a
+    newcomer if the cell has ended, and none while the cell runs: there is nothing that its user has to do.
+
+    Args:
+        changed: Called after each change, on the thread that made it, with no lock held; must not block.
+    """
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self._changed = changed
+        self._lock = threading.Lock()
+        #: All that have nothing, also those that will have it as soon as they enter a cell.
+        self._came: dict[int, Newcomer] = {}
+        #: The cell that each was sent last to join.
+        self._joining: dict[int, str] = {}
+        #: Those of these cells that have not ended.
+        self._running: set[str] = set()
+
+    def came(self, how: str, ranks: Collection[int], wanted: Collection[int]) -> None:
+        """These ranks are new processes, of a pool of ``wanted``; if no other rank is left, none of them came later."""
+        with self._lock:
+            self._forget(ranks)
+            came = self._came | {rank: Newcomer(how) for rank in ranks}
+            came = {rank: one for rank, one in came.items() if rank in wanted}
+            self._came = came if len(came) < len(wanted) else {}
+        self._changed()
+
+    def join(self, cell: str, ranks: Collection[int]) -> None:
+        """These ranks, which were brought what the others know, are sent this cell. Before it is sent."""
+        with self._lock:
+            self._running.add(cell)
+            self._joining.update(dict.fromkeys(ranks, cell))
+        self._changed()
+
+    def entered(self, cell: str, rank: int) -> None:
+        """A rank has entered the cell that it was sent, and knows what the others know; it may say so twice."""
+        with self._lock:
+            if self._joining.get(rank) != cell:
+                return
+            self._forget([rank])
+        self._changed()
+
+    def cell_ended(self, cell: str) -> None:
+        """A cell has ended: what was brought to ranks that had not entered it is lost."""
+        with self._lock:
+            if cell not in self._running:
+                return
+            self._running.discard(cell)
+        self._changed()
+
+    def know(self, ranks: Collection[int]) -> None:
+        """These ranks were brought what another one knows."""
+        with self._lock:
+            self._forget(ranks)
+        self._changed()
+
+    def all(self) -> dict[int, Newcomer]:
+        """The ranks that have nothing of what the others know, and how they came."""
+        with self._lock:
+            return {
+                rank: one for rank, one in self._came.items() if self._joining.get(rank) not in self._running
+            }
+
+    def _forget(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self._came.pop(rank, None)
+            self._joining.pop(rank, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from hvdlab.kernel_ext.messages.cells import (
     Clear,
     Credit,
     Display,
+    Entered,
     HeldCell,
     Late,
     Left,
@@ -113,6 +114,7 @@ __all__ = [
     "Credit",
     "Display",
     "Done",
+    "Entered",
     "Examine",
     "Examined",
     "Express",
@@ -197,6 +199,7 @@ ToRank = (
 ToPool = (
     Output
     | Late
+    | Entered
     | Cells
     | CellDone
     | Done

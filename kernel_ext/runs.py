@@ -30,12 +30,13 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.lookout import Lookout, Watch
-from hvdlab.kernel_ext.newcomers import Newcomer
+from hvdlab.kernel_ext.newcomers import Newcomers
 from hvdlab.kernel_ext.payloads import (
     TO_POOL,
     TO_RANK,
     CellDone,
     Credit,
+    Entered,
     Late,
     Left,
     Output,
@@ -103,10 +104,10 @@ class Runs:
         local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
         replaceable: bool = True,
-        newcomers: Callable[[], Mapping[int, Newcomer]] = dict,
+        newcomers: Newcomers | None = None,
         late: Callable[[int, Late], None] = lambda rank, late: None,
     ) -> None:
-        self._late, self._newcomers = late, newcomers
+        self._late, self._newcomers = late, newcomers or Newcomers()
         self._client = client
         self._reason = reason
         self._lock = threading.Lock()
@@ -215,7 +216,7 @@ class Runs:
                 timeout=timeout,
                 stall_time=self._stall_time,
                 replaceable=self._replaceable,
-                newcomers=self._newcomers(),
+                newcomers=self._newcomers.all(),
                 elastic=elastic,
             ),
             sink,
@@ -255,6 +256,8 @@ class Runs:
                 run = self._runs.get(cell)
                 if run is None or not run.arrivals.waiting:
                     return False
+                # Under the lock that the cell is removed under: its end comes after this.
+                self._newcomers.join(cell, ranks)
                 with run.lock:
                     run.arrivals.begin(ranks)
                     run.handle.join(ranks)
@@ -420,6 +423,7 @@ class Runs:
             run = self._runs.pop(cell, None)
             if run is not None and results is not None:
                 self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
+        self._newcomers.cell_ended(cell)
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
@@ -443,6 +447,8 @@ class Runs:
                 self._feed(run, rank, payload)
         elif isinstance(payload, Late):
             self._late(rank, payload)
+        elif isinstance(payload, Entered):
+            self._newcomers.entered(payload.cell, rank)
         elif isinstance(payload, Ask | Unask):
             self._take_question(rank, payload)
         else:

@@ -46,7 +46,7 @@ class Sizing:
             new = [rank for rank in self._base.group.ready() if rank not in before]
             self._base.came("resize", new)
             self._base.note_kept()
-            self._base.bring_in(new, deadline)
+            self._base.bring_in(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
@@ -65,7 +65,7 @@ class Sizing:
                 self._base.check_replaceable()
                 self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
                 self._base.came("repair", lost)
-                self._base.bring_in(lost, deadline)
+                self._base.bring_in(lost, timeout)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
@@ -83,12 +83,13 @@ class Sizing:
             self._base.group.end(chosen, deadline)
             self._base.group.want(wanted, deadline, replace_lost=True)
             self._base.came("restart", chosen)
-            self._base.bring_in(chosen, deadline)
+            self._base.bring_in(chosen, timeout)
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         """Living ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
-        return tuple(rank for rank in self._base.group.ready() if rank in self._base.newcomers)
+        newcomers = self._base.newcomers.all()
+        return tuple(rank for rank in self._base.group.ready() if rank in newcomers)
 
     def sync(
         self,
@@ -157,8 +158,7 @@ class Sizing:
                     "what it is about"
                 )
             failed |= got["failed"]
-        self._base.newcomers = {r: one for r, one in self._base.newcomers.items() if r not in targets}
-        self._base.history.announce()
+        self._base.newcomers.know(targets)
         seconds = time.monotonic() - begin
         return Synced(
             source, targets, tuple(given["names"]), tuple(given["modules"]), failed, given["nbytes"], seconds

@@ -9,6 +9,7 @@ import contextlib
 import pickle
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
@@ -67,7 +68,7 @@ def pull(
                 raise LookupError(f"rank {rank}: {name}: {LOST}")
             if error := found[rank].errors[0]:
                 raise LookupError(f"rank {rank}: {name}: {error}")
-        parts = _fetch_all(questions, name, lots[0], sizes, near) if sizes else {}
+        parts = _fetch_all(questions, name, lots[0], sizes, near, None) if sizes else {}
     finally:
         if lent:
             questions.tell(Release(lots[0]), ranks)
@@ -83,7 +84,12 @@ def pull(
 
 
 def _fetch_all(
-    questions: Questions, name: str, lot: int, sizes: Mapping[int, tuple[int, ...]], near: Collection[int]
+    questions: Questions,
+    name: str,
+    lot: int,
+    sizes: Mapping[int, tuple[int, ...]],
+    near: Collection[int],
+    patience: float | None,
 ) -> dict[int, list[bytearray]]:
     # What is in the pickle itself is copied once more out of it.
     needs = [sum(found) + found[0] for found in sizes.values()]
@@ -99,11 +105,11 @@ def _fetch_all(
     if shared := {rank: found for rank, found in parts.items() if rank in near}:
         try:
             with Windows() as windows:
-                _fetch(questions, name, lot, shared, windows)
+                _fetch(questions, name, lot, shared, windows, patience)
         except OSError:  # it can't be looked into after all
             far = parts
     if far:
-        _fetch(questions, name, lot, far, None)
+        _fetch(questions, name, lot, far, None, patience)
     return parts
 
 
@@ -113,12 +119,13 @@ def _fetch(
     lot: int,
     parts: Mapping[int, list[bytearray]],
     windows: Windows | None,
+    patience: float | None,
 ) -> None:
     sizes = {rank: tuple(map(len, found)) for rank, found in parts.items()}
     length = max(LEAST_PIECE, min(PIECE if windows is None else IN_FLIGHT, IN_FLIGHT // len(sizes)))
     for part, offset in _positions(sizes.values(), length):
         asked = [rank for rank, found in sizes.items() if part < len(found) and offset < found[part]]
-        answers = questions.ask(_fetching(lot, part, offset, length, windows), asked, Deadline(None))
+        answers = questions.ask(_fetching(lot, part, offset, length, windows), asked, Deadline(patience))
         for rank in asked:
             piece = answers.get(rank)
             if isinstance(piece, Piece) and piece.shared is not None and windows is not None:
@@ -166,7 +173,7 @@ def push(
         return
     lot = secrets.randbits(62)
     try:
-        _bring(questions, names, lot, parts, ranks, near)
+        _raise_refused(names, _bring(questions, lot, parts, ranks, near, None))
         _check(names, questions.ask(lambda ticket: PushValue(ticket, names, (), lot), ranks, Deadline(None)))
     finally:
         questions.tell(Release(lot), ranks)
@@ -174,37 +181,45 @@ def push(
 
 def _bring(
     questions: Questions,
-    names: Sequence[str],
     lot: int,
     parts: Sequence[memoryview],
     ranks: Sequence[int],
     near: Collection[int],
-) -> None:
+    patience: float | None,
+) -> dict[int, str]:
+    """Bring parts of a value to ranks, piece by piece, each of which they have ``patience`` seconds to take.
+
+    Returns:
+        The ranks that could not take a piece, and why. They got no more of them, nor did those that gave no answer.
+    """
     if set(ranks) <= set(near):
         with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as messages
-            if _bring_pieces(questions, names, lot, parts, ranks, Window(IN_FLIGHT)):
-                return
-    _bring_pieces(questions, names, lot, parts, ranks, None)
+            refused = _bring_pieces(questions, lot, parts, ranks, Window(IN_FLIGHT), patience)
+            if NOT_SHARED not in refused.values():
+                return refused
+    return _bring_pieces(questions, lot, parts, ranks, None, patience)
 
 
 def _bring_pieces(
     questions: Questions,
-    names: Sequence[str],
     lot: int,
     parts: Sequence[memoryview],
     ranks: Sequence[int],
     window: Window | None,
-) -> bool:
-    """Whether they arrived; if not, a rank could not look into the window."""
+    patience: float | None,
+) -> dict[int, str]:
     sizes = tuple(part.nbytes for part in parts)
     length = PIECE if window is None else IN_FLIGHT
+    refused: dict[int, str] = {}
+    takers = list(ranks)
     for part, offset in _positions([sizes], length):
         ask = _bringing(lot, sizes, part, offset, parts[part][offset : offset + length], window)
-        answers = questions.ask(ask, ranks, Deadline(None))
-        if any(isinstance(answer, Done) and answer.error == NOT_SHARED for answer in answers.values()):
-            return False
-        _check(names, answers)
-    return True
+        answers = questions.ask(ask, takers, Deadline(patience))
+        refused |= _refused(answers)
+        takers = [rank for rank in takers if rank in answers and rank not in refused]
+        if NOT_SHARED in refused.values():
+            break
+    return refused
 
 
 def _bringing(
@@ -221,32 +236,54 @@ def _bringing(
     return lambda ticket: PushPart(ticket, lot, sizes, part, offset, b"", shared)
 
 
+def _refused(answers: Mapping[int, Any]) -> dict[int, str]:
+    return {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
+
+
 def _check(names: Sequence[str], answers: Mapping[int, Any]) -> None:
-    failed = {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
-    if failed:
-        text = next(iter(failed.values()))
-        raise HvdlabError(f"{format_ranks(list(failed))} could not take {', '.join(names)}: {text}")
+    _raise_refused(names, _refused(answers))
+
+
+def _raise_refused(names: Sequence[str], refused: Mapping[int, str]) -> None:
+    if refused:
+        text = next(iter(refused.values()))
+        raise HvdlabError(f"{format_ranks(list(refused))} could not take {', '.join(names)}: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What became of bringing what one rank knows to others.
+
+    Attributes:
+        failed: Name of each variable or module that was not brought, and why.
+        refused: Ranks that have nothing of it, since they could not take it or died meanwhile, and why.
+    """
+
+    failed: Mapping[str, str]
+    refused: Mapping[int, str]
 
 
 def bring_known(
-    questions: Questions, source: int, ranks: Sequence[int], deadline: Deadline, *, near: Collection[int] = ()
-) -> tuple[Known, dict[str, str]]:
+    questions: Questions, source: int, ranks: Sequence[int], patience: float, *, near: Collection[int] = ()
+) -> Brought:
     """Bring what ``source`` knows, while it may be running a cell, to ranks that run none, by way of this process.
 
-    Returns:
-        What was brought, and what was not, and why.
+    Args:
+        patience: Seconds that a rank has for each answer, and to give or take each piece.
+        near: The ranks whose memory this process can look into, and that can look into its own.
 
     Raises:
-        HvdlabError: Nothing was brought to at least one of them; the text says why.
+        HvdlabError: ``source`` gave nothing, so that no rank got anything; the text says why.
     """
-    known = questions.ask(AskKnown, [source], deadline).get(source)
+    known = questions.ask(AskKnown, [source], Deadline(patience)).get(source)
     if not isinstance(known, Known):
         raise HvdlabError(f"rank {source} did not answer")
     if known.error:
         raise HvdlabError(f"what rank {source} knows can't be sent: {known.error}")
-    name = f"what rank {source} knows"
     try:
-        found = _fetch_all(questions, name, known.ticket, {source: known.sizes}, near)
+        found = _fetch_all(
+            questions, f"what rank {source} knows", known.ticket, {source: known.sizes}, near, patience
+        )
     except LookupError as error:
         raise HvdlabError(str(error)) from error
     finally:
@@ -254,14 +291,17 @@ def bring_known(
     failed = dict(known.failed)
     lot = secrets.randbits(62)
     try:
-        _bring(questions, [name], lot, [memoryview(part) for part in found[source]], ranks, near)
-        answers = questions.ask(lambda ticket: Learn(ticket, lot), ranks, deadline)
+        refused = _bring(questions, lot, [memoryview(part) for part in found[source]], ranks, near, patience)
+        takers = [rank for rank in ranks if rank not in refused]
+        answers = questions.ask(lambda ticket: Learn(ticket, lot), takers, Deadline(patience))
     finally:
         questions.tell(Release(lot), ranks)
-    for rank in ranks:
+    for rank in takers:
         answer = answers.get(rank)
-        if not isinstance(answer, Learnt) or answer.error:
-            why = answer.error if isinstance(answer, Learnt) else "it did not answer"
-            raise HvdlabError(f"rank {rank} could not take {name}: {why}")
-        failed |= answer.failed
-    return known, failed
+        if not isinstance(answer, Learnt):
+            refused[rank] = "it did not answer"
+        elif answer.error:
+            refused[rank] = answer.error
+        else:
+            failed |= answer.failed
+    return Brought(failed, refused)

@@ -54,6 +54,12 @@ class Resync(Payload, frozen=True):
     cells: tuple[tuple[str, int, int], ...]
 
 
+class Entered(Payload, frozen=True):
+    """This rank has entered a cell that it was sent to join, and knows what the others know."""
+
+    cell: str
+
+
 class Settled(Payload, frozen=True):
     """The pool has everything of this cell."""
 

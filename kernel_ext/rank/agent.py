@@ -30,6 +30,7 @@ from hvdlab.kernel_ext.payloads import (
     Cells,
     Complete,
     Credit,
+    Entered,
     Express,
     Fetch,
     Inspect,
@@ -130,6 +131,8 @@ class RankAgent:
         self._looker = Looker(shell, lambda: self._cell, lambda answer: self._reply(answer))
         #: What another rank knew, until this one has begun the cell that it is needed for.
         self._lesson: syncing.Lesson | None = None
+        #: The cell that this rank has entered last while others ran it.
+        self._entered = ""
         self._arrived = asyncio.Event()
         self._turn = asyncio.Lock()
         self._leaving = False
@@ -198,6 +201,8 @@ class RankAgent:
             self._capture.settled(mail.cell)
             self._prompting.settled(mail.cell)
         elif isinstance(mail, Resync):
+            if any(cell == self._entered for cell, *_ in mail.cells):
+                self._reply(Entered(self._entered))  # before the cell's end, which may be sent again now
             self._capture.resync(mail.cells)
             self._prompting.ask_again()
         elif isinstance(mail, Owner):
@@ -345,6 +350,8 @@ class RankAgent:
 
     async def _run_cell(self, request: RunCell) -> None:
         self._cell, self._state = request.cell, "running"
+        if not request.joins:
+            self._lesson = None  # the cell that it was for has ended; others know more by now
         try:
             await self._runner.run(request, self._enter if request.joins else None)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
@@ -394,6 +401,8 @@ class RankAgent:
         lesson, self._lesson = self._lesson, None
         if lesson is not None:
             lesson.take(self._shell)
+        self._entered = self._cell
+        self._reply(Entered(self._cell))
 
     @property
     def main_thread(self) -> int:

@@ -97,8 +97,8 @@ def pids(pool: Pool) -> dict[int, int]:
     return {status.rank: status.pid for status in pool.status()}
 
 
-def start(pool: Pool, said: Said, bounds: Bounds) -> CellHandle:
-    assert pool.run(SET_UP).ok
+def start(pool: Pool, said: Said, bounds: Bounds, more: str = "") -> CellHandle:
+    assert pool.run(SET_UP + more).ok
     return pool.start_run(CELL, label="[3]", out=said, elastic=bounds)
 
 
@@ -156,3 +156,92 @@ def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> 
     ):
         assert expected in told
     assert list(pool.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()")) == [2.0, 2.0]
+
+
+DEADLY = """
+class Deadly:
+    def __reduce__(self):
+        if (hvd.rank(), hvd.size()) == (0, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int, (7,)
+
+import os, signal
+deadly = Deadly()
+"""
+
+CHOOSY = """
+class Choosy:
+    def __reduce__(self):
+        return choosy_again, ()
+
+def choosy_again():
+    import os
+    if os.environ["HVDLAB_RANK"] == "1":
+        raise OSError("not here")
+    return 7
+
+choosy = Choosy()
+"""
+
+NO_COMMIT = """
+import time
+
+@hvd.elastic.run
+def never(state):
+    print("trains", flush=True)
+    while True:
+        time.sleep(0.01)
+
+made = 5
+"""
+
+
+@pytest.mark.timeout(240)
+def test_another_rank_gives_when_one_dies_of_giving(start_pool: StartPool) -> None:
+    pool, said = start_pool(2), Said()
+    running = start(pool, said, Bounds(), DEADLY)
+    said.wait(lambda: said.sizes(1)[-1:] == [2])
+    pool.resize(3)
+    said.wait(lambda: said.sizes(2)[-1:] == [2] and said.sizes(1)[-1:] == [2])
+    assert (list(pool.lost), pool.newcomers) == ([0], ())
+    os.kill(pids(pool)[1], signal.SIGUSR1)
+    results = running.wait(PATIENCE)
+    assert results[1] == results[2], (results.root_cause, said.notes)
+    assert pool.pull("deadly", [2]) == {2: 7}
+
+
+@pytest.mark.timeout(240)
+def test_a_newcomer_that_refuses_keeps_no_other_from_joining(start_pool: StartPool) -> None:
+    pool, said = start_pool(1), Said()
+    running = start(pool, said, Bounds(), CHOOSY)
+    said.wait(lambda: said.sizes(0)[-1:] == [1])
+    pool.resize(3)
+    said.wait(lambda: said.sizes(2)[-1:] == [2] and said.sizes(0)[-1:] == [2])
+    assert pool.newcomers == (1,)
+    refused = "rank 1 can't take part: OSError: not here; `%hvd_pool restart 1` tries again"
+    assert refused in said.notes
+    os.kill(pids(pool)[0], signal.SIGUSR1)
+    results = running.wait(PATIENCE)
+    assert results[0] == results[2], (results.root_cause, said.notes)
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer(start_pool: StartPool) -> None:
+    """It has nothing of what was brought to it, and is told apart until it has."""
+    pool, said = start_pool(1), Said()
+    assert pool.run(SET_UP + NO_COMMIT).ok
+    running = pool.start_run("never(state)", label="[3]", out=said, elastic=Bounds())
+    said.wait(lambda: bool(said.written))
+    pool.resize(2)
+    # It was brought all, and waits to be let in: there is nothing to do for its user.
+    assert "rank 1 joins at the others' next commit" in said.notes
+    assert pool.newcomers == ()
+    running.interrupt()
+    assert set(running.wait(PATIENCE).errors) == {0, 1}
+    assert pool.newcomers == (1,)
+    failed = pool.run("made")
+    assert failed.errors[1].ename == "NameError"
+    assert set(failed.newcomers) == {1}
+    pool.run("made = 6", ranks=[0])
+    assert pool.sync().ranks == (1,)
+    assert pool.pull("made") == {0: 6, 1: 6}

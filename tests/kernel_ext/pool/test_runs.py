@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, decode_to_rank, encode
+from hvdlab.kernel_ext.newcomers import Newcomers
+from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Entered, decode_to_rank, encode
 from hvdlab.kernel_ext.runs import Runs
 from patience import PATIENCE
 
@@ -40,7 +42,7 @@ def runs_of(client: Said) -> Runs:
     return Runs(cast(Client, client), reason=lambda rank: "", stall_time=None)
 
 
-def start(runs: Runs, cell: str) -> CellHandle:
+def start(runs: Runs, cell: str, elastic: Bounds | None = None) -> CellHandle:
     return runs.dispatch(
         cell,
         [0, 1],
@@ -50,6 +52,7 @@ def start(runs: Runs, cell: str) -> CellHandle:
         sink=NullSink(),
         timeout=None,
         want_value=True,
+        elastic=elastic,
     )
 
 
@@ -85,3 +88,21 @@ def test_an_interrupt_is_for_one_cell() -> None:
     runs.resync([0, 1], told=["b"])
     assert ("interrupt", (0, 1)) not in client.said
     assert ("RunCell", (0, 1)) in client.said
+
+
+def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> None:
+    client, newcomers = Said(), Newcomers()
+    runs = Runs(cast(Client, client), reason=lambda rank: "", stall_time=None, newcomers=newcomers)
+    handle = start(runs, "a", elastic=Bounds())
+    handle.drive_in_background()
+    newcomers.came("resize", [2, 3], range(4))
+    assert runs.join("a", (2, 3))
+    assert newcomers.all() == {}
+    client.mail[TO_POOL](2, encode(Entered("a")))
+    for rank in range(4):
+        client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
+    handle.wait(PATIENCE)
+    assert set(newcomers.all()) == {3}
+    # The cell has ended: none is sent it any more.
+    assert not runs.join("a", (3,))
+    assert set(newcomers.all()) == {3}

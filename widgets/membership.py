@@ -54,14 +54,15 @@ class MembershipWidget(anywidget.AnyWidget):
         self._thread.start()
 
     def _run(self) -> None:
-        version = -1
-        while not self._closing.is_set() and not (
-            self.recording.closed and version == self.recording.version
+        version, soon = -1, False
+        # The end of the pool may come just after a look at it: the last look is the one after which none is due.
+        while not self._closing.is_set() and (
+            soon or not self.recording.closed or version != self.recording.version
         ):
-            soon = self._news is not None and self._news.asks_later
             self.recording.wait(version, self._closing.is_set, INTERVAL if soon else None)
             version = self.recording.version
             self._update()
+            soon = self._news is not None and self._news.asks_later
             if self._drawn is not self.membership:
                 self._drawn = self.membership
                 with self.failures.guard("the still picture"):

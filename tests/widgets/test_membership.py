@@ -252,6 +252,21 @@ def test_a_widget_waits_for_the_pool_and_follows_it(pool: FakePool) -> None:
     assert pool.listeners == []
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_pool_that_ends_just_after_a_look_is_shown_as_ended(pool: FakePool) -> None:
+    recording = Recording()
+    widget = MembershipWidget(recording, lambda: pool)
+    try:
+        pool.change(3, "left", "the pool was resized")
+        until(lambda: widget.membership["history"])
+        pool.state = "stopped"
+        recording.close()
+        until(lambda: widget.membership["ended"])
+        until(lambda: not widget._thread.is_alive())
+    finally:
+        widget.close()
+
+
 def test_it_needs_a_pool() -> None:
     with pytest.raises(TypeError, match="a pool is needed here, not Recording"):
         hvdlab.membership(Recording())

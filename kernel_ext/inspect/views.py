@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
-from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
 from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.inspect.messages import View
 
@@ -71,11 +71,20 @@ class RankView:
         return hash(self._rank)
 
     def __dir__(self) -> Iterable[str]:
+        try:
+            return self._names()
+        except HvdlabError:  # it is gone; completion has nothing to offer
+            return []
+
+    def _names(self) -> list[str]:
         found = self._pool.names([self._rank]).get(self._rank)
         return list(found.variables) if found is not None else []
 
     def __repr__(self) -> str:
-        names = [visible(name) for name in self.__dir__()]
+        try:
+            names = [visible(name) for name in self._names()]
+        except HvdlabError as error:
+            return f"<rank {self._rank}: {error}>"
         more = f", … {len(names) - 10} more" if len(names) > 10 else ""
         return f"<rank {self._rank}: {', '.join(names[:10]) + more if names else 'no variables'}>"
 

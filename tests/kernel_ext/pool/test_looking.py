@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.inspect.looking import Looking
+from hvdlab.kernel_ext.inspect.views import RankView
 from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
 
@@ -73,6 +76,16 @@ def test_ranks_are_numbers_still(pool: Pool) -> None:
         pool.ranks[7]
     with pytest.raises(InvalidRequestError, match="not object"):
         pool.ranks[0].settings[object()]
+
+
+def test_a_rank_of_a_pool_that_has_ended_can_still_be_shown() -> None:
+    class Ended:
+        def names(self, ranks: list[int]) -> dict[int, Any]:
+            raise InvalidRequestError("the pool has been stopped")
+
+    view = RankView(cast(Looking, Ended()), 3)
+    assert repr(view) == "<rank 3: the pool has been stopped>"
+    assert (dir(view), int(view)) == ([], 3)
 
 
 def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:

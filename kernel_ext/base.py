@@ -189,7 +189,7 @@ class PoolBase:
             raise
         try:
             self.group.reconnected()
-            told = self._take_cells_over(show) if show is not None else ()
+            told = self._take_cells_over(show) if show is not None else {}
             self.runs.resync(self.group.members.wanted, told)
             for handle in self.resumed:
                 handle.drive_in_background()
@@ -203,12 +203,12 @@ class PoolBase:
             raise
         return self
 
-    def _take_cells_over(self, show: leftovers.Show) -> list[str]:
-        """Go on with the cells that the process before this one has left. Returns their ids."""
+    def _take_cells_over(self, show: leftovers.Show) -> dict[str, tuple[int, ...]]:
+        """Go on with the cells that the process before this one has left. Returns their ids, and the ranks that run them."""
         self._own(self.group.pids())
         left = leftovers.find(self.runs.questions, self.group.pids())
         self.resumed = [leftovers.go_on(cell, self.runs, self.transcripts, show(cell)) for cell in left]
-        return [cell.cell for cell in left]
+        return {handle.cell: handle.ranks for handle in self.resumed}
 
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks who takes what they write: they outlive this process."""

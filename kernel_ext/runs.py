@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,6 +65,7 @@ class _Run:
         handle: Takes it.
         watch: Asks ranks where they are.
         elastic: How many ranks it may have, if ranks may come and go.
+        joined: Ranks that were sent it while others ran it.
     """
 
     order: RunCell
@@ -72,9 +73,17 @@ class _Run:
     handle: CellHandle
     watch: Watch
     elastic: Bounds | None = None
+    joined: set[int] = field(default_factory=set)
     taken_over: bool = False
     # What comes by mail and what is told of a rank's end come on two threads.
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
+        """What each of these ranks is sent to have it run the cell: those that join enter the world first."""
+        if joining := tuple(rank for rank in ranks if rank in self.joined):
+            yield msgspec.structs.replace(self.order, joins=True), joining
+        if others := tuple(rank for rank in ranks if rank not in self.joined):
+            yield self.order, others
 
 
 class Runs:
@@ -261,7 +270,8 @@ class Runs:
                 with run.lock:
                     run.arrivals.begin(ranks)
                     run.handle.join(ranks)
-            self._send_to(msgspec.structs.replace(run.order, joins=True), ranks)
+                run.joined.update(ranks)
+            self._send_to(run, ranks)
         self._tell_dead(run, ranks)
         return True
 
@@ -354,12 +364,12 @@ class Runs:
         with self._lock:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
-    def resync(self, ranks: Sequence[int], told: Collection[str]) -> None:
+    def resync(self, ranks: Sequence[int], told: Mapping[str, Collection[int]]) -> None:
         """Get on the same page with these ranks, over a new connection.
 
         Args:
             ranks: Those that are connected.
-            told: Cells that the coordinator knows of.
+            told: Cells that the coordinator knows of, and the ranks on which it takes them to run.
 
         Raises:
             CoordinatorLostError: The new connection is lost as well.
@@ -375,13 +385,17 @@ class Runs:
             self._connected = True
         self.questions.ask_again()
 
-    def _send_again(self, run: _Run, told: Collection[str]) -> None:
+    def _send_again(self, run: _Run, told: Mapping[str, Collection[int]]) -> None:
         """Ranks that have the cell already, or have ended it, ignore it."""
         if waiting := run.arrivals.waiting:
-            if run.order.cell not in told:
-                self._client.cell_started(run.order.cell, waiting, label=run.order.label)
+            known = told.get(run.order.cell, ())
+            if new := [
+                rank for rank in waiting if rank not in known
+            ]:  # of a cell that it knows some may have joined
+                self._client.cell_started(run.order.cell, new, label=run.order.label)
             if not run.taken_over:
-                self._client.post(TO_RANK, encode(run.order), waiting)
+                for order, ranks in run.orders(waiting):
+                    self._client.post(TO_RANK, encode(order), ranks)
 
     def _interrupt_again(self, runs: Sequence[_Run]) -> None:
         """What may have been lost with the coordinator. Before ranks tell of their ends: who has ended ignores it."""
@@ -404,15 +418,16 @@ class Runs:
 
     def _send(self, run: _Run) -> None:
         """Send a cell, unless the coordinator is lost: then :meth:`resync` does it."""
-        self._send_to(run.order, run.handle.ranks)
+        self._send_to(run, run.handle.ranks)
 
-    def _send_to(self, order: RunCell, ranks: Sequence[int]) -> None:
+    def _send_to(self, run: _Run, ranks: Sequence[int]) -> None:
         if not self._connected:
             return
         with contextlib.suppress(CoordinatorLostError):
             # The coordinator must know before any rank can be ahead of the others in a collective.
-            self._client.cell_started(order.cell, ranks, label=order.label)
-            self._client.post(TO_RANK, encode(order), ranks)
+            self._client.cell_started(run.order.cell, ranks, label=run.order.label)
+            for order, those in run.orders(ranks):
+                self._client.post(TO_RANK, encode(order), those)
 
     def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:
         arrivals.taken(rank, taken)

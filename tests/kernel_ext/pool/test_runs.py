@@ -32,7 +32,9 @@ class Said:
         self.said.append(("cell started", tuple(ranks)))
 
     def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
-        self.said.append((type(decode_to_rank(body)).__name__, tuple(to)))
+        payload = decode_to_rank(body)
+        joins = " joins" if getattr(payload, "joins", False) else ""
+        self.said.append((type(payload).__name__ + joins, tuple(to)))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         self.said.append(("interrupt", tuple(ranks)))
@@ -64,7 +66,7 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
     runs.lost()
     runs.interrupt([0, 1])
     client.said.clear()
-    runs.resync([0, 1], told=())
+    runs.resync([0, 1], told={})
     assert client.said == [
         ("cell started", (0, 1)),
         ("RunCell", (0, 1)),
@@ -85,7 +87,7 @@ def test_an_interrupt_is_for_one_cell() -> None:
     start(runs, "b")
     runs.lost()
     client.said.clear()
-    runs.resync([0, 1], told=["b"])
+    runs.resync([0, 1], told={"b": (0, 1)})
     assert ("interrupt", (0, 1)) not in client.said
     assert ("RunCell", (0, 1)) in client.said
 
@@ -106,3 +108,21 @@ def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> Non
     # The cell has ended: none is sent it any more.
     assert not runs.join("a", (3,))
     assert set(newcomers.all()) == {3}
+
+
+def test_a_rank_that_joined_is_sent_the_cell_as_one_that_joins_again() -> None:
+    """What it was sent may be lost with the coordinator; the next one may know of the cell on the other ranks alone."""
+    client = Said()
+    runs = runs_of(client)
+    start(runs, "a", elastic=Bounds())
+    runs.join("a", (2,))
+    assert client.said[-2:] == [("cell started", (2,)), ("RunCell joins", (2,))]
+    runs.lost()
+    runs.join("a", (3,))
+    client.said.clear()
+    runs.resync([0, 1, 2, 3], told={"a": (0, 1, 2)})
+    assert client.said[:3] == [
+        ("cell started", (3,)),
+        ("RunCell joins", (2, 3)),
+        ("RunCell", (0, 1)),
+    ]

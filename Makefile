@@ -78,8 +78,9 @@ audit: ## known vulnerabilities of what constraints.txt and the lock files of np
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/conformance tests/kernel_ext tests/magics tests/examples tests/widgets tests/labextension tests/torch/test_habits.py $(PYTEST_ARGS)
 
-chaos: $(INSTALLED) ## a thousand faults on real pools: about half an hour
+chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes of elastic training: an hour and a half
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
+	$(BIN)/python benchmarks/chaos.py --elastic 1000 --json benchmarks/results/elastic.json --page docs/reference/faults.md
 
 figures: $(INSTALLED) ## what views and inspection cost, measured on this machine while it does nothing else: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py

@@ -5,6 +5,7 @@
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
+    python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pages import write
 
 from chaos.campaign import Campaign
+from chaos.elastic import LEAST, MOST, ElasticCampaign
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
@@ -87,13 +89,27 @@ def partitions(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]
     return outcomes, {"plane": "tls", "pools": played.jobs, "left_at_the_end": []}
 
 
+def elastic(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Outcome], dict[str, Any]]:
+    """Let ranks come and go on one plane while they train."""
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    with ElasticCampaign(given.seed, plane, views=not given.without_views) as played:
+        for outcome in played.play(count, given.first):
+            outcomes.append(outcome)
+            tell(outcome, began, verbose=given.verbose)
+            if time.monotonic() - began > given.minutes * 60:
+                break
+        left = played.stop()
+    return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
+
+
 def publish(result: dict[str, Any], page: Path | None) -> None:
     """Write the table of a result into a page, or print it."""
     text = markdown(result)
     if page is None:
         print(text)
     else:
-        write(page, "chaos", text)
+        write(page, result.get("campaign", "chaos"), text)
 
 
 def with_shared_memory(mebibytes: int) -> None:
@@ -127,6 +143,12 @@ def main() -> None:
     parser.add_argument(
         "--partitions", type=int, metavar="N", help="cut hosts off N times, and nothing else (needs root)"
     )
+    parser.add_argument(
+        "--elastic",
+        type=int,
+        metavar="N",
+        help="change the ranks of elastic training N times, and nothing else",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -146,7 +168,8 @@ def main() -> None:
         outcomes, pool = partitions(given)
         pools.append(pool)
     for plane in () if given.partitions else planes:
-        played, pool = campaign(given, plane, given.count // len(planes))
+        play, count = (elastic, given.elastic) if given.elastic else (campaign, given.count)
+        played, pool = play(given, plane, count // len(planes))
         outcomes += played
         pools.append(pool)
     found = rows(outcomes)
@@ -154,10 +177,11 @@ def main() -> None:
     bad = [story(outcome) for outcome in outcomes if not outcome.ok]
     result = {
         "benchmark": "chaos",
+        "campaign": "elastic" if given.elastic else "chaos",
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
-        "ranks": given.ranks,
+        "ranks": f"{LEAST} to {MOST}" if given.elastic else given.ranks,
         "seed": given.seed,
         "stall_time_s": STALL,
         "faults": len(outcomes),

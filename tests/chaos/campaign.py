@@ -120,6 +120,11 @@ class Mailbox:
                 raise Hang(f"ranks {sorted(ranks)} did not get to `{what}`: {self.letters}")
             return those()
 
+    def wait_until(self, true: Callable[[list[dict[str, Any]]], bool], timeout: float) -> bool:
+        """Whether this becomes true of the letters within the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: true(self.letters), timeout)
+
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(b"", self.path)

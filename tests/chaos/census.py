@@ -89,11 +89,11 @@ def files(directory: Path) -> set[str]:
     )
 
 
-def settled(remaining: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``remaining`` becomes false within this time."""
+def settled(remaining: Callable[[], bool], seconds: float, pause: float = 0.01) -> bool:
+    """Whether ``remaining``, which is asked every ``pause`` seconds, becomes false within this time."""
     deadline = time.monotonic() + seconds
     while remaining():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause)
     return True

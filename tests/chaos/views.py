@@ -147,7 +147,8 @@ class OpenViews:
             found[:] = self._wrong()
             return bool(found)
 
-        census.settled(look, CATCHES_UP)
+        census.settled(look, CATCHES_UP, pause=0.1)
+        found += self._failed()
         said, self._words.said = self._words.said, []
         return found + [f"written under a cell: {text}" for text in said]
 
@@ -158,7 +159,10 @@ class OpenViews:
             for what in page.wrong(self.recording, rows=name != "the charts")
         ]
         found += [f"the table: {what}" for what in _other_ranks(self.widgets[2].rows, self.recording)]
-        found += _other_membership(self.widgets[3].membership, self._pool)
+        return found + _other_membership(self.widgets[3].membership, self._pool)
+
+    def _failed(self) -> list[str]:
+        found: list[str] = []
         for widget in self.widgets:
             repr(widget)  # the picture that stays
             found += [f"{type(widget).__name__}: {one.trace}" for one in widget.failures.all()]

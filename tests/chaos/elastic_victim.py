@@ -1,0 +1,169 @@
+"""What runs inside the ranks of an elastic campaign: training whose every result can be calculated again.
+
+All numbers are whole ones in 64-bit floats, so that sums are exact in whatever order they are made: the model after any
+steps depends on the ranks of each step alone (:func:`replayed`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvdlab.torch as hvd
+from chaos.phases import Ambush
+from chaos.victim import Training, digest
+from hvdlab.collectives import context
+
+COMMIT_EVERY = 3
+"""Steps between commits, more than which must not be lost."""
+
+PHASE_WITHIN = 2.0
+"""Seconds in which a phase of a collective must come."""
+
+SIZES = (60_000, 3_000)
+"""Elements of the two parameters."""
+
+SET_UP = """
+import torch
+import hvdlab.torch as hvd
+from chaos.elastic_victim import ElasticTraining, Model
+
+training = ElasticTraining({seed}, {mailbox!r}, {plane!r})
+model = Model()
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0), named_parameters=model.named_parameters(), op=hvd.Sum
+)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, groups=[])
+
+@hvd.elastic.run
+def train(state):
+    training.begin(state)
+    while not training.step(model, optimizer, state):
+        pass
+"""
+
+TRAIN = """
+state.restore()  # an interrupt may have come between the steps of the optimizer and of the state
+train(state)
+training.result(model, optimizer, state)
+"""
+
+
+class Model(torch.nn.Module):
+    """Two parameters, that begin as zeros and whose elements stay alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        big, small = (torch.nn.Parameter(torch.zeros(count, dtype=torch.float64)) for count in SIZES)
+        self.big, self.small = big, small
+
+
+def replayed(groups: Sequence[tuple[tuple[int, ...], int]]) -> tuple[float, float]:
+    """Any element of the model and of its momentum after these ranks have trained so many steps each."""
+    weight = momentum = step = 0
+    for ranks, count in groups:
+        for _ in range(count):
+            momentum += sum(rank + 1 for rank in ranks) * (1 + step % 7)
+            weight -= momentum
+            step += 1
+    return float(weight), float(momentum)
+
+
+class ElasticTraining(Training):
+    """A rank's part in the training, what it remembers of it, and orders to harm itself.
+
+    Attributes:
+        done: Steps that this process has completed.
+        committed: Steps that it has committed.
+        back: Each time it went back: from which step, to which one, and with which commit.
+    """
+
+    def __init__(self, seed: int, mailbox: str, plane: str) -> None:
+        super().__init__(seed, mailbox)
+        self._directory, self._plane = Path(mailbox).parent, plane
+        self._become()
+
+    def _become(self) -> None:
+        """This object is in another process than before: another rank's memory was brought to it."""
+        self._pid, self.rank = os.getpid(), context.engine().rank
+        self.done = self.committed = 0
+        self.back: list[tuple[int, int, int]] = []
+        #: The order that waits for a phase, and when it is carried out anyway: a plane may not have that phase now.
+        self._order: dict[str, Any] | None = None
+        self._due = 0.0
+
+    def begin(self, state: Any) -> None:
+        """Training begins, or goes on with other ranks."""
+        if self._pid != os.getpid():
+            self._become()
+        if state.step < self.done:
+            self.back.append((self.done, state.step, self.committed))
+        self.done = state.step
+
+    def step(self, model: Model, optimizer: Any, state: Any) -> bool:
+        """One step, and a commit if it is due. Returns whether the campaign wants the cell to end."""
+        self._obey()
+        ranks, number = context.engine().ranks(), state.step
+        optimizer.zero_grad()
+        ((model.big.sum() + model.small.sum()) * ((self.rank + 1) * (1 + number % 7))).backward()
+        optimizer.step()
+        groups = [*state.groups]
+        if groups and groups[-1][0] == ranks:
+            groups[-1] = (ranks, groups[-1][1] + 1)
+        else:
+            groups.append((ranks, 1))
+        state.step, state.groups = number + 1, groups
+        self.done = state.step
+        ends = float((self._directory / "stop").exists())
+        over = float(hvd.allreduce(torch.tensor(ends), name="over", op=hvd.Sum)) > 0
+        if over or state.step % COMMIT_EVERY == 0:
+            self.committed = state.step  # the state is saved before anything in a commit can fail
+            state.commit()
+            self._report(ranks)
+        return over
+
+    def result(self, model: Model, optimizer: Any, state: Any) -> dict[str, Any]:
+        """What there is at the end."""
+        weights = {float(value) for p in model.parameters() for value in p.detach().unique()}
+        momenta = {float(v) for one in optimizer.state.values() for v in one["momentum_buffer"].unique()}
+        return {
+            "groups": state.groups,
+            "step": state.step,
+            "weights": sorted(weights),
+            "momenta": sorted(momenta),
+        }
+
+    def _report(self, ranks: Sequence[int]) -> None:
+        letter = {
+            "rank": self.rank,
+            "what": "step",
+            "at": time.monotonic_ns() / 1e9,
+            "step": self.done,
+            "group": list(ranks),
+            "pid": os.getpid(),
+            "back": self.back,
+            "kept": digest(self.kept["data0"]),
+        }
+        self._send(letter)
+
+    def _send(self, letter: dict[str, Any]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(json.dumps(letter).encode(), self._mailbox)
+
+    def _obey(self) -> None:
+        """Look for an order to this rank: to die in a phase of a collective, or soon if there is no such phase."""
+        path = self._directory / f"order-{self.rank}"
+        if self._order is None and path.exists():
+            order = self._order = json.loads(path.read_text())
+            path.unlink()
+            self.steps, self._due = self.done, time.monotonic() + PHASE_WITHIN
+            Ambush(self._plane, order["phase"], order["after"], lambda: self.strike(order))
+        elif self._order is not None and time.monotonic() > self._due:
+            self.strike({**self._order, "phase": ""})

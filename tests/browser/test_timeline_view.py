@@ -288,6 +288,24 @@ def test_charts_are_on_the_same_time_axis(page: Page) -> None:
     assert charts.is_visible()
 
 
+def test_a_chart_that_waits_for_its_turn_knows_ranks_that_came_meanwhile(page: Page) -> None:
+    give = """rank => {
+        const { series } = view.store;
+        series.define(series.all.length, [{ rank, name: 'loss', unit: '' }]);
+        const [time, value] = [0, 1].map(() => Float64Array.from([1e8, 2e8, 3e8]));
+        const of = new Uint32Array(3).fill(series.all.length - 1);
+        series.append({ count: 3, time, value, step: new Float64Array(3).fill(NaN), series: of, number: Uint32Array.of(0, 1, 2) }, series.next, series.next + 3);
+    }"""
+    page.evaluate(f"() => {{ ({give})(0); view.store.version++; view.data(); }}")
+    page.locator(".hvd-chart-plot .u-over").first.wait_for()
+    frames(page)
+    # The frame in which charts are drawn whose turn it is comes before the one that was asked for when the rank came.
+    page.evaluate(f"() => {{ ({give})(1); for (const one of view.charts.all.values()) one.move(); view.charts.some(); }}")
+    assert page.evaluate("view.charts.api.charts().map(one => one.ranks)") == [[0, 1]]
+    frames(page)
+    assert page.locator(".hvd-charts .hvd-chip").all_inner_texts() == ["rank 0", "rank 1"]
+
+
 def test_a_chart_with_many_points_is_drawn_and_moves_along_until_its_turn(page: Page) -> None:
     page.evaluate(
         """() => {

@@ -23,12 +23,14 @@ const DARK: readonly Rgb[] = [
   [165, 172, 184],
 ];
 
+/** The colour of the rank at this place among those that are shown; a faint one as long as it has no place (-1). */
 export function rankColour(place: number, palette: Palette): Rgb {
+  if (place < 0) return palette.faint;
   const colours = palette.dark ? DARK : LIGHT;
   return colours[place % colours.length];
 }
 
 /** Lengths of dashes for the line of a rank; none for the first eight. */
 export function rankDash(place: number): number[] {
-  return [[], [6, 3], [2, 2], [8, 3, 2, 3]][Math.floor(place / LIGHT.length) % 4];
+  return [[], [6, 3], [2, 2], [8, 3, 2, 3]][Math.floor(Math.max(0, place) / LIGHT.length) % 4];
 }

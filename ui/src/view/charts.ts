@@ -164,6 +164,8 @@ export class Charts implements ChartsView {
 
   /** Draws as many as this frame has time for; the others are where they belong, if not as sharp or new, until their turn. */
   private some(): void {
+    // What came since the last draw may be of ranks that have no colour yet.
+    if (this.known !== this.store.series.all.length) return this.draw();
     const waiting = [...this.all.values()].filter(one => one.stale && one.visible);
     if (!waiting.length) return;
     const begun = performance.now();

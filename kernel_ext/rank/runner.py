@@ -96,7 +96,7 @@ class CellRunner:
         result = None
         try:
             if enter is not None:
-                self._guarded(lambda: enter())
+                self._guarded(lambda: self._unless_interrupted(enter))
             result = await self._run_in_shell(request)
             if os.getpid() != run.pid:
                 end_child(None)
@@ -222,6 +222,13 @@ class CellRunner:
             return work()
         finally:
             self._gate.unguard()
+
+    def _unless_interrupted(self, work: Callable[[], None]) -> None:
+        """Call what waits for other ranks, unless an interrupt has come before anything could be raised."""
+        if self._gate.pending:
+            self._gate.pending = False
+            raise KeyboardInterrupt
+        work()
 
     def _finish(self, run: _Run, value: Any) -> None:
         """Report the end: to the other ranks, then the last output, then to the pool."""

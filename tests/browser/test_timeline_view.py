@@ -300,7 +300,9 @@ def test_a_chart_that_waits_for_its_turn_knows_ranks_that_came_meanwhile(page: P
     page.locator(".hvd-chart-plot .u-over").first.wait_for()
     frames(page)
     # The frame in which charts are drawn whose turn it is comes before the one that was asked for when the rank came.
-    page.evaluate(f"() => {{ ({give})(1); for (const one of view.charts.all.values()) one.move(); view.charts.some(); }}")
+    page.evaluate(
+        f"() => {{ ({give})(1); for (const one of view.charts.all.values()) one.move(); view.charts.some(); }}"
+    )
     assert page.evaluate("view.charts.api.charts().map(one => one.ranks)") == [[0, 1]]
     frames(page)
     assert page.locator(".hvd-charts .hvd-chip").all_inner_texts() == ["rank 0", "rank 1"]

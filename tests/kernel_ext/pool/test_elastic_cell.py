@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import Chunk, Stream
+from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
 
@@ -68,10 +68,16 @@ class Said(NullSink):
         self.changed = threading.Condition()
         self.written: list[tuple[int, str]] = []
         self.notes: list[str] = []
+        self.ended: set[int] = set()
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         with self.changed:
             self.written += [(rank, c.text.strip()) for c in chunks if isinstance(c, Stream)]
+            self.changed.notify_all()
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        with self.changed:
+            self.ended.add(rank)
             self.changed.notify_all()
 
     def note(self, text: str) -> None:
@@ -184,13 +190,18 @@ choosy = Choosy()
 """
 
 NO_COMMIT = """
-import time
+import os, time
 
 @hvd.elastic.run
-def never(state):
+def never(state, last):
+    # It stays in training, so that no other rank is let in, until the test wants it to end.
     print("trains", flush=True)
-    while True:
-        time.sleep(0.01)
+    try:
+        while True:
+            time.sleep(0.01)
+    finally:
+        while not os.path.exists(last):
+            time.sleep(0.01)
 
 made = 5
 """
@@ -226,17 +237,22 @@ def test_a_newcomer_that_refuses_keeps_no_other_from_joining(start_pool: StartPo
 
 
 @pytest.mark.timeout(240)
-def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer(start_pool: StartPool) -> None:
+def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
     """It has nothing of what was brought to it, and is told apart until it has."""
     pool, said = start_pool(1), Said()
     assert pool.run(SET_UP + NO_COMMIT).ok
-    running = pool.start_run("never(state)", label="[3]", out=said, elastic=Bounds())
+    last = tmp_path / "last"
+    running = pool.start_run(f"never(state, {str(last)!r})", label="[3]", out=said, elastic=Bounds())
     said.wait(lambda: bool(said.written))
     pool.resize(2)
     # It was brought all, and waits to be let in: there is nothing to do for its user.
     assert "rank 1 joins at the others' next commit" in said.notes
     assert pool.newcomers == ()
     running.interrupt()
+    said.wait(lambda: 1 in said.ended)
+    last.touch()
     assert set(running.wait(PATIENCE).errors) == {0, 1}
     assert pool.newcomers == (1,)
     failed = pool.run("made")

@@ -119,6 +119,31 @@ def test_what_ranks_log_is_given_to_callbacks(executor: RayExecutor) -> None:
     assert len(seen) == 6
 
 
+def test_what_a_rank_logs_before_the_call_has_reached_all_is_given_to_callbacks(
+    executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = executor._adapter
+    submit = adapter._submit
+
+    def submit_slowly(*args: Any, **options: Any) -> list[Any]:
+        references = submit(*args, **options)
+        ray.wait(references, num_returns=len(references))
+        adapter._client.collect_events()
+        return references
+
+    def logs() -> None:
+        import hvdlab.numpy as hvd
+        from hvdlab.ray.ray_logger import log
+
+        hvd.init()
+        log({"rank": hvd.rank()})
+
+    monkeypatch.setattr(adapter, "_submit", submit_slowly)
+    seen: list[Any] = []
+    executor.run(logs, callbacks=[seen.append])
+    assert sorted(each["rank"] for each in seen) == [0, 1]
+
+
 def test_what_a_rank_raises_names_it_while_the_other_waits_and_both_go_on(executor: RayExecutor) -> None:
     def fails_early() -> None:
         import numpy as np

@@ -345,7 +345,7 @@ class StaticAdapter(Adapter):
             self._join(extra)
             if executable_cls is not None:
                 call = pickled(executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
-                self._finished(self._submit("class", call, self.workers, executable_cls))
+                self._called("class", call, self.workers, executable_cls)
         except BaseException:
             self.shutdown()
             raise
@@ -447,12 +447,12 @@ class StaticAdapter(Adapter):
         callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
         call = pickled(fn, tuple(args or ()), dict(kwargs or {}))
-        return self._finished(self._submit("function", call, self.workers, fn), callbacks)
+        return self._called("function", call, self.workers, fn, callbacks)
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], Any]] | None = None
     ) -> list[Any]:
-        return self._finished(self._submit("method", pickled(fn, (), {}), self.workers, fn), callbacks)
+        return self._called("method", pickled(fn, (), {}), self.workers, fn, callbacks)
 
     def run_remote(
         self,
@@ -464,7 +464,7 @@ class StaticAdapter(Adapter):
         return self._submit("function", call, self.workers, fn, remotely=True)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        return self._finished(self._submit("method", pickled(fn, (), {}), self.workers[:1], fn))[0]
+        return self._called("method", pickled(fn, (), {}), self.workers[:1], fn)[0]
 
     def _submit(
         self,
@@ -487,13 +487,21 @@ class StaticAdapter(Adapter):
             for rank, worker in enumerate(workers)
         ]
 
-    def _finished(
-        self, references: list[Any], callbacks: Sequence[Callable[[Any], Any]] | None = None
+    def _called(
+        self,
+        what: Kind,
+        call: bytes,
+        workers: Sequence[Any],
+        function: Callable[..., Any],
+        callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
-        """What the calls returned; raises what went wrong first."""
+        """Make a call on the first of the workers. Returns what it returned on each; raises what went wrong first."""
         assert self._client is not None
-        self._callbacks = tuple(callbacks or ())
+        self._callbacks = tuple(
+            callbacks or ()
+        )  # before the call: a rank may log while others are still sent theirs
         try:
+            references = self._submit(what, call, workers, function)
             done = self._outcome(references)
             if callbacks:
                 with contextlib.suppress(TimeoutError):  # a rank that hangs is told of below

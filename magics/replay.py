@@ -12,7 +12,7 @@ from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_r
 from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
-_RECORD = "__import__('hvdlab.torch.recording', fromlist=['record'])"
+_RECORD = "__import__('hvdlab.bindings.step_record', fromlist=['replay'])"
 
 
 def replay_parser() -> MagicParser:

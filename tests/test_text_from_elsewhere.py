@@ -277,8 +277,9 @@ def checked(name: str, directory: Path) -> str:
 
 
 def recorded_step(name: str) -> str:
-    batch = list(recording._tensors({name: torch.zeros(2)}, ""))
-    step = recording.Step(1, [recording._input(*one) for one in batch], None, 0, torch.zeros(1))
+    with recording.Record(None, None, None, 1, 1 << 20) as record:
+        record.batch({name: torch.zeros(2)})
+        (step,) = record.steps
     assert "\nforged" not in str(step)
     return str(step)
 

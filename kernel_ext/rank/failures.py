@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from IPython.core.error import StdinNotImplementedError, UsageError
 
-from hvdlab.bindings.framework_hooks import loaded, names
+from hvdlab.bindings import step_record
+from hvdlab.bindings.framework_hooks import names
 from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, MismatchError, call_name
 from hvdlab.collectives.uncaught import put_back_cause
 from hvdlab.kernel_ext.payloads import CellError
@@ -101,14 +102,11 @@ def sendable(error: CellError) -> CellError:
 
 def _recorded() -> tuple[tuple[str, ...], str]:
     """What ``hvd.record()`` has kept, if it was called."""
-    for hooks in loaded():
-        try:
-            lines, wrong = hooks.recorded()
-        except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
-            return (f"what was recorded can't be shown: {one_line(broken)}",), ""
-        if lines or wrong:
-            return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
-    return (), ""
+    try:
+        lines, wrong = step_record.recent()
+    except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
+        return (f"what was recorded can't be shown: {one_line(broken)}",), ""
+    return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
 
 
 def _site(trace: TracebackType | None) -> str:

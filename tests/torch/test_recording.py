@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.bindings import step_record
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch import recording
+from hvdlab.torch.recording import Record
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def alone(world_of_one: None) -> None:
     """This process as the only rank."""
 
 
-def train(recorded: recording.Record, model: torch.nn.Module, steps: int, bad: int = 0) -> None:
+def train(recorded: Record, model: torch.nn.Module, steps: int, bad: int = 0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.register_step_pre_hook(recorded._before_step)
     generator = torch.Generator().manual_seed(1)
@@ -38,14 +39,14 @@ def test_the_last_steps_are_kept() -> None:
         train(recorded, model, 20)
         assert [step.number for step in recorded.steps] == list(range(14, 21))
         assert recorded.first_wrong is None
-        assert len(recorded.lines()) == recording.SHOWN
-        assert "loss 0." in recorded.lines()[-1]
+        assert len(recorded.lines()) == step_record.SHOWN
+        assert f"loss {float(recorded.steps[-1].loss):.6g}" in recorded.lines()[-1]
         assert "[0] float32[5, 4] #" in recorded.lines()[-1]
         assert float(recorded.steps[-1].norm or 0) > 0
         model.eval()
         model(torch.ones(1, 4))
         assert recorded.steps[-1].number == 20
-    assert recording.newest() is None
+    assert step_record.newest() is None
 
 
 def test_the_batch_that_went_wrong_is_found_and_replayed() -> None:
@@ -55,11 +56,11 @@ def test_the_batch_that_went_wrong_is_found_and_replayed() -> None:
         wrong = recorded.first_wrong
         assert wrong is not None
         assert (wrong.number, wrong.wrong) == (4, "inputs")
-        lines, told = recording.recent()
+        lines, told = step_record.recent()
         assert lines[0].endswith("<- the first that is not finite: inputs")
         assert "NOT FINITE" in told
-        assert recording.suspects() == (4, 0, told)
-        found: recording.Replay = pickle.loads(pickle.dumps(recorded.replay()))  # noqa: S301  # made here
+        assert step_record.suspects() == (4, 0, told)
+        found: step_record.Replay = pickle.loads(pickle.dumps(recorded.replay()))  # noqa: S301  # made here
         assert (found.rank, found.step) == (0, 4)
         assert torch.isnan(found.args[0]).nonzero().tolist() == [[2, 1]]
         good = recorded.replay(3)
@@ -112,4 +113,4 @@ def test_arguments() -> None:
     assert (len(first.steps), len(second.steps)) == (0, 1)
     second.close()
     with pytest.raises(LookupError, match="nothing was recorded"):
-        recording.replay()
+        step_record.replay()

@@ -123,10 +123,6 @@ class FrameworkHooks:
     def reseed(self) -> None:
         """Give this process random numbers of its own; called in a forked rank, once."""
 
-    def recorded(self) -> tuple[tuple[str, ...], str]:
-        """Lines about the last steps of a training to be shown with an error, and one about what was wrong first."""
-        return (), ""
-
 
 class NotOurs(Exception):
     """A value is not of the kind that was asked about."""

@@ -150,13 +150,6 @@ class TorchHooks(FrameworkHooks):
     def set_threads(self, threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
-    def recorded(self) -> tuple[tuple[str, ...], str]:
-        module: Any = sys.modules.get("hvdlab.torch.recording")
-        if module is None:
-            return (), ""
-        lines, wrong = module.recent()
-        return tuple(lines), wrong
-
 
 def _of_tensor(tensor: Any) -> ArraySource | None:
     torch: Any = sys.modules["torch"]

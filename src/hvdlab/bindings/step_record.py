@@ -1,0 +1,299 @@
+"""The last steps of a training, kept until they are needed: what ``hvd.record()`` returns, for any framework.
+
+What is kept of a step is a fingerprint of its inputs, its loss and the norm of its gradients, and as long as there is
+room the batch itself. It is shown with an error, and ``%hvd_replay`` brings a batch to the notebook. A framework brings
+what it keeps of a tensor (:class:`Sample`), the state of its random numbers, and the hooks that call
+:meth:`StepRecord.begin` and the like.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.visible import visible
+
+MEMORY = 256 << 20
+"""Bytes of batches that are kept."""
+
+SAMPLED = 4096
+"""Elements of an input that its fingerprint is made of."""
+
+SHOWN = 3
+"""Steps that are shown with an error, besides the first that is not finite."""
+
+DEEPEST = 4
+LONGEST_PATH = 120
+"""Characters that are shown of an input's path, which is made of keys of the batch."""
+
+_records: weakref.WeakSet[StepRecord] = weakref.WeakSet()
+
+
+class Sample(Protocol):
+    """What is kept of a tensor: some of its elements. It is looked at only when it is shown."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all elements are, also those that are not kept."""
+        ...
+
+    def digest(self) -> bytes:
+        """A fingerprint of the elements that are kept."""
+        ...
+
+
+@dataclass(slots=True)
+class Input:
+    """What is kept of a tensor among a step's inputs; ``kind`` is its type and shape, as in ``float32[8, 4]``."""
+
+    path: str
+    kind: str
+    sample: Sample
+
+    def __str__(self) -> str:
+        odd = "" if self.sample.finite else " NOT FINITE"
+        return f"{visible(self.path, LONGEST_PATH)} {self.kind} #{self.sample.digest().hex()[:6]}{odd}"
+
+
+@dataclass(slots=True)
+class Step:
+    """A step.
+
+    Attributes:
+        number: From 1 on, since the record was made.
+        inputs: What is kept of its tensors.
+        batch: ``(args, kwargs)`` of the model's call, if it is kept.
+        nbytes: Bytes of the batch.
+        generator: The state of the random numbers before it; used as a context it makes them the same again.
+        loss, norm: Its loss and the norm of its gradients, as numbers or what ``float`` makes one of.
+    """
+
+    number: int
+    inputs: Sequence[Input]
+    batch: tuple[tuple[Any, ...], dict[str, Any]] | None
+    nbytes: int
+    generator: AbstractContextManager[object]
+    loss: Any = None
+    norm: Any = None
+
+    @property
+    def wrong(self) -> str:
+        """The first thing about it that is not finite: ``inputs``, ``loss`` or ``gradients``; empty if all is."""
+        if not all(one.sample.finite for one in self.inputs):
+            return "inputs"
+        for value, name in ((self.loss, "loss"), (self.norm, "gradients")):
+            if value is not None and not math.isfinite(float(value)):
+                return name
+        return ""
+
+    def __str__(self) -> str:
+        parts = [f"step {self.number}"]
+        for value, name in ((self.loss, "loss"), (self.norm, "gradient norm")):
+            if value is not None:
+                parts.append(f"{name} {float(value):.6g}")
+        return "  ".join([*parts, *map(str, self.inputs)])
+
+
+@dataclass(slots=True)
+class Replay:
+    """A recorded step, elsewhere.
+
+    Attributes:
+        rank, step: Where and which it was.
+        args, kwargs: What the model was called with.
+        loss, gradient_norm: As recorded; None if they were not.
+        generator: State of the random numbers before the call.
+        text: All of it in one line.
+    """
+
+    rank: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: float | None
+    gradient_norm: float | None
+    generator: AbstractContextManager[object] = field(repr=False)
+    text: str = field(repr=False, default="")
+
+    def run(self, model: Any) -> Any:
+        """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns what it returns."""
+        with self.generator:
+            return model(*self.args, **self.kwargs)
+
+
+class StepRecord:
+    """What ``hvd.record()`` returns. It ends with :meth:`close`, or when the model is recorded anew.
+
+    Args:
+        last: How many steps are kept.
+        memory: Bytes of batches that are kept.
+
+    Attributes:
+        steps: The last ones, oldest first.
+    """
+
+    def __init__(self, last: int, memory: int) -> None:
+        if last < 1:
+            raise InvalidRequestError(f"last= is a number of steps from 1, not {last}.")
+        self.steps: deque[Step] = deque(maxlen=last)
+        self._memory, self._count = memory, 0
+        #: Frameworks may call from threads of their own.
+        self._lock = threading.Lock()
+        _records.add(self)
+
+    # -- while training -----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        inputs: Sequence[Input],
+        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        nbytes: int,
+        generator: AbstractContextManager[object],
+    ) -> None:
+        """A step begins; its batch is kept in place of those of older steps, as far as there is room."""
+        with self._lock:
+            self._count += 1
+            self.steps.append(Step(self._count, inputs, batch, nbytes, generator))
+            room = self._memory
+            for step in reversed(self.steps):
+                room -= step.nbytes
+                if room < 0:
+                    if step.batch is None:
+                        break
+                    step.batch = None
+
+    def set_loss(self, value: Any) -> None:
+        """The loss of the step that runs."""
+        with self._lock:
+            if self.steps:
+                self.steps[-1].loss = value
+
+    def set_norm(self, value: Any) -> None:
+        """The norm of the gradients of the step that runs."""
+        with self._lock:
+            if self.steps:
+                self.steps[-1].norm = value
+
+    def close(self) -> None:
+        """End it and forget what was recorded. Idempotent."""
+        with self._lock:
+            self.steps.clear()
+        _records.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def first_wrong(self) -> Step | None:
+        """The first step with something that is not finite, unless all was well again later on."""
+        found = None
+        for step in reversed(self._all()):
+            if step.wrong:
+                found = step
+            elif step.loss is not None or step.norm is not None:  # it went as far as to tell
+                break
+        return found
+
+    def _all(self) -> list[Step]:
+        with self._lock:
+            return list(self.steps)
+
+    def lines(self) -> list[str]:
+        """The last steps, and the first that is not finite, a line each."""
+        wrong, last = self.first_wrong, self._all()[-SHOWN:]
+        if wrong is None:
+            return [str(step) for step in last]
+        mark = f"{wrong}   <- the first that is not finite: {wrong.wrong}"
+        if not any(step is wrong for step in last):
+            return [mark, "...", *map(str, last)]
+        return [mark if step is wrong else str(step) for step in last]
+
+    def replay(self, step: int | None = None) -> Replay:
+        """A step to be sent elsewhere: this one, or the first that is not finite, or else the last.
+
+        Raises:
+            LookupError: It is not kept.
+        """
+        steps = self._all()
+        if step is None:
+            found = self.first_wrong or (steps[-1] if steps else None)
+        else:
+            found = next((one for one in steps if one.number == step), None)
+        if found is None:
+            kept = f"steps {steps[0].number} to {steps[-1].number} are" if steps else "no step is"
+            raise LookupError(f"step {step} is not kept; {kept}" if step is not None else f"{kept} kept")
+        if found.batch is None:
+            raise LookupError(
+                f"the batch of step {found.number} is not kept; `memory=` of hvd.record() is too small"
+            )
+        rank = context.engine().rank if context.is_initialized() else 0
+        loss, norm = (None if value is None else float(value) for value in (found.loss, found.norm))
+        return Replay(rank, found.number, *found.batch, loss, norm, found.generator, str(found))
+
+    def __repr__(self) -> str:
+        steps = self._all()
+        return "\n".join([f"<Record of {self._count} steps, {len(steps)} kept>", *map(str, steps)])
+
+
+def tensors(
+    value: Any, is_tensor: Callable[[Any], bool], path: str = "", depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """The tensors in a batch, also in mappings and sequences of it, each with the path to it."""
+    if is_tensor(value):
+        yield path or "input", value
+    elif depth < DEEPEST and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors(item, is_tensor, f"{path}.{key}".lstrip("."), depth + 1)
+    elif depth < DEEPEST and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for number, item in enumerate(value):
+            yield from tensors(item, is_tensor, f"{path}[{number}]", depth + 1)
+
+
+# -- for the notebook's side --------------------------------------------------------------------------------------
+
+
+def newest() -> StepRecord | None:
+    """The record with steps that was made last on this rank."""
+    with_steps = [one for one in _records if one.steps]
+    return max(with_steps, key=lambda one: one.steps[-1].number, default=None)
+
+
+def recent() -> tuple[tuple[str, ...], str]:
+    """The lines to be shown with an error, and the one about the first step that is not finite."""
+    found = newest()
+    if found is None:
+        return (), ""
+    wrong = found.first_wrong
+    return tuple(found.lines()), "" if wrong is None else str(wrong)
+
+
+def suspects() -> tuple[int, int, str] | None:
+    """For the choice of a rank: how early something was not finite, how near to the inputs, and what step it was."""
+    found = newest()
+    if found is None:
+        return None
+    wrong = found.first_wrong
+    if wrong is None:
+        return (1 << 60, 3, str(found.steps[-1]))
+    return (wrong.number, ("inputs", "loss", "gradients").index(wrong.wrong), str(wrong))
+
+
+def replay(step: int | None = None) -> Replay:
+    """:meth:`StepRecord.replay` of the newest record. Raises ``LookupError`` if there is none."""
+    found = newest()
+    if found is None:
+        raise LookupError("nothing was recorded; hvd.record(model, optimizer) before the training does")
+    return found.replay(step)

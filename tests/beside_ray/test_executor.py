@@ -122,7 +122,7 @@ def test_what_ranks_log_is_given_to_callbacks(executor: RayExecutor) -> None:
 def test_what_a_rank_logs_before_the_call_has_reached_all_is_given_to_callbacks(
     executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = executor._adapter
+    adapter = executor._started()
     submit = adapter._submit
 
     def submit_slowly(*args: Any, **options: Any) -> list[Any]:

@@ -120,6 +120,7 @@ mxnet: ## key-value stores beside real MXNet, in an environment of its own: it n
 	out/mxnet/bin/python -m pip install --quiet $(CHECKED) --requirement requirements/mxnet.txt
 	out/mxnet/bin/python -m pip install --quiet $(OURSELVES)
 	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
+	out/mxnet/bin/python -m pytest tests/conformance/bindings -k mxnet $(PYTEST_ARGS)
 
 # pyspark comes as source: what builds it is installed first, checked as well.
 engines: ## ranks in the tasks of a real Spark, the actors of a real Ray and the jobs of a real Slurm, and over a real sshd, in an environment of its own, which has pandas 2; Spark needs Java 17

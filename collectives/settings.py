@@ -54,6 +54,7 @@ class Settings:
         cache_capacity: Tensors that are known by number, at most.
         require_encryption: What may not travel in the clear between hosts: empty for all may, ``1``, or the networks that
             count as encrypted.
+        kv_replicas: Further hosts on which servers keep a copy of each value.
         kv_servers: Parameter servers on each host.
         kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
         kv_update: Where the optimizer of a ``dist_sync`` store runs, ``workers`` or ``servers``.
@@ -88,6 +89,7 @@ class Settings:
     log_hide_time: bool = False
     cache_capacity: int = 4096
     require_encryption: str = ""
+    kv_replicas: int = 0
     kv_servers: int = 1
     kv_staleness: int | None = None
     kv_update: str = "workers"

@@ -193,12 +193,19 @@ def adopted(value: Any) -> Any:
 
 def array_type_of(value: Any) -> ArrayType | None:
     """How to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
+    if type(value) is np.ndarray:
+        return NUMPY
     if isinstance(value, FrameworkRows):
         return value.array_type
     for array_type in (*_types, _BUFFER):
         if array_type.matches(value):
             return array_type
     return None
+
+
+def array_type_named(name: str) -> ArrayType:
+    """The kind of arrays of this name; numpy's where no such framework is known here."""
+    return next((array_type for array_type in _types if array_type.name == name), NUMPY)
 
 
 def is_array(value: Any) -> bool:

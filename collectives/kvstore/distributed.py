@@ -251,11 +251,12 @@ class DistSyncStore(KVStore):
             KVStoreError: As :meth:`push` and :meth:`pull` do; or an array is row-sparse.
             AbortedError: A worker died, failed, left or was interrupted.
         """
-        for one, array in [*pairs(key, value), *([] if out is None else pairs(key, out))]:
+        found = pairs(key, value)
+        targets = found if out is None else pairs(key, out)
+        for one, array in (*found, *targets):
             if isinstance(array, RowSparse):
                 raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
         with self._lock:
-            found, targets = pairs(key, value), pairs(key, value if out is None else out)
             try:
                 self._check_known(targets)
                 self._check_outputs(targets, self._values)
@@ -324,6 +325,39 @@ class DistSyncStore(KVStore):
     def num_workers(self) -> int:
         """How many workers there are."""
         return self._workers.count
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that was started anew: it gets the values and states of the last complete rounds, and takes part from then on.
+
+        Raises:
+            KVStoreError: A push of this worker is on its way.
+        """
+        with self._unused():
+            for key, pending in self._pending.items():
+                self._store_arrived(key)
+                if any(
+                    not handle.done() or handle.outcome()[1] is None
+                    for one in pending
+                    for handle in one.handles
+                ):
+                    raise KVStoreError(f"a push of key {key!r} is on its way: pull it first", key)
+            return {
+                "settings": self._settings(),
+                "workers": self._workers,
+                "id": self._id,
+                "values": self._values,
+                "outside": self._outside,
+                "multi_precision": self._multi_precision,
+                "failed_updates": self._failed_updates,
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._take_settings(state["settings"])
+        self._workers, self._id = state["workers"], state["id"]
+        DistSyncStore._made = max(DistSyncStore._made, self._id)
+        self._values, self._outside = state["values"], state["outside"]
+        self._multi_precision, self._failed_updates = state["multi_precision"], state["failed_updates"]
+        self._pending = {}
 
     def _name_of(self, key: Key) -> str:
         name, failed = f"kv.{self._id}.{key}", self._failed_updates.get(key)

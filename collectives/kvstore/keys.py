@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import adopted, is_array
 
@@ -34,6 +36,8 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
     key: Key = str(keys) if isinstance(keys, str) else int(keys)
     if isinstance(key, int) and not _INT_MIN <= key <= _INT_MAX:
         raise ValueError(f"key {key} does not fit into 32 bits")
+    if type(values) is np.ndarray:
+        return [(key, values)]
     if is_array(values):
         return [(key, adopted(values))]
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
@@ -54,6 +58,8 @@ def require(condition: bool, text: str) -> None:
 
 def grouped(found: list[tuple[Key, Any]], numbers: Mapping[Key, int]) -> dict[Key, list[Any]]:
     """The values of each key, in the order given; keys in MXNet's order: numbers by size, names in order of init."""
+    if len(found) == 1:
+        return {found[0][0]: [found[0][1]]}
     groups: dict[Key, list[Any]] = {}
     for key, value in found:
         groups.setdefault(key, []).append(value)

@@ -6,6 +6,7 @@ the last bit. With float16 weights every operation rounds to float16, unless ``m
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +39,14 @@ class _Multipliers(Protocol):
 
 def _constant(value: float, like: Array) -> Any:
     """A number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
+    kind: Any = like.dtype.type
+    return _constant_of(value, kind) if value else kind(value)  # zeros differ in their sign, and are equal
+
+
+@functools.lru_cache(maxsize=256)
+def _constant_of(value: float, kind: Any) -> Any:
     with np.errstate(over="ignore", under="ignore"):
-        return like.dtype.type(np.float32(value))
+        return kind(np.float32(value))
 
 
 def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:

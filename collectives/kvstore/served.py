@@ -10,8 +10,8 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
 from hvdlab.collectives.kvstore.arrays import (
     NUMPY,
@@ -35,10 +36,11 @@ from hvdlab.collectives.kvstore.keys import Key, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, ServerLostError, Ticket
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
@@ -58,6 +60,10 @@ class _Part:
         shape: Of this part.
         seen: Version of the value that was pulled last, and this worker's pushes since.
         pushed: Pushes whose answer was not looked at.
+        copies: The same on servers of other hosts: they get the same pushes, and take over when the server is lost.
+        name: The key under which it is there: a copy's own, since a server may have another part of the same key.
+        version: The latest that the server is known to have had.
+        expected: Where a copy has taken over, the version that it has if it lacks nothing; else -1.
     """
 
     server: int
@@ -67,6 +73,14 @@ class _Part:
     shape: tuple[int, ...]
     seen: int
     pushed: deque[Ticket]
+    name: Key
+    copies: list[_Part] = field(default_factory=list)
+    version: int = 0
+    expected: int = -1
+
+    def kept(self) -> list[_Part]:
+        """This and its copies, of those whose servers are there; this alone if there are none."""
+        return [one for one in (self, *self.copies) if not one.link.lost] or [self]
 
 
 class _Pulled(NamedTuple):
@@ -100,34 +114,150 @@ class ServerStore(KVStore):
         servers.stores = number + 1
         #: Links to all servers; and the workers' ranks in the world, with what the ranks of one host have in common.
         self._links, self._hosts = servers.find(self._workers)
+        #: How many stores on servers the workers had made before.
+        self._number = number
+        bound = engine.settings.kv_staleness
+        self._staleness = -1 if synchronous or bound is None else bound
+        self._replicas = self._count_replicas(engine.settings.kv_replicas)
+        self._multi_precision = False
+        self._begin(engine)
+        self._open(self._staleness, first=True)
+        self.barrier()
+
+    def _begin(self, engine: Engine) -> None:
+        """What is this process's own."""
         #: What records pushes and pulls.
         self._spans = None
         if engine.settings.record:
-            workers = len(self._hosts) if synchronous else 1
+            workers = len(self._hosts) if self._synchronous else 1
             # Stores of several process sets may have the same number.
-            self._spans = StoreSpans(engine, self._workers.id << 10 | number, len(self._links), workers)
+            self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links), workers)
         self._parts: dict[Key, list[_Part]] = {}
-        self._multi_precision = False
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
         self._epoch = self._given_up = 0
         self._cells = engine.cells_begun
         self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
-        ranks = tuple(rank for rank, _ in self._hosts)
-        bound = engine.settings.kv_staleness
-        staleness = -1 if synchronous or bound is None else bound
+
+    def _open(self, staleness: int, *, first: bool) -> None:
+        """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
+        rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
         opened = []
-        for link in self._links:
-            first = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
+        for link in self._living_links():
+            makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
             message = functools.partial(
-                m.Open, store=self._id, workers=ranks, synchronous=synchronous, staleness=staleness
+                m.Open, store=self._id, workers=ranks, synchronous=self._synchronous, staleness=staleness
             )
-            opened.append((link, link.use(self._id, makes_memory=engine.rank == first, message=message)))
+            opened.append((link, link.use(self._id, makes_memory=first and rank == makes, message=message)))
         for link, ticket in opened:
             self._done(None, link.wait(ticket), "create")
         for link in self._links:
             weakref.finalize(self, link.close_store, self._id).atexit = False
-        self.barrier()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that was started anew: values are on the servers, where it takes part from then on.
+
+        Raises:
+            KVStoreError: A push of this worker is on its way.
+        """
+        with self._unused():
+            for link in self._living_links():
+                link.take_answers()
+            waiting = (
+                key
+                for key, parts in self._parts.items()
+                for part in parts
+                for one in part.pushed
+                if one.answer is None
+            )
+            for key in waiting:
+                raise KVStoreError(f"a push of key {key!r} is on its way: pull it first", key)
+            links = self._living_links()
+            places = {id(link): number for number, link in enumerate(links)}
+            parts = {
+                key: [
+                    [(places[id(one.link)], one.start, one.stop, one.shape, one.name) for one in part.kept()]
+                    for part in found
+                ]
+                for key, found in self._parts.items()
+            }
+            kinds = {
+                key: (value.dtype.str, tuple(value.shape), isinstance(value, RowSparse))
+                for key, value in self._values.items()
+            }
+            return {
+                "settings": self._settings(),
+                "workers": self._workers,
+                "synchronous": self._synchronous,
+                "numbers": (self._id, self._number),
+                "hosts": self._hosts,
+                "multi_precision": self._multi_precision,
+                "staleness": self._staleness,
+                "replicas": self._replicas,
+                "kinds": kinds,
+                "parts": parts,
+                # Places have secrets, which the data plane must not carry; the coordinator may.
+                "left": servers_of(context.engine("kvstore")).leave_places(links),
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._brought = state
+        if context.is_initialized():
+            self._take_part()
+
+    def __getattr__(self, name: str) -> Any:
+        """A store that came before this process had joined the world takes part with its first use."""
+        if "_brought" not in vars(self) or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._take_part()
+        return getattr(self, name)
+
+    def _take_part(self) -> None:
+        state = vars(self).pop("_brought")
+        try:
+            self._restore(joined(), state)
+        except BaseException:
+            self._brought = state
+            raise
+
+    def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
+        self._take_settings(state["settings"])
+        self._workers, self._synchronous = state["workers"], state["synchronous"]
+        self._id, self._number = state["numbers"]
+        self._hosts, self._replicas = state["hosts"], state["replicas"]
+        self._multi_precision, self._staleness = state["multi_precision"], state["staleness"]
+        servers = servers_of(engine)
+        servers.stores = max(servers.stores, self._number + 1)
+        self._links = servers.find_left(state["left"])
+        self._begin(engine)
+        self._open(self._staleness, first=False)
+        for key, (dtype, shape, sparse) in state["kinds"].items():
+            self._values[key] = _nothing(np.dtype(dtype), shape, sparse=sparse)
+            found = []
+            for kept in state["parts"][key]:
+                part, *part_copies = [
+                    _Part(number, self._links[number], start, stop, tuple(part_shape), 0, deque(), name)
+                    for number, start, stop, part_shape, name in kept
+                ]
+                part.copies = part_copies
+                found.append(part)
+            self._parts[key] = found
+            for part in self._kept_parts([key]):
+                part.link.has(
+                    self._id, key, np.dtype(dtype).itemsize * int(np.prod(part.shape, dtype=np.int64))
+                )
+        self._ask_epoch()
+
+    def _count_replicas(self, wanted: int) -> int:
+        others = len({link.place.host for link in self._links}) - 1
+        if wanted > others and self.rank == 0:
+            LOG.warning(
+                "HVDLAB_KV_REPLICAS=%d needs as many further hosts with workers, and there are %d: values have %d",
+                wanted,
+                others,
+                others,
+            )
+        return min(wanted, others)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -165,35 +295,69 @@ class ServerStore(KVStore):
                 self._parts[one] = self._parts_of(one, array, by_rows=sparse)
                 if self._workers.rank == 0:
                     tickets += [
-                        (one, part.link, self._first(one, part, array, sparse)) for part in self._parts[one]
+                        (one, part.link, self._first(one, part, array, sparse))
+                        for part in self._kept_parts([one])
                     ]
-                # Only the shape and the type are kept here: the values are on the servers.
-                nothing = np.broadcast_to(np.zeros((), array.dtype), array.shape)
-                if sparse:
-                    rows = np.zeros((0, *array.shape[1:]), array.dtype)
-                    new[one] = (RowSparse(rows, [], array.shape), NUMPY)
-                else:
-                    new[one] = (nothing, array_type_of(given) or NUMPY)
+                nothing = _nothing(array.dtype, array.shape, sparse=sparse)
+                new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
             for one, link, ticket in tickets:
                 self._done(one, link.wait(ticket), "init")
             for one, array in own.items():
-                for part in self._parts[one]:
-                    part.link.has(self._id, array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64)))
+                for part in self._kept_parts([one]):
+                    nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
+                    part.link.has(self._id, one, nbytes)
             self._add(new)
             self.barrier()
 
     def _parts_of(self, key: Key, array: Array, *, by_rows: bool) -> list[_Part]:
+        parts = self._first_parts_of(key, array, by_rows=by_rows)
+        hosts = list(dict.fromkeys(link.place.host for link in self._links))
+        for place, part in enumerate(parts):
+            at = hosts.index(part.link.place.host)
+            for host in [hosts[(at + step) % len(hosts)] for step in range(1, self._replicas + 1)]:
+                there = [number for number, link in enumerate(self._links) if link.place.host == host]
+                number = there[part.link.place.index % len(there)]
+                name = f"copy of part {place} of {key!r}"
+                copy = replace(
+                    part, server=number, link=self._links[number], pushed=deque(), name=name, copies=[]
+                )
+                part.copies.append(copy)
+        return parts
+
+    def _kept_parts(self, keys: Iterable[Key]) -> list[_Part]:
+        """All parts of keys with their copies, of those whose servers are there."""
+        return [one for key in keys for part in self._parts.get(key, ()) for one in part.kept()]
+
+    def _living_links(self) -> list[ServerLink]:
+        """All links; without those to lost servers where copies take over."""
+        return [link for link in self._links if not (self._replicas and link.lost)]
+
+    def _fail_over(self) -> bool:
+        """Let copies take over from parts whose servers are lost; whether there were any."""
+        moved: dict[str, list[Key]] = {}
+        for key, parts in self._parts.items():
+            for place, part in enumerate(parts):
+                found = [copy for copy in part.copies if not copy.link.lost]
+                if part.link.lost and found:
+                    found[0].copies, found[0].expected = found[1:], part.version
+                    parts[place] = found[0]
+                    moved.setdefault(found[0].link.place.host.partition("#")[0], []).append(key)
+        for host, keys in moved.items():
+            LOG.warning("copies on %s take over the values of %s", host, ", ".join(map(repr, keys)))
+        return bool(moved)
+
+    def _first_parts_of(self, key: Key, array: Array, *, by_rows: bool) -> list[_Part]:
         """Where MXNet has a key: on one server, or in equal parts on all if it is large."""
         n = len(self._links)
         if array.size < self._bound or n == 1 or not array.shape:
             number = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
             stop = len(array) if by_rows else array.size
-            return [_Part(number, self._links[number], 0, stop, array.shape, 0, deque())]
+            return [_Part(number, self._links[number], 0, stop, array.shape, 0, deque(), key)]
         whole = len(array) if by_rows else array.size
         ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
         rest = array.shape[1:] if by_rows else ()
         return [
-            _Part(server, link, start, stop, (stop - start, *rest), 0, deque())
+            _Part(server, link, start, stop, (stop - start, *rest), 0, deque(), key)
             for server, (link, start, stop) in enumerate(zip(self._links, ends, ends[1:], strict=False))
         ]
 
@@ -203,7 +367,11 @@ class ServerStore(KVStore):
         np.copyto(part.link.array(region, given.dtype, given.shape), given)
         name, offset = array.dtype.str[1:], region.offset
         return part.link.request(
-            lambda sequence: m.Init(sequence, self._id, key, part.shape, name, offset), region, given.nbytes
+            lambda sequence: m.Init(
+                sequence, self._id, part.name, part.shape, name, offset, None if part.name == key else key
+            ),
+            region,
+            given.nbytes,
         )
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
@@ -229,9 +397,8 @@ class ServerStore(KVStore):
         begun = context.engine("kvstore").cells_begun
         if not self._synchronous or begun == self._cells:
             return
-        if self._epoch > self._given_up:
-            self._ask_epoch()  # workers have left: the others go on, of which the world may have more
-        else:
+        self._ask_epoch()  # a worker that has waited for nothing does not know yet who has left, or is back
+        if self._epoch == self._given_up:  # else the others go on, of which the world may have more
             left = any(ticket.answer is None for ticket in self._in_flight())
             some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")
             if some_left:
@@ -239,20 +406,20 @@ class ServerStore(KVStore):
                 text = "what was pushed in a cell that did not end well is dropped"
                 self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
             self._epoch = self._given_up = given_up
-            for parts in self._parts.values():
-                for part in parts:
-                    for ticket in part.pushed:
-                        part.link.wait(ticket)
-                    part.pushed.clear()
+            for part in self._kept_parts(self._parts):
+                for ticket in part.pushed:
+                    part.link.wait(ticket)
+                part.pushed.clear()
         self._cells = begun
 
     def _in_flight(self) -> Iterator[Ticket]:
-        for parts in self._parts.values():
-            for part in parts:
-                yield from part.pushed
+        for part in self._kept_parts(self._parts):
+            yield from part.pushed
 
     def _ask_epoch(self) -> None:
-        asked = [(link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._links]
+        asked = [
+            (link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._living_links()
+        ]
         for link, ticket in asked:
             answer = self._done(None, link.wait(ticket), "push")
             assert isinstance(answer, m.Stock)
@@ -260,7 +427,7 @@ class ServerStore(KVStore):
             self._given_up = max(self._given_up, answer.given_up)
 
     def _tell_all(self, message: m.EndRounds) -> None:
-        for link in self._links:
+        for link in self._living_links():
             link.tell(message)
 
     def _push(self, found: list[tuple[Key, Any]]) -> None:
@@ -279,14 +446,30 @@ class ServerStore(KVStore):
             if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
                 total = _as_elements(total) if len(self._parts[key]) > 1 else total
             for part in self._parts[key]:
-                self._send(key, part, total)
+                self._send_to_all(key, part, total)
+
+    def _send_to_all(self, key: Key, part: _Part, total: Value) -> None:
+        """A push to the server of a part and to those of its copies; one that is found to be lost meanwhile is left out."""
+        lost: ServerLostError | None = None
+        kept = part.kept()
+        for one in kept:
+            if one is not part:  # the part's own answers say what has become of it
+                one.pushed = deque(ticket for ticket in one.pushed if ticket.answer is None)
+            try:
+                self._send(key, one, total)
+            except ServerLostError as error:
+                lost = error
+        if lost is not None and all(one.link.lost for one in kept):
+            raise lost
 
     def _refuse_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
         """Push what servers refuse, so that the others' round of these keys fails and does not wait for this worker."""
         for key in dict.fromkeys(key for key, _ in found):
-            for part in self._parts.get(key, ()):
+            for part in self._kept_parts([key]):
                 part.link.request(
-                    functools.partial(m.Push, store=self._id, key=key, dtype="", offset=0, epoch=self._epoch)
+                    functools.partial(
+                        m.Push, store=self._id, key=part.name, dtype="", offset=0, epoch=self._epoch
+                    )
                 )
 
     def _span(
@@ -312,7 +495,7 @@ class ServerStore(KVStore):
             np.copyto(part.link.array(region, data.dtype, data.shape), data)
         name, offset, seen = data.dtype.str[1:], region.offset, part.seen
         ticket = part.link.request(
-            lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows, self._epoch),
+            lambda sequence: m.Push(sequence, self._id, part.name, name, offset, seen, rows, self._epoch),
             region,
             nbytes,
             span=span,
@@ -325,6 +508,7 @@ class ServerStore(KVStore):
         pushed = part.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.Done):
             pushed.popleft()
+            part.version = max(part.version, answer.version)
             if not self._synchronous and self._record is not None:
                 self._record("kv.staleness", answer.staleness)
 
@@ -360,6 +544,14 @@ class ServerStore(KVStore):
                 self._say_sparse(key)
             else:
                 wanted.setdefault(key, []).append(target)
+        while True:
+            try:
+                return self._pull_dense(wanted)
+            except ServerLostError:
+                if not self._fail_over():
+                    raise
+
+    def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
         pulls = {key: [self._ask(key, part) for part in self._parts[key]] for key in wanted}
         try:
             for key, waiting in pulls.items():
@@ -379,7 +571,10 @@ class ServerStore(KVStore):
         region = part.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
         ticket = part.link.request(
-            lambda sequence: m.Pull(sequence, self._id, key, name, offset), region, keeps=True, span=span
+            lambda sequence: m.Pull(sequence, self._id, part.name, name, offset),
+            region,
+            keeps=True,
+            span=span,
         )
         return _Pulled(part, ticket)
 
@@ -399,7 +594,15 @@ class ServerStore(KVStore):
                     self._done(key, one, "push")
         done = self._done(key, answer, "pull")
         assert isinstance(done, m.Done)
-        part.seen = done.version + len(part.pushed)
+        if (
+            self._synchronous and done.version < part.expected
+        ):  # else others' pushes may still be on their way
+            LOG.warning(
+                "the copy of key %r lacks %d updates that the lost server had made",
+                key,
+                part.expected - done.version,
+            )
+        part.seen, part.version, part.expected = done.version + len(part.pushed), done.version, -1
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
         stored = self._values[key]
@@ -441,7 +644,15 @@ class ServerStore(KVStore):
                 except ValueError as error:
                     raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
             for (one, target), rows in zip(found, numbers, strict=True):
-                target.replace(rows, self._pull_rows(one, rows))
+                target.replace(rows, self._pull_rows_from_any(one, rows))
+
+    def _pull_rows_from_any(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
+        while True:
+            try:
+                return self._pull_rows(key, rows)
+            except ServerLostError:
+                if not self._fail_over():
+                    raise
 
     def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
         stored = self._values[key]
@@ -456,7 +667,7 @@ class ServerStore(KVStore):
             message = functools.partial(
                 m.Pull,
                 store=self._id,
-                key=key,
+                key=part.name,
                 dtype=stored.dtype.str[1:],
                 offset=region.offset,
                 rows=len(numbers),
@@ -482,11 +693,12 @@ class ServerStore(KVStore):
             KVStoreError: As :meth:`push` and :meth:`pull` do; or an array is row-sparse.
             AbortedError: A worker that this one waited for has died.
         """
-        for one, array in [*pairs(key, value), *([] if out is None else pairs(key, out))]:
+        found = pairs(key, value)
+        targets = found if out is None else pairs(key, out)
+        for one, array in (*found, *targets):
             if isinstance(array, RowSparse):
                 raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
         with self._lock:
-            found, targets = pairs(key, value), pairs(key, value if out is None else out)
             try:
                 self._check_known(targets)
                 self._check_outputs(targets, self._values)
@@ -495,7 +707,7 @@ class ServerStore(KVStore):
                     self._refuse_elsewhere(found)
                 raise
             with contextlib.ExitStack() as links:
-                for link in self._links:
+                for link in self._living_links():
                     links.enter_context(link.together())
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
@@ -531,7 +743,7 @@ class ServerStore(KVStore):
                         link,
                         link.request(functools.partial(m.SetOptimizer, store=self._id, optimizer=spec)),
                     )
-                    for link in self._links
+                    for link in self._living_links()
                 ]
                 for link, ticket in tickets:
                     self._done(None, link.wait(ticket), "set_optimizer")
@@ -555,7 +767,7 @@ class ServerStore(KVStore):
             self._epoch = max(self._epoch, answer.epoch)
             if answer.given_up > self._given_up:
                 self._given_up = answer.given_up
-                for link in self._links:  # the one that has given rounds up knows already
+                for link in self._living_links():  # the one that has given rounds up knows already
                     link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
             cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
             raise AbortedError(
@@ -579,11 +791,15 @@ class ServerStore(KVStore):
             )
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values, with how much of this store each has."""
+        """The processes that keep the values, with how much of this store each has; without those that are lost."""
         with self._lock:
-            asked = [(link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._links]
+            asked = [
+                (index, link, link.request(functools.partial(m.Ask, store=self._id)))
+                for index, link in enumerate(self._links)
+                if not link.lost
+            ]
             infos = []
-            for index, (link, ticket) in enumerate(asked):
+            for index, link, ticket in asked:
                 answer = self._done(None, link.wait(ticket), "servers")
                 assert isinstance(answer, m.Stock)
                 host = link.place.host.partition("#")[0]
@@ -607,6 +823,14 @@ class ServerStore(KVStore):
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"
+
+
+def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:
+    """Shape and type of a value, which is on the servers."""
+    if sparse:
+        return RowSparse(np.zeros((0, *shape[1:]), dtype), [], shape)
+    empty: Array = np.broadcast_to(np.zeros((), dtype), shape)
+    return empty
 
 
 def _as_elements(rows: RowSparse) -> RowSparse:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdlab.collectives.kvstore.arrays import (
     Array,
     ArrayType,
     RowSparse,
+    array_type_named,
     array_type_of,
     checked_rows,
     rows_of,
@@ -354,8 +356,8 @@ class KVStore(KVStoreBase):
             )
 
     def _check_kind(self, found: list[tuple[Key, Any]]) -> None:
-        kinds = {type(key) for key in self._values} | {type(key) for key, _ in found}
-        if len(kinds) > 1:
+        kind = type(next(iter(self._values), found[0][0] if found else 0))  # all stored ones have one
+        if any(type(key) is not kind for key, _ in found):
             key = found[0][0]
             raise KVStoreError(
                 f"Mixed key types are not allowed: key {key!r} is of another kind than the store's", key
@@ -473,6 +475,41 @@ class KVStore(KVStoreBase):
 
     # -- workers and servers ------------------------------------------------------------------------------------------
 
+    def _settings(self) -> dict[str, Any]:
+        """What a worker that was started anew gets of a store: all but this process's own, without values."""
+        updater = self._updater
+        return {
+            "name": self._name,
+            "on_devices": self._on_devices,
+            "array_types": {key: array_type.name for key, array_type in self._array_types.items()},
+            "numbers": self._numbers,
+            "updater": updater.updater if isinstance(updater, _ForUser) else updater,
+            "compression": self._compression,
+        }
+
+    def _take_settings(self, settings: Mapping[str, Any]) -> None:
+        KVStore.__init__(self, settings["name"], on_devices=settings["on_devices"])
+        self._array_types = {key: array_type_named(name) for key, name in settings["array_types"].items()}
+        self._numbers, self._compression = dict(settings["numbers"]), settings["compression"]
+        self._updater = self._updater_of(settings["updater"])
+
+    @contextlib.contextmanager
+    def _unused(self) -> Iterator[None]:
+        """Hold the lock, but do not wait for it: what asks may be what a thread that has it waits for in the end.
+
+        Raises:
+            KVStoreError: Another thread uses the store.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise KVStoreError("another thread uses the store")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a store can't be copied: make another by create")
+
     @property
     def type(self) -> str:
         """The name that the store was made with, in lower case."""
@@ -514,14 +551,14 @@ class _ForUser:
     """A user's updater, which gets arrays of the user's framework."""
 
     def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
-        self._updater, self._array_types = updater, array_types
+        self.updater, self._array_types = updater, array_types
 
     def __call__(self, key: Key, received: Value, stored: Array) -> None:
         array_type = self._array_types[key]
         weight = array_type.wrap(stored)
         wrap_rows, wrap = array_type.wrap_rows, array_type.wrap
         gradient = wrap_rows(received) if isinstance(received, RowSparse) else wrap(received)
-        self._updater(key, gradient, weight)
+        self.updater(key, gradient, weight)
         changed = array_type.view(weight)
         if not np.shares_memory(changed, stored):
             np.copyto(stored, changed)

@@ -1,4 +1,5 @@
-"""MXNet's own distributed stores: a scheduler, servers and workers on this machine, which run a script of ``store_scripts.py``."""
+"""MXNet's own distributed stores: a scheduler, servers and workers on this machine, which run scripts of
+``store_scripts.py`` and ``gluon_scripts.py``."""
 
 from __future__ import annotations
 
@@ -105,12 +106,14 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list
 
 
 def main() -> None:
+    import gluon_scripts
     import mxnet as mx  # a server or the scheduler stays in here
     import store_scripts
 
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     kv = mx.kv.create(sys.argv[1])
-    results = [getattr(store_scripts, name)(kv, store_scripts.Mxnet()) for name in sys.argv[2:]]
+    scripts = {**vars(store_scripts), **vars(gluon_scripts)}
+    results = [scripts[name](kv, store_scripts.Mxnet()) for name in sys.argv[2:]]
     Path(os.environ["ANSWER"]).write_bytes(pickle.dumps((kv.rank, results)))
     kv._barrier()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,24 @@ def play(store: str, names: list[str]) -> list[Any]:
     return [getattr(store_scripts, name)(kv, store_scripts.Hvdlab()) for name in names]
 
 
+def play_installed(store: str, names: list[str]) -> list[Any]:
+    """The same with MXNet's arrays and optimizers on the store that MXNet makes once ours are installed."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import gluon_scripts
+    import mxnet as mx
+
+    import hvdlab.mxnet as hvd
+
+    hvd.install_kvstore()
+    try:
+        kv = mx.kv.create(store)
+        assert isinstance(kv, kvstore.KVStore)
+        scripts = {**vars(store_scripts), **vars(gluon_scripts)}
+        return [scripts[name](kv, store_scripts.Mxnet()) for name in names]
+    finally:
+        hvd.uninstall_kvstore()
+
+
 def start_servers() -> None:
     """They live as long as the ranks, so they have to come before the first script."""
     kvstore.create("dist_async")
@@ -68,6 +88,20 @@ def test_workers_see_the_same(case: Case) -> None:
         for rank in (0, 1):
             for name, mine, other in zip(case.scripts, ours[rank], theirs[rank], strict=True):
                 compare(f"{name} on rank {rank} with {settings}", mine, other)
+
+
+GLUON = ["mxnets_optimizers", "trainer_on_the_store", "trainer_itself"]
+"""Scripts in MXNet's own words; each on a store of its own, since a trainer's keys are numbers from 0 on."""
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+@pytest.mark.parametrize("script", GLUON)
+def test_scripts_of_mxnets_own_see_the_same_once_our_stores_are_installed(script: str) -> None:
+    theirs = played_by_mxnet("dist_sync", [script])
+    with Ranks(2) as ranks:
+        ours = ranks.run(play_installed, "dist_sync", [script], timeout=100)
+    for rank in (0, 1):
+        compare(f"{script} on rank {rank}", ours[rank][0], theirs[rank][0])
 
 
 @pytest.mark.filterwarnings("ignore")  # MXNet's

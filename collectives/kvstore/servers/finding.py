@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -98,7 +99,36 @@ class Servers:
                 for place in self._of_host(known, host)
             ]
             links = [self._link(place) for place in places]
+            for link in links:
+                link.neighbours |= {worker.rank for worker in known if worker.host == link.place.host}
             return links, [(worker.rank, worker.host) for worker in known]
+
+    def leave_places(self, links: Iterable[ServerLink]) -> str:
+        """Leave at the coordinator where servers are, for a worker that was started anew; the name to :meth:`find_left` them by."""
+        name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
+        places = tuple(link.place for link in links)
+        neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)
+        self._engine.world_store().set(name, msgspec.json.encode((places, neighbours)))
+        return name
+
+    def find_left(self, name: str) -> list[ServerLink]:
+        """Links to the servers that another worker has left under this name.
+
+        Raises:
+            StartError: They are not there.
+        """
+        try:
+            data = self._engine.world_store().get(name, self._engine.settings.start_timeout)
+        except (PlaneAborted, TimeoutError) as error:
+            raise StartError(f"where the servers are is not known any more: {error}") from error
+        places, neighbours = msgspec.json.decode(
+            data, type=tuple[tuple[Place, ...], tuple[tuple[int, ...], ...]]
+        )
+        with self._lock:
+            links = [self._link(place) for place in places]
+        for link, ranks in zip(links, neighbours, strict=True):
+            link.neighbours |= set(ranks)
+        return links
 
     def known(self) -> list[KnownServer]:
         """The servers that this worker is connected to. Asks nobody, and waits for nothing."""
@@ -110,7 +140,7 @@ class Servers:
         found = []
         for index, link in enumerate(links):
             stock = list(link.stock.values())
-            keys, nbytes = sum(keys for keys, _ in stock), sum(size for _, size in stock)
+            keys, nbytes = sum(len(keys) for keys in stock), sum(sum(keys.values()) for keys in stock)
             found.append(KnownServer(index, link.place.host, link.pid, link.local, keys, nbytes))
         return found
 

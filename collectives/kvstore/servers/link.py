@@ -31,12 +31,14 @@ from hvdlab.collectives.errors import (
     format_ranks,
 )
 from hvdlab.collectives.kvstore.arrays import Array
+from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
 from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
+from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
@@ -47,6 +49,9 @@ RECOVER_WITHIN = 30.0
 """Seconds that a server which is gone may take to come back."""
 _LOOK_MILLISECONDS = 1000
 _TRY_AGAIN_SECONDS = 0.1
+SILENT_SECONDS = 2.0
+"""After how long without an answer a worker asks whether its server is there at all; one that does not answer that is named."""
+_NAMED_KEYS = 8
 _SWEEP_FROM = 8
 _HELD, _HELD_BYTES = 4, 64 << 10
 """Requests that are sent together at most, and the size of the largest of them: a server is to begin with the first soon."""
@@ -54,6 +59,10 @@ _IN_FLIGHT = 256 << 20
 """Bytes of unanswered requests from which on answers are waited for before more is sent."""
 
 Answer = m.Done | m.Failed | m.Stock
+
+
+class ServerLostError(KVStoreError):
+    """The server is gone and does not come back."""
 
 
 class Region:
@@ -152,13 +161,15 @@ class ServerLink:
         place: Where the server is.
         pid: Its process; 0 before it was connected to.
         local: Whether it is on this host.
-        stock: How many keys, or parts of keys, of each store are there, and the bytes of their values, as this worker knows.
+        stock: The keys of each store of which something is there, and the bytes of their values, as this worker knows.
+        neighbours: The workers of the server's host: only they can start it again.
     """
 
     def __init__(self, engine: Engine, place: Place, starter: Starter, *, local: bool) -> None:
         self.place, self.pid = place, 0
         self.local = local
-        self.stock: dict[int, tuple[int, int]] = {}
+        self.stock: dict[int, dict[Key, int]] = {}
+        self.neighbours: set[int] = set()
         self.engine, self._starter = engine, starter
         self._rank = engine.rank
         self._changed = threading.Condition()
@@ -171,15 +182,24 @@ class ServerLink:
         #: For whom a push waits, as the server said last.
         self._waits: m.Waits | None = None
         self._in_flight = 0
+        #: At how many of these answers are looked for next: a server that is busy has none for each request.
+        self._sweep_from = _SWEEP_FROM
         #: How many blocks of :meth:`together` are open, and the requests that were held back in them, oldest first.
         self._holding = 0
         self._held: list[Ticket] = []
         self._outbox = _Outbox(shared=local)
         #: The memory of stores, which outlives a server of this host because its workers have it.
         self._files: dict[int, SharedFile] = {}
+        #: How many objects of this process use each store.
+        self._uses: dict[int, int] = {}
         #: Stores that are used no more; filled by the garbage collector, which may run anywhere.
         self._closing: deque[int] = deque()
         self._lost: HvdlabError | None = None
+        #: When the server was heard last.
+        self._heard = time.monotonic()
+        #: What it was asked to find out whether it is there, and after how much silence that is said next.
+        self._probe: Ticket | None = None
+        self._say_after = SILENT_SECONDS
         self._clock = ServerClock(local=local)
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
@@ -226,8 +246,9 @@ class ServerLink:
         """
         with self._changed:
             self._require_usable()
-            if len(self._unanswered) >= _SWEEP_FROM:
+            if len(self._unanswered) >= self._sweep_from:
                 self._sweep()
+                self._sweep_from = len(self._unanswered) + _SWEEP_FROM
             self._sequence += 1
             ticket = Ticket(make(self._sequence), region, sent, keeps=keeps, span=span)
             self._unanswered[self._sequence] = ticket
@@ -263,10 +284,12 @@ class ServerLink:
             KVStoreError: The server is lost.
         """
         watch: _Watch | None = None
+        begun = time.monotonic()
         try:
             with self._changed:
                 while ticket.answer is None:
                     self._require_usable()
+                    self._look_after_server(begun)
                     if self._held:
                         self._carry_out(self._send_held)
                     watch = self._watched(watch)
@@ -309,6 +332,12 @@ class ServerLink:
         with self._changed:
             self._changed.notify_all()
 
+    def take_answers(self) -> None:
+        """Look at what has come; does not wait."""
+        with self._changed:
+            self._require_usable()
+            self._carry_out(self._take)
+
     def tell(self, message: Message) -> None:
         """Send what has no answer. It is lost with the connection."""
         with self._changed:
@@ -317,6 +346,8 @@ class ServerLink:
 
     def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
         """Open a store; the worker that ``makes_memory`` brings it to the server."""
+        with self._changed:
+            self._uses[store] = self._uses.get(store, 0) + 1
         if makes_memory and self.local:
             with self._changed:
                 self._require_usable()
@@ -324,10 +355,15 @@ class ServerLink:
                 self._carry_out(lambda: self._send(m.Bring(store), file))
         return self.request(message)
 
-    def has(self, store: int, nbytes: int) -> None:
+    def has(self, store: int, key: Key, nbytes: int) -> None:
         """A key of this store, or a part of one, is there from now on."""
-        keys, before = self.stock.get(store, (0, 0))
-        self.stock[store] = keys + 1, before + nbytes
+        keys = self.stock.setdefault(store, {})
+        keys[key] = keys.get(key, 0) + nbytes
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server is gone and does not come back. Any thread."""
+        return self._lost is not None
 
     def close_store(self, store: int) -> None:
         """Use a store no more. Does not wait, and takes no lock."""
@@ -360,6 +396,51 @@ class ServerLink:
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
 
+    def _look_after_server(self, begun: float) -> None:
+        """While this worker waits, since ``begun``: a server that says nothing is asked whether it is there, then named."""
+        now = time.monotonic()
+        silent = now - max(begun, self._heard)
+        if silent < SILENT_SECONDS:
+            return
+        if self._probe is None or self._probe.answer is not None:
+            self._sequence += 1
+            store = next(iter(self.stock), 0)
+            probe = self._probe = Ticket(m.Ask(self._sequence, store), None, 0, keeps=False, span=None)
+            self._unanswered[self._sequence] = probe
+            self._carry_out(lambda: self._transmit(probe))
+        elif (
+            not self._may_come_back()
+        ):  # nothing says so where a host is cut off, but its workers are known to be gone
+            self._carry_out(self._notice_loss)
+        elif silent >= self._say_after:
+            self._say_silent(silent)
+
+    def _say_silent(self, seconds: float) -> None:
+        self._say_after = 2 * seconds
+        stopped = self.local and process_state(self.pid) in ("T", "t")
+        what = (
+            f"it is stopped (kill -CONT {self.pid} lets it go on)"
+            if stopped
+            else "it may be stopped or overloaded"
+        )
+        LOG.warning("%s has not answered for %.0f s: %s", self._name(), seconds, what)
+
+    def _name(self) -> str:
+        return f"the parameter server of {self.place.host.partition('#')[0]} (process {self.pid})"
+
+    def _notice_loss(self) -> None:
+        raise ConnectionLost("all workers of its host have died")
+
+    def _lose(self, error: Exception) -> None:
+        keys = [key for store in self.stock.values() for key in store]
+        named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
+        more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
+        kept = f", which kept the values of {named}{more}" if keys else ""
+        text = f"{self._name()} is lost{kept}: {error}"
+        self._lost = ServerLostError(text)
+        self._held.clear()
+        LOG.warning("%s", text)
+
     def _carry_out(self, step: Callable[[], None]) -> None:
         """Do something with the connection. If it is lost, it is made again, which repeats all that was not answered.
 
@@ -386,8 +467,12 @@ class ServerLink:
     def _send_frames(self, frames: bytes, descriptor: int = -1) -> None:
         assert self._endpoint is not None
         sent = self._endpoint.send_frame(frames, descriptor)
+        begun = time.monotonic()
         while not sent:
-            self._wait_for(select.POLLOUT | select.POLLIN)
+            if not self._wait_for(select.POLLOUT | select.POLLIN):
+                silent = time.monotonic() - max(begun, self._heard)
+                if silent >= self._say_after:
+                    self._say_silent(silent)
             self._take()  # or else both might wait for each other
             sent = self._endpoint.flush()
 
@@ -465,6 +550,10 @@ class ServerLink:
             raise ConnectionLost(str(error)) from error
 
     def _handle(self, endpoint: Endpoint, message: m.ToWorker) -> None:
+        self._heard = time.monotonic()
+        if self._say_after != SILENT_SECONDS:
+            self._say_after = SILENT_SECONDS
+            LOG.warning("%s answers again", self._name())
         if isinstance(message, m.Done | m.Failed | m.Stock):
             ticket = self._unanswered.pop(message.sequence, None)
             if ticket is None:
@@ -517,8 +606,8 @@ class ServerLink:
                 return
             except (ConnectionLost, OSError, StartError, ProtocolError) as error:
                 self._give_up()
-                if deadline.expired or not self._may_come_back(error):
-                    self._lost = KVStoreError(f"the parameter server is lost: {error}")
+                if deadline.expired or not self._may_come_back():
+                    self._lose(error)
                     self._changed.notify_all()
                     self._require_usable()
             except BaseException:
@@ -526,8 +615,10 @@ class ServerLink:
                 raise
             time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
 
-    def _may_come_back(self, error: Exception) -> bool:
-        return not self.local or os.path.isdir(self.place.directory)
+    def _may_come_back(self) -> bool:
+        if self.local:
+            return os.path.isdir(self.place.directory)
+        return not self.neighbours or not self.neighbours.isdisjoint(self.engine.living)
 
     def _connect(self, deadline: Deadline) -> Endpoint:
         sock = self._open(deadline)
@@ -621,6 +712,10 @@ class ServerLink:
     def _send_closing(self) -> None:
         while self._closing:
             store = self._closing.popleft()
+            self._uses[store] = self._uses.get(store, 1) - 1
+            if self._uses[store] > 0:
+                continue
+            del self._uses[store]
             self.stock.pop(store, None)
             file = self._files.pop(store, None)
             if file is not None:

@@ -123,7 +123,7 @@ class SharedFile:
 class StoreRecord(Message, frozen=True):
     """How a store is used. The last one counts; ``generation`` counts the optimizers that it has had.
 
-    ``gone`` are the workers that use it no more, and why. ``given_up`` counts how often rounds were given up; each of these ends an
+    ``gone`` are the workers that use it no more, and why; ``returned`` counts those that were among them and use it again. ``given_up`` counts how often rounds were given up; each of these ends an
     epoch. ``cause`` is that of the last end: the ranks, the kind of the cause, and its text.
     """
 
@@ -135,17 +135,19 @@ class StoreRecord(Message, frozen=True):
     gone: tuple[tuple[int, str], ...] = ()
     given_up: int = 0
     cause: tuple[tuple[int, ...], str, str] = ((), "", "")
+    returned: int = 0
 
     @property
     def epoch(self) -> int:
         """How many epochs have ended."""
-        return len(self.gone) + self.given_up
+        return len(self.gone) + self.returned + self.given_up
 
 
 class KeyRecord(Message, frozen=True):
     """A key and where its block is. The last one of a key counts.
 
-    ``states`` are the element types and shapes of the arrays that the optimizer keeps for it.
+    ``states`` are the element types and shapes of the arrays that the optimizer keeps for it. ``copy_of`` is the key of which this is a
+    copy, if it is one.
     """
 
     key: Key
@@ -153,6 +155,12 @@ class KeyRecord(Message, frozen=True):
     dtype: str
     states: tuple[tuple[str, tuple[int, ...]], ...]
     block: int
+    copy_of: Key | None = None
+
+    @property
+    def index(self) -> Key:
+        """The key for the optimizer, whose settings may differ by key."""
+        return self.key if self.copy_of is None else self.copy_of
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -63,7 +63,10 @@ class Data(Message, frozen=True):
 
 
 class Init(Message, frozen=True):
-    """The first value of a key, or of this server's part of it. The value of an existing key stays."""
+    """The first value of a key, or of this server's part of it. The value of an existing key stays.
+
+    What is a copy of another server's part has a key of its own; ``copy_of`` is the one whose settings of the optimizer count.
+    """
 
     sequence: int
     store: int
@@ -71,6 +74,7 @@ class Init(Message, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    copy_of: Key | None = None
 
 
 class Push(Message, frozen=True):

@@ -462,29 +462,52 @@ class ServerState:
         store = self._stores[request.store]
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
+        if rank not in store.participants():
+            self._return_to(store, rank)
         if not self._workers[rank].outbox.remote:
             self._send(rank, m.Share(request.store), store.memory.file)
         self._send(rank, m.Done(request.sequence))
+
+    def _return_to(self, store: _Store, rank: int) -> None:
+        """A worker that has left uses the store again, from a new process: its numbers begin anew.
+
+        A server that is killed in between leaves it as one that has left, and is asked again.
+        """
+        index = store.record.workers.index(rank)
+        others = [store.record.workers.index(other) for other in store.participants()]
+        for block in store.memory.blocks.values():
+            slot = block.current
+            slot.applied[index] = 0
+            # So that a bound on staleness holds nobody back until it has caught up.
+            slot.pushes[index] = min((int(slot.pushes[other]) for other in others), default=0)
+        store.record = msgspec.structs.replace(
+            store.record,
+            gone=tuple(one for one in store.record.gone if one[0] != rank),
+            returned=store.record.returned + 1,
+        )
+        store.memory.describe(store.record)
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
             given = self._workers[rank].outbox.array(
                 request.offset, element_type(request.dtype), request.shape
             )
-            self._make_block(store, request.key, given)
+            self._make_block(store, request.key, given, copy_of=request.copy_of)
         self._send(rank, m.Done(request.sequence, self._version(store, request.key)))
 
-    def _make_block(self, store: _Store, key: Key, value: Array, before: Slot | None = None) -> Block:
+    def _make_block(
+        self, store: _Store, key: Key, value: Array, before: Slot | None = None, copy_of: Key | None = None
+    ) -> Block:
         """A block for a key with this value, and with new states of the present optimizer."""
         optimizer = store.optimizer
         if optimizer is not None and optimizer.multi_precision:
             value = value.astype(np.float32)
         arrays: list[Array] = []
         if optimizer is not None:
-            store.structures[key] = optimizer.create_state(key, value)
+            store.structures[key] = optimizer.create_state(key if copy_of is None else copy_of, value)
             arrays = list(_arrays_of(store.structures[key]))
         states = tuple((array.dtype.str[1:], array.shape) for array in arrays)
-        record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0)
+        record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0, copy_of)
         block = store.memory.add(record)
         slot = block.current
         if before is not None:
@@ -666,17 +689,19 @@ class ServerState:
     def _apply(self, store: _Store, key: Key, gradient: Array | RowSparse, pushes: dict[int, m.Push]) -> None:
         optimizer, block = store.optimizer, store.memory.blocks[key]
         if optimizer is not None and int(block.current.head[1]) != store.record.generation:
-            block = self._make_block(store, key, block.current.value.copy(), block.current)
+            block = self._make_block(
+                store, key, block.current.value.copy(), block.current, block.record.copy_of
+            )
         new = block.other
         block.current.copy_to(new)
         if optimizer is None:
             np.copyto(new.value, gradient.todense() if isinstance(gradient, RowSparse) else gradient)
         else:
-            counts = optimizer._index_update_count
-            counts[key] = int(new.head[2])
+            counts, index = optimizer._index_update_count, block.record.index
+            counts[index] = int(new.head[2])
             state = self._state(store, key, new.value, new.states)
-            optimizer.update(key, new.value, gradient, state)
-            new.head[2] = counts[key]
+            optimizer.update(index, new.value, gradient, state)
+            new.head[2] = counts[index]
         for rank, push in pushes.items():
             index = store.record.workers.index(rank)
             new.applied[index] = push.sequence
@@ -687,7 +712,8 @@ class ServerState:
         """The optimizer's state of a key, with these arrays in it."""
         assert store.optimizer is not None
         if key not in store.structures:  # a server before this one made it
-            store.structures[key] = store.optimizer.create_state(key, value)
+            index = store.memory.blocks[key].record.index
+            store.structures[key] = store.optimizer.create_state(index, value)
         return _with_arrays(store.structures[key], iter(arrays))
 
 

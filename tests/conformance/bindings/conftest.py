@@ -11,6 +11,9 @@ import pytest
 from conformance.bindings.harness import BINDINGS, SIZES, binding
 from ranks import Ranks
 
+START_WITHIN = 120.0
+"""Seconds: some frameworks take long to import where much else runs."""
+
 
 @dataclass
 class World:
@@ -39,7 +42,7 @@ class World:
 
 
 def _world(name: str, size: int) -> Iterator[World]:
-    with Ranks(size, imports=[binding(name).module]) as ranks:
+    with Ranks(size, imports=[binding(name).module], timeout=START_WITHIN) as ranks:
         yield World(name, ranks)
 
 

@@ -18,15 +18,13 @@ from hvdlab.collectives.dtypes import DType
 Values = npt.NDArray[Any]
 
 BINDINGS = {
-    "torch": "conformance.bindings.torch_binding",
-    "numpy": "conformance.bindings.numpy_binding",
+    name: f"conformance.bindings.{name}_binding"
+    for name in ("torch", "numpy", "tensorflow", "mxnet")
+    if find_spec(name) is not None
 }
-"""Modules that have a ``BINDING``."""
+"""Modules that have a ``BINDING``. MXNet is in an environment of its own, where some of the others are not."""
 
-if find_spec("tensorflow") is not None:
-    BINDINGS["tensorflow"] = "conformance.bindings.tensorflow_binding"
-
-ONLY_IN_RANKS = frozenset({"tensorflow"})
+ONLY_IN_RANKS = frozenset({"tensorflow", "mxnet"})
 """Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import."""
 
 SIZES = (1, 3)
@@ -38,7 +36,7 @@ class BindingUnderTest(ABC):
 
     Attributes:
         module: Name of the module that users import as ``hvd``.
-        lacks: What it does not have, of ``average`` and ``compression`` (the arguments), ``gradients``, ``async`` and
+        lacks: What it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``, ``gradients``, ``async`` and
             ``in place`` (the forms).
         scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
         dtypes: Element types that its tensors have.
@@ -66,6 +64,10 @@ class BindingUnderTest(ABC):
     @abstractmethod
     def dtype(self, tensor: Any) -> DType:
         """The element type of a tensor."""
+
+    def counts(self, received: Any) -> list[int]:
+        """What alltoall says of the rows that each rank has sent."""
+        return [int(count) for count in received]
 
     @abstractmethod
     def layouts(self, values: Values) -> dict[str, Any]:

@@ -218,6 +218,8 @@ def refusals(under_test: BindingUnderTest) -> dict[str, Case]:
         asynchronous += ("negative splits", "root in place", "handle", "polled handle")
         for case in asynchronous:
             del cases[case]
+    if "adasum" in under_test.lacks:
+        del cases["adasum of integers"]
     wrong, text = under_test.not_a_tensor
     for form in ("allreduce", "allgather_async", "reducescatter", "alltoall"):
         if not hasattr(hvd, form):

@@ -78,6 +78,7 @@ class OpKind(IntEnum):
     """Which collective. ``ADD_PROCESS_SET`` and ``REMOVE_PROCESS_SET`` move no data; the coordinator acts on them.
 
     ``PUSH`` and ``PULL`` are none: what one worker asks of a parameter server. They are recorded like collectives.
+    ``SENDRECV`` is a message of one member to another: these two submit it, and nobody waits for the rest.
     """
 
     ALLREDUCE = 0
@@ -91,6 +92,7 @@ class OpKind(IntEnum):
     JOIN = 8
     PUSH = 9
     PULL = 10
+    SENDRECV = 11
 
     @property
     def label(self) -> str:
@@ -99,4 +101,4 @@ class OpKind(IntEnum):
     @property
     def asks_server(self) -> bool:
         """Whether it is a request to a parameter server."""
-        return self >= OpKind.PUSH
+        return self in (OpKind.PUSH, OpKind.PULL)

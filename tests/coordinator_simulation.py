@@ -139,7 +139,7 @@ class SimulatedRank:
             self._abort(message)
         elif isinstance(message, m.Execute):
             self._execute(message)
-        elif isinstance(message, m.Reject | m.RejectDuplicate | m.Decline):
+        elif isinstance(message, m.Reject | m.RejectDuplicate | m.Decline | m.Cancelled):
             for local in message.locals:
                 self._pop(message.process_set, message.epoch, local, message)
         elif isinstance(message, m.ProcessSetAdded):

@@ -8,6 +8,8 @@ another one to make the same mistake.
 
 A rank that has *joined* is not waited for: a round is complete without it. Joining is a round, too, the one that
 every member has to submit.
+
+A message of one member to another is a round that only these two have to submit.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
 from hvdlab.collectives.coordinator.pending import PendingRounds
-from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of
+from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
-from hvdlab.collectives.coordinator.verdicts import DuplicateName, Mismatch, Rejection, Verdict
+from hvdlab.collectives.coordinator.verdicts import DuplicateName, InVain, Mismatch, Rejection, Verdict
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol.messages import AbortedCollective
 
 _JOIN = int(OpKind.JOIN)
 
@@ -84,7 +88,7 @@ class Matcher(PendingRounds):
         if look:
             if self.joining is not None or info.kind == _JOIN:
                 self._look(current, now)
-            elif len(heads) == self.size:
+            elif len(heads) == self.size or (current.info.between and self.is_complete(current)):
                 self._complete(current, now)
         return current
 
@@ -125,9 +129,9 @@ class Matcher(PendingRounds):
         if complete.disputed is not None:
             self._mismatch(complete, now)
             return
-        if len(complete.heads) < self.size:
+        if self._lacks(complete):
             complete.agree = False
-            complete.absent = tuple(rank for rank in self.ranks if rank not in complete.heads)
+            complete.absent = tuple(rank for rank in info.between or self.ranks if rank not in complete.heads)
             verdict = refuse_with_joined(info.signature, self.joined)
             if verdict is not None:
                 self._decide(complete, verdict, now)
@@ -186,8 +190,11 @@ class Matcher(PendingRounds):
     def _gets_verdict(self, complete: Round) -> bool:
         if complete.disputed is not None:
             return True
-        lacking = len(complete.heads) < self.size
-        return lacking and refuse_with_joined(complete.info.signature, self.joined) is not None
+        return self._lacks(complete) and refuse_with_joined(complete.info.signature, self.joined) is not None
+
+    def _lacks(self, complete: Round) -> bool:
+        """Whether a round is complete without some of those that it concerns, as they have joined."""
+        return len(complete.heads) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 
@@ -227,6 +234,44 @@ class Matcher(PendingRounds):
         """When the oldest dispute began, or ``None`` if there is none."""
         return min((r.disputed for r in self.disputes.values() if r.disputed is not None), default=None)
 
+    # -- messages that end alone ----------------------------------------------------------------------------------
+
+    def end_message(
+        self, current: Round, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
+    ) -> None:
+        """The other rank of a message won't come: the one that waits gets this verdict, and what it has behind is next."""
+        verdict = InVain(report_round(current, self.missing(current), self.joined), kind, ranks, text)
+        left = list(self._withdraw(current))[len(current.heads) :]  # the heads come first
+        self._take_out(current.info.name)
+        for rank, defined in current.heads.items():
+            self._reject(rank, defined, verdict)
+        self._submit_all(left, now)
+
+    def cancel(self, rank: int, defined: Defined, later: int, now: float) -> AbortedCollective | None:
+        """A rank gives up a message that waits for the other rank.
+
+        Args:
+            rank: The rank.
+            defined: What it had submitted it as.
+            later: How many of the same it has submitted after it.
+            now: The time.
+
+        Returns:
+            What had been submitted; ``None`` if it does not wait any more.
+        """
+        current = self.rounds.get(defined.info.name)
+        if current is None or not defined.info.between:
+            return None
+        items = list(self._withdraw(current))
+        alike = [place for place, (of, item) in enumerate(items) if of == rank and item[0] is defined]
+        if len(alike) <= later:
+            return None
+        report = report_round(current, self.missing(current), self.joined)
+        self._take_out(current.info.name)
+        del items[alike[-1 - later]]
+        self._submit_all(items, now)
+        return report
+
     def _take_out(self, name: str) -> Round:
         """A round ends before it is complete."""
         current = self.rounds.pop(name)
@@ -243,8 +288,9 @@ class Matcher(PendingRounds):
         if info.group:
             self._decide_group(info, verdict, dict.fromkeys(current.heads, 1), now, current.behind)
             return
+        concerned = self.concerned(current)
         for rank in self.not_joined():
-            if rank not in current.heads:
+            if rank not in current.heads and rank in concerned:
                 self.debts.owe(rank, info, 1, verdict)
         if current.behind:
             self._advance(info.name, current.behind, now)

@@ -88,6 +88,9 @@ def _payloads(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[bytes, ..
     """Every member's tensor, if all came along and nothing was fused with them; those that have joined have zeros."""
     only = batch[0]
     payloads = only.payloads
+    if only.info.between:  # what the sender has is all there is
+        sent = (payloads or {}).get(only.info.signature.root)
+        return () if sent is None else (sent,)
     if payloads is None or len(batch) != 1 or len(payloads) + len(only.absent) != len(ranks):
         return ()
     if not only.absent:

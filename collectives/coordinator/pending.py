@@ -53,8 +53,11 @@ class PendingRounds:
     # -- who is waited for ----------------------------------------------------------------------------------------
 
     def is_complete(self, current: Round) -> bool:
-        """Whether all have submitted it that have not joined."""
+        """Whether all have submitted it that it concerns and that have not joined."""
         joining, heads = self.joining, current.heads
+        if current.info.between:
+            joined = () if joining is None else joining.heads
+            return all(rank in heads or rank in joined for rank in current.info.between)
         if joining is None or joining is current:
             return len(heads) == self.size
         return all(rank in heads or rank in joining.heads for rank in self.ranks)
@@ -67,7 +70,14 @@ class PendingRounds:
     def missing(self, current: Round) -> tuple[int, ...]:
         """The ranks that a round waits for. Those that have joined are waited for by each other only."""
         wanted = self.ranks if current is self.joining else self.not_joined()
-        return tuple(rank for rank in wanted if rank not in current.heads)
+        between = current.info.between
+        return tuple(
+            rank for rank in wanted if rank not in current.heads and (not between or rank in between)
+        )
+
+    def concerned(self, current: Round) -> set[int]:
+        """The ranks that some submission of a round concerns."""
+        return {rank for head in current.heads.values() for rank in head.info.between or self.ranks}
 
     def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
         """Undecided rounds with the ranks that are missing (none for those held back by their group)."""
@@ -94,7 +104,8 @@ class PendingRounds:
         for name, current in self.rounds.items():
             assert name == current.info.name
             assert current.heads.keys() <= members
-            assert 0 < len(current.heads) < self.size, (name, current.heads)
+            assert current.heads, name
+            assert len(current.heads) < self.size or current.info.between, (name, current.heads)
             assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
             assert not self.is_complete(current)
             for rank, queue in (current.behind or {}).items():

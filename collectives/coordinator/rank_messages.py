@@ -62,6 +62,23 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
         state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
 
 
+def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
+    ps, defined = state.open_set(rank, message), rank.definitions.get(message.local)
+    report = None
+    if ps is not None and defined is not None:
+        report = ps.matcher.cancel(rank.rank, defined, message.later, now)
+    if ps is None or report is None:
+        # It was ordered meanwhile: the other rank may be in the middle of it.
+        why = message.kind, message.text, message.site
+        _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
+        return
+    state.touched[ps] = None
+    answer = m.Cancelled(
+        ps.id, ps.epoch, (), message.kind, (rank.rank,), message.text, message.site, report, message.ticket
+    )
+    state.outbox.send((rank.peer,), answer)
+
+
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
     """Passed on to those that may have to decline."""
     ps = state.open_set(rank, message)
@@ -220,6 +237,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.Ping: _on_ping,
     m.Post: _on_post,
     m.Withdraw: _on_withdraw,
+    m.Cancel: _on_cancel,
     m.DeclinePost: _on_decline_post,
     m.BoardMissing: _on_board_missing,
     m.PlaneFailed: _on_plane_failed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator import awaits, set_changes
@@ -43,6 +44,24 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
 
 def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
     """Have these rounds executed, fused as far as they may be."""
+    for between, some in itertools.groupby(rounds, lambda current: current.info.between):
+        if between:
+            _run_messages(state, ps, tuple(some), between)
+        else:
+            _run_together(state, ps, tuple(some))
+
+
+def _run_messages(
+    state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round], between: tuple[int, ...]
+) -> None:
+    """Only the two hear of it. The order that all of these have on each rank is the same, so no two wait for each other."""
+    ps.sequence += 1
+    two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
+    ranks, peers = zip(*two, strict=True)
+    execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.outbox)
+
+
+def _run_together(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
     if rounds:
         ps.sequence += 1
         batches: Sequence[Sequence[Round]] = (rounds,)
@@ -56,7 +75,7 @@ def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> Non
             state.tuning.executed(ps, rounds)
 
 
-def free_from_idle(state: CoordinatorState) -> None:
+def free_from_idle(state: CoordinatorState, now: float) -> None:
     """End what others wait for and ranks without a cell will not submit."""
     idle = state.cells.idle - state.pauses.reasons.keys()
     for ps in list(state.sets):
@@ -64,6 +83,7 @@ def free_from_idle(state: CoordinatorState) -> None:
             for rank in idle & ps.matcher.debts.ranks:
                 ps.matcher.debts.forgive(rank)
         if ps.matcher.pending and not ps.matcher.members.isdisjoint(idle):
+            _free_messages(state, ps, idle, now)
             for current, missing in ps.matcher.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
                 if absent:
@@ -72,6 +92,21 @@ def free_from_idle(state: CoordinatorState) -> None:
                     break
     if state.awaiting:
         awaits.free_from_idle(state, idle)
+
+
+def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
+    """End the messages that ranks without a cell will not send or receive. They concern nobody else, so the epoch goes on."""
+    vain = {
+        current.info.name: absent
+        for current, missing in ps.matcher.waiting()
+        if current.info.between and (absent := [rank for rank in missing if rank in idle])
+    }
+    for name, absent in vain.items():
+        while (current := ps.matcher.rounds.get(name)) is not None and not current.heads.keys() & {*absent}:
+            why = state.cells.absence(absent, current.heads)
+            ps.matcher.end_message(current, why.kind, why.ranks, why.text, now)
+    if ps.matcher.rejections:
+        decide(state, ps)
 
 
 def end_disputes(state: CoordinatorState, now: float) -> bool:

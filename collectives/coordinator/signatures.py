@@ -21,9 +21,12 @@ class Interned:
         group: Equal for the tensors that are released together; empty for one that stands alone.
         fuse_key: Equal for allreduces that may be one operation; ``None`` for what is never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
+        between: The two ranks that a message goes between; empty for what concerns all members.
     """
 
-    __slots__ = ("fuse_key", "group", "group_size", "kind", "name", "nbytes", "references", "signature")
+    __slots__ = (
+        "between", "fuse_key", "group", "group_size", "kind", "name", "nbytes", "references", "signature",
+    )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -33,6 +36,7 @@ class Interned:
         self.group_size = signature.group_size
         self.references = 0
         self.nbytes = _nbytes(signature)
+        self.between = signature.ranks if signature.kind == OpKind.SENDRECV else ()
         self.fuse_key: FuseKey | None = None
         if signature.kind == OpKind.ALLREDUCE:
             self.fuse_key = (
@@ -136,6 +140,8 @@ def describe(signature: Signature, *, device: bool = False) -> str:
             words.append(f"postscale {signature.postscale:g}")
     if kind == OpKind.BROADCAST:
         words.append(f"from rank {signature.root}")
+    if kind == OpKind.SENDRECV:
+        words.append("from rank {} to rank {}".format(*signature.ranks))
     if signature.splits:
         words.append("with splits")
     if device or signature.device != "cpu":

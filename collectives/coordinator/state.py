@@ -253,7 +253,7 @@ class CoordinatorState:
                 if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
                     releasing.decide(self, ps)
         if self.cells.idle:
-            releasing.free_from_idle(self)
+            releasing.free_from_idle(self, now)
         if self.elastic.ready:
             elastic.end_waits(self)
         if self.check_blocked:

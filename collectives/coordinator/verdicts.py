@@ -6,7 +6,16 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from hvdlab.collectives.coordinator.signatures import Interned
-from hvdlab.collectives.protocol.messages import Decline, Message, Party, Reject, RejectDuplicate
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.protocol.messages import (
+    AbortedCollective,
+    Cancelled,
+    Decline,
+    Message,
+    Party,
+    Reject,
+    RejectDuplicate,
+)
 
 
 class Verdict(Protocol):
@@ -59,6 +68,23 @@ class Impossible:
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
         return Decline(process_set, epoch, locals, self.name, self.reason, self.joined)
+
+
+class InVain:
+    """Verdict on a message whose other rank won't come: it ends alone, since it concerns nobody else.
+
+    Attributes:
+        report: What had been submitted.
+        kind, ranks, text: The cause.
+    """
+
+    __slots__ = ("kind", "ranks", "report", "text")
+
+    def __init__(self, report: AbortedCollective, kind: CauseKind, ranks: tuple[int, ...], text: str) -> None:
+        self.report, self.kind, self.ranks, self.text = report, kind, ranks, text
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        return Cancelled(process_set, epoch, locals, self.kind.value, self.ranks, self.text, "", self.report)
 
 
 class Rejection(NamedTuple):

@@ -116,6 +116,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
         else:
             entry.epoch = group.epoch
             state.announce(entry)
+    state.cancel_again(group)
     return effects
 
 

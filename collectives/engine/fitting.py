@@ -24,6 +24,8 @@ def fit(group: SetState, entry: Entry) -> None:
         raise InvalidRequestError(
             f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."
         )
+    if kind is OpKind.SENDRECV:
+        _fit_message(group, request)
     if kind is OpKind.ALLGATHER or kind is OpKind.ALLTOALL:
         assert request.input is not None
         rows = request.input.shape[0] if request.input.shape else 1
@@ -33,6 +35,23 @@ def fit(group: SetState, entry: Entry) -> None:
             entry.extra = _splits(request.splits, rows, len(group.ranks))
 
 
+def _fit_message(group: SetState, request: Request) -> None:
+    source, target = request.ranks
+    for rank in request.ranks:
+        if group.configured and rank not in group.ranks:
+            raise InvalidRequestError(
+                f"rank {rank} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+            )
+    if source == target:
+        raise InvalidRequestError(f"rank {source} can't send to itself.")
+    if group.configured and group.ranks[group.index] not in request.ranks:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} is neither rank {source}, which sends, nor rank {target}, which receives."
+        )
+    if request.group is not None:
+        raise InvalidRequestError("a message can't be one of a group of tensors.")
+
+
 def _fit_device(group: SetState, request: Request) -> None:
     """Refuse what no plane of the device could execute."""
     if group.configured and request.device not in group.device_planes:
@@ -40,6 +59,8 @@ def _fit_device(group: SetState, request: Request) -> None:
             f"process set {group.id} has no data plane for tensors on {request.device}: some of its ranks offer none. "
             "Copy the tensor to the CPU."
         )
+    if request.kind is OpKind.SENDRECV:
+        raise InvalidRequestError(f"messages of tensors on {request.device}: copy them to the CPU.")
     if request.op is ReduceOp.ADASUM:
         raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
     if needs_width(request.dtype, request.op, request.prescale, request.postscale):

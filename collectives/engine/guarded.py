@@ -164,11 +164,16 @@ class GuardedState:
         self.flush_direct()
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
-        """Give the handle's epoch up on all ranks, unless it has ended by now."""
+        """Give the handle's epoch up on all ranks, unless it has ended by now.
+
+        A message of which the other rank has not asked for anything yet, and that took too long, is given up alone.
+        """
 
         def withdraw(state: RankState) -> None:
             group = state.sets.get(handle.request.process_set)
             if group is not None and handle in group.pending:
+                if kind is CauseKind.TIMEOUT and state.cancel(handle, kind, text):
+                    return
                 state.withdraw(group.id, kind, text, handle.site)
 
         self.tell(withdraw)

@@ -16,6 +16,7 @@ from hvdlab.collectives.planes.base import Phases, Plane
 from hvdlab.collectives.planes.buffers import Buffer, Tensor, buffer_of, host_view
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.pairs import Pairs
 from hvdlab.collectives.reduce.integers import needs_width
 
 Tables = tuple[tuple[int, ...], ...]
@@ -145,6 +146,19 @@ def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> 
 
 def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
     return Result(), plane.start_barrier(phases)
+
+
+def run_message(pairs: Pairs, request: Request, phases: Phases) -> Result:
+    """Send or receive a message; it is there, or has been read, when this returns. Blocks and raises as planes do."""
+    ranks = pairs.context.ranks
+    source, target = (ranks.index(rank) for rank in request.ranks)
+    if pairs.context.index == source:
+        assert request.input is not None
+        pairs.send(host_view(buffer_of(request.input, request.dtype)), target, phases)
+        return Result()
+    assert request.output is not None
+    pairs.receive(host_view(buffer_of(request.output, request.dtype)), source, phases)
+    return Result(request.output)
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:

@@ -10,11 +10,14 @@ from hvdlab.collectives.engine.effects import Effect, Fail, RunBatch, Succeed
 from hvdlab.collectives.engine.entry import EXECUTING, Entry, SetState
 from hvdlab.collectives.engine.joined import Zeros
 from hvdlab.collectives.errors import (
+    Cause,
+    CauseKind,
     Disagreement,
     DuplicateNameError,
     InvalidRequestError,
     JoinedRanksError,
     MismatchError,
+    Pending,
 )
 from hvdlab.collectives.protocol import messages as m
 
@@ -106,6 +109,19 @@ def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
     ]
 
 
+def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
+    if message.ticket >= 0:
+        entries = state.cancelled(message.ticket)
+    else:
+        entries = _heads(state, message.process_set, message.epoch, message.locals)
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    c = message.pending
+    pending = Pending(
+        OpKind(c.kind).label, c.name, c.waited, c.missing, dict(zip(c.waited, c.sites, strict=False))
+    )
+    return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
+
+
 def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
     state.memory.added(message.process_set, message.ranks)
     local = state.locals.by_id.get(message.local)
@@ -121,5 +137,6 @@ ON_ORDERS: dict[type, Reaction] = {
     m.Reject: _on_reject,
     m.RejectDuplicate: _on_reject_duplicate,
     m.Decline: _on_decline,
+    m.Cancelled: _on_cancelled,
     m.ProcessSetAdded: _on_process_set_added,
 }

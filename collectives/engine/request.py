@@ -62,12 +62,13 @@ class Request:
         input: C-contiguous array in storage type, or buffer of ``device``, of any shape; ``None`` for a barrier. It must not
             change until the handle is done.
         output: Where the result goes, of the same kind as ``input``, which it may be (in place). ``None``: the
-            engine asks ``allocate``, or makes a new array or buffer.
+            engine asks ``allocate``, or makes a new array or buffer. A message has one on the rank that receives it alone,
+            where it is also the ``input``.
         dtype: Element type.
         op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
         prescale: Multiplies the input.
         postscale: Multiplies the result.
-        root: *Rank* that a broadcast comes from.
+        root: *Rank* that a broadcast or a message comes from.
         splits: Rows (of dimension 0) for each member of an alltoall; ``None`` for even ones.
         process_set: Id of the process set.
         group: Name and number of tensors of a group that is to be executed together.
@@ -76,7 +77,7 @@ class Request:
         device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
             :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
-        ranks: Ranks of a process set to be added.
+        ranks: Ranks of a process set to be added; of a message, the rank that sends and the one that receives.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
         label: What recordings call it, if that is not its name. One of few, since recordings keep all that there were.
     """

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.pairs import Pairs
 from hvdlab.collectives.planes.registry import plane_class
 
 CONNECT_TIMEOUT = 30.0
@@ -43,6 +44,7 @@ class PlaneSlot:
         self.aborted = False
         self.error: Exception | None = None
         self._on_abort = on_abort
+        self._pairs: Pairs | None = None
         self._connected = False
         self._closed = False
         self._slice = 0
@@ -60,6 +62,16 @@ class PlaneSlot:
             plane.tune(self._slice)
         return plane
 
+    def pairs(self) -> Pairs:
+        """How members exchange messages, for which the plane itself need not be open: the others have no part in that."""
+        pairs = self._pairs
+        if pairs is None:
+            timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
+            pairs = self._pairs = Pairs(self.name, self.context, timeout)
+        if self.aborted:  # seen here, or else abort() has seen the pairs
+            raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+        return pairs
+
     def tune(self, slice_bytes: int) -> None:
         """See :meth:`Plane.tune`; before the plane is built it is noted."""
         self._slice = slice_bytes
@@ -71,12 +83,16 @@ class PlaneSlot:
         self.aborted = True
         if self.plane is not None:
             self.plane.abort()
+        if self._pairs is not None:
+            self._pairs.abort()
         self._on_abort()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = self.aborted = True
+        if self._pairs is not None:
+            self._pairs.close()
         if self.plane is not None:
             self.plane.close()
         elif self.context.memory_fd >= 0:

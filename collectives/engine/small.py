@@ -27,7 +27,12 @@ Folds = dict[tuple[DType, ReduceOp], Fold]
 def payload_of(request: Request, members: int) -> bytes:
     """The tensor's bytes if it may travel with its announcement, else none."""
     source = request.input
-    if request.kind is not OpKind.ALLREDUCE or source is None or not 1 < members <= MEMBERS:
+    if source is None:
+        return b""
+    if request.kind is OpKind.SENDRECV:
+        if request.output is not None:
+            return b""  # of one that receives
+    elif request.kind is not OpKind.ALLREDUCE or not 1 < members <= MEMBERS:
         return b""
     if request.device != HOST or source.nbytes > BYTES:
         return b""
@@ -35,8 +40,12 @@ def payload_of(request: Request, members: int) -> bytes:
 
 
 def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
-    """Compute an allreduce from everybody's bytes. ``folds`` are kept by the caller, for one thread at a time."""
+    """Compute an allreduce from everybody's bytes, or take a message. ``folds`` are kept by the caller, for one thread at a time."""
     storage = storage_type(request.dtype)
+    if request.kind is OpKind.SENDRECV:
+        if request.output is not None:
+            host_view(request.output).reshape(-1)[...] = np.frombuffer(payloads[0], storage)
+        return Result(request.output)
     return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
 
 

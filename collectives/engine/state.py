@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, RunBatch
 from hvdlab.collectives.engine.entry import ANNOUNCED, ENDED, EXECUTING, HELD, POSTED, Entry, SetState
 from hvdlab.collectives.engine.epochs import ON_EPOCHS
@@ -53,6 +54,9 @@ class RankState:
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
+        #: Messages to other ranks that this one gives up, by ticket, with what there is to say of it.
+        self._cancelling: dict[int, tuple[Entry, CauseKind, str]] = {}
+        self._tickets = 0
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -305,6 +309,40 @@ class RankState:
             self.end_epoch(group, (kind, text, site))
         elif group.given_up is None:
             group.given_up = (kind, text, site)
+
+    def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
+        """Give up a message that waits for the other rank: it ends alone. Whether it is one, as far as is known here."""
+        group = self.sets.get(entry.request.process_set)
+        if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
+            return False
+        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
+            return False
+        self._cancelling = {t: c for t, c in self._cancelling.items() if c[0].phase in (HELD, ANNOUNCED)}
+        self._tickets += 1
+        self._cancelling[self._tickets] = (entry, kind, text)
+        self._ask_to_cancel(self._tickets)
+        return True
+
+    def _ask_to_cancel(self, ticket: int) -> None:
+        entry, kind, text = self._cancelling[ticket]
+        queue = entry.local.queue
+        ids = entry.request.process_set, entry.epoch, entry.local.id, len(queue) - 1 - queue.index(entry)
+        self._messages.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+
+    def cancel_again(self, group: SetState) -> None:
+        """What was announced again, in a new epoch, is still given up."""
+        for ticket, (entry, _, _) in self._cancelling.items():
+            if entry.phase == ANNOUNCED and entry in group.pending:
+                self._ask_to_cancel(ticket)
+
+    def cancelled(self, ticket: int) -> list[Entry]:
+        """What this rank gave up with this ticket has been given up, if it has not ended otherwise."""
+        entry = self._cancelling.pop(ticket, (None,))[0]
+        if entry is None or entry.phase != ANNOUNCED:
+            return []
+        self.locals.unqueue(entry)
+        self.end(entry)
+        return [entry]
 
     def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
         """Ask for the end of the present epoch, for the sake of what was given up."""

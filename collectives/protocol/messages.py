@@ -277,6 +277,22 @@ class Withdraw(Message, frozen=True):
     site: str = ""
 
 
+class Cancel(Message, frozen=True):
+    """This rank gives up a message that waits for the other rank; with ``later`` younger ones of the same ``local`` behind it.
+
+    Answered by :class:`Cancelled` with the same ``ticket``. If it was ordered meanwhile, the epoch ends, as by :class:`Withdraw`.
+    """
+
+    process_set: int
+    epoch: int
+    local: int
+    later: int
+    ticket: int
+    kind: str
+    text: str
+    site: str = ""
+
+
 class DeclinePost(Message, frozen=True):
     """A rank has posted its ``number``-th request on the board of this epoch and waits: who has not posted so many is to decline.
 
@@ -559,6 +575,23 @@ class AbortedCollective(Record, frozen=True):
     joined: tuple[int, ...] = ()
 
 
+class Cancelled(Message, frozen=True):
+    """A message of one rank to another ends alone, and the epoch goes on: the other won't come, or this one asked for it.
+
+    It is the oldest that waits of each of ``locals`` (this rank's), or what this rank gave up by :class:`Cancel` with ``ticket``.
+    """
+
+    process_set: int
+    epoch: int
+    locals: tuple[int, ...]
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    site: str
+    pending: AbortedCollective
+    ticket: int = -1
+
+
 class Abort(Message, frozen=True):
     """``epoch`` (an old one) of a process set has ended; all its pending collectives fail with this cause."""
 
@@ -656,6 +689,7 @@ FromRank = (
     | Paused
     | Resumed
     | Withdraw
+    | Cancel
     | DeclinePost
     | BoardMissing
     | PlaneFailed
@@ -696,6 +730,7 @@ ToPeer = (
     | Reject
     | RejectDuplicate
     | Decline
+    | Cancelled
     | Abort
     | DeclinePost
     | ProcessSetAdded

@@ -31,6 +31,7 @@ _BUS: dict[OpKind, Callable[[Floats], Floats]] = {
     OpKind.REDUCESCATTER: lambda n: (n - 1) / n,
     OpKind.ALLTOALL: lambda n: (n - 1) / n,
     OpKind.BROADCAST: np.ones_like,
+    OpKind.SENDRECV: np.ones_like,
 }
 
 

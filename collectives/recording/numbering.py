@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.recording.rows import NOT_READY, Rows
 from hvdlab.collectives.timeline.events import Members
 
@@ -46,6 +47,7 @@ class Epochs:
                 rows["epoch"][own & (places > place)] = epoch
             for epoch in np.unique(rows["epoch"][own]).tolist():
                 rows["size"][own & (rows["epoch"] == epoch)] = self._sizes.get((process_set, epoch), 0)
+        rows["size"][rows["kind"] == OpKind.SENDRECV] = 2
         for _, event in news:
             self._epochs[rank, event.process_set] = event.epoch
 

@@ -1,7 +1,7 @@
 """Finding the same operation in the records of all ranks, to say who came last.
 
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
-members have recorded it and gone on, to their next one or to nothing: a rank records the tensors of an operation
+members (of a message, the two) have recorded it and gone on, to their next one or to nothing: a rank records the tensors of an operation
 together, so that a batch which was not cut for its length does not end within one. How many members there are is known from
 :class:`~hvdlab.collectives.timeline.events.Members`. What does not get complete (a rank died, records were lost, the
 size is not known) is given out after a while as it is.
@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.timeline.events import Members, Span
 
 Key = tuple[int, int, int]
@@ -121,6 +122,8 @@ class Operations:
             operation = None
         if operation is None:
             size = self._sizes.get(span.process_set)
+            if span.kind is OpKind.SENDRECV:
+                size = (0, 2)
             operation = self._open[key] = Operation(now, size[1] if size else None)
         operation.ranks.setdefault(rank, []).append(placed)
         previous = self._current.get(rank)

@@ -16,6 +16,7 @@ from hvdlab.collectives.engine.adasum import allreduce_adasum
 from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.pairs import Pairs
 from hvdlab.collectives.reduce.integers import needs_width
 
 Array = npt.NDArray[Any]
@@ -71,6 +72,10 @@ class CollectiveActor(ABC):
     def barrier(self) -> None: ...
 
     @abstractmethod
+    def message(self, buffer: Array, source: int, target: int, dtype: DType) -> None:
+        """Send the buffer from one member to another, of which this is one; what is received is written to it."""
+
+    @abstractmethod
     def abort(self) -> None:
         """End what this member waits in. From any thread."""
 
@@ -98,6 +103,7 @@ class PlaneActor(CollectiveActor):
     def __init__(self, plane: HostPlane) -> None:
         self.plane = plane
         self.index, self.size = plane.context.index, plane.context.size
+        self.pairs = Pairs(plane.name, plane.context, 30.0)
 
     def connect(self, timeout: float) -> None:
         self.plane.connect(timeout)
@@ -156,12 +162,20 @@ class PlaneActor(CollectiveActor):
     def barrier(self) -> None:
         self.plane.barrier(Phases())
 
+    def message(self, buffer: Array, source: int, target: int, dtype: DType) -> None:
+        if self.index == source:
+            self.pairs.send(buffer, target, Phases())
+        else:
+            self.pairs.receive(buffer, source, Phases())
+
     def abort(self) -> None:
         self.plane.abort()
+        self.pairs.abort()
 
     @property
     def gave_up(self) -> bool:
-        return bool(getattr(self.plane, "gave_up", False))
+        return bool(getattr(self.plane, "gave_up", False)) or self.pairs.gave_up
 
     def close(self) -> None:
         self.plane.close()
+        self.pairs.close()

@@ -111,6 +111,20 @@ def alltoall(actor: CollectiveActor, table: Sequence[Sequence[int]], dtype: DTyp
     assert np.array_equal(out, np.concatenate(pieces))
 
 
+def messages(actor: CollectiveActor, count: int, dtype: DType, seed: int = 0) -> None:
+    """Each member sends to each other; what is sent stays as it was."""
+    for source in range(actor.size):
+        for target in range(actor.size):
+            if source == target or actor.index not in (source, target):
+                continue
+            sent = inputs.values(seed + target, source, count, dtype)
+            buffer = sent.copy() if actor.index == source else inputs.values(seed, target, count, dtype)
+            if actor.index == source:
+                buffer.flags.writeable = False
+            actor.message(buffer, source, target, dtype)
+            assert np.array_equal(buffer, sent), f"from {source} to {target}: {buffer[:4]} for {sent[:4]}"
+
+
 def barrier(actor: CollectiveActor) -> None:
     actor.barrier()
 

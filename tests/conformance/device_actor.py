@@ -70,10 +70,10 @@ class OnDevice:
 
 
 def _for_the_host(request: Request) -> bool:
-    """Whether only the host reduces this: a binding stages tensors that are elsewhere."""
-    return request.op is ReduceOp.ADASUM or needs_width(
-        request.dtype, request.op, request.prescale, request.postscale
-    )
+    """Whether only the host does this: a binding stages tensors that are elsewhere."""
+    if request.kind is OpKind.SENDRECV or request.op is ReduceOp.ADASUM:
+        return True
+    return needs_width(request.dtype, request.op, request.prescale, request.postscale)
 
 
 class Copying:

@@ -159,6 +159,22 @@ class EngineActor(CollectiveActor):
     def barrier(self) -> None:
         self._run(Request(OpKind.BARRIER, site=SITE))
 
+    def message(self, buffer: Array, source: int, target: int, dtype: DType) -> None:
+        ranks = (self._ranks[source], self._ranks[target])
+        output = buffer if self.index == target else None
+        self._run(
+            Request(
+                OpKind.SENDRECV,
+                input=buffer,
+                output=output,
+                dtype=dtype,
+                root=ranks[0],
+                ranks=ranks,
+                name=f"{source}>{target}",
+                site=SITE,
+            )
+        )
+
     def abort(self) -> None:
         if self._engine is not None:
             self._engine.withdraw("the case gives up")

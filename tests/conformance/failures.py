@@ -56,6 +56,23 @@ def abort_while_waiting(actor: CollectiveActor, what: str, count: int) -> None:
     assert_spent(actor)
 
 
+def abort_a_message(actor: CollectiveActor, count: int) -> None:
+    """Wait for a message of the last member, which does not come; abort that once this thread sleeps."""
+    waiter, last = threading.get_native_id(), actor.size - 1
+
+    def abort() -> None:
+        until_asleep(waiter)
+        actor.abort()
+
+    def receive() -> None:
+        actor.message(np.zeros(count, np.float32), last, actor.index, DType.F32)
+
+    with helper(abort):
+        is_aborted(receive)
+    is_aborted(receive)
+    assert_spent(actor)
+
+
 def abort_at_random(actor: CollectiveActor, seed: int) -> None:
     """Abort a sequence of operations somewhere."""
 

@@ -40,6 +40,20 @@ def test_abort_ends_a_wait(group: WorkerGroup, matrix: Matrix) -> None:
 
 
 @pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
+def test_abort_ends_the_wait_for_a_message(group: WorkerGroup) -> None:
+    skip_unless_available(group.plane, "abort")
+    if group.size == 1:
+        pytest.skip("there is no other member")
+    early = list(range(group.size - 1))
+    for count in (30, 5 * CHUNK):
+        group.run("conformance.cases:messages", count=count, dtype=DType.F32)
+        outcomes = group.outcomes("conformance.failures:abort_a_message", only=early, count=count)
+        assert outcomes == [None] * len(early)
+        group.configure()
+        works(group)
+
+
+@pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
 def test_abort_ends_whatever_runs(group: WorkerGroup, matrix: Matrix) -> None:
     skip_unless_available(group.plane, "abort")
 

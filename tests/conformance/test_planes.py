@@ -181,6 +181,14 @@ def test_alltoall_transposes(group: WorkerGroup, matrix: Matrix) -> None:
     matrix.run(case, dtype=list(DType))
 
 
+def test_messages_of_each_member_to_each_other(group: WorkerGroup, matrix: Matrix) -> None:
+    def case(dtype: DType, count: int) -> None:
+        group.run("conformance.cases:messages", count=count, dtype=dtype, seed=count)
+        same(group.run("conformance.cases:mixture", seed=count, rounds=3))  # they disturb nothing else
+
+    matrix.run(case, dtype=[DType.F32, DType.BF16, DType.BOOL], count=[0, 1, 1001, 13 * CHUNK + 1])
+
+
 def test_barrier_returns(group: WorkerGroup) -> None:
     for _ in range(3):
         group.run("conformance.cases:barrier")

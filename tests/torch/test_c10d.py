@@ -427,6 +427,31 @@ def test_abort_gives_up_messages_as_well(world: Ranks) -> None:
     world.run(dist.barrier, timeout=60)
 
 
+def _late_message() -> None:
+    """A receive that takes too long is given up by itself: what else is in flight in the group goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total, value = torch.ones(2), torch.zeros(3)
+    if rank == 0:
+        work = dist.all_reduce(total, async_op=True)
+        with pytest.raises(AbortedError, match=r"recv #.* timeout of the process group") as late:
+            dist.irecv(value, 1, tag=3).wait(timedelta(seconds=0.1))
+        assert late.value.pending.missing == (1,)
+    dist.monitored_barrier(_GROUPS["gloo"])
+    if rank:
+        work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    assert total[0] == size
+    if rank == 1:
+        dist.send(torch.full((3,), 4.0), 0, tag=3)
+    elif rank == 0:
+        dist.recv(value, 1, tag=3)
+        assert value.tolist() == [4.0] * 3
+
+
+def test_a_message_that_takes_too_long_is_given_up_alone(world: Ranks) -> None:
+    world.run(_late_message, timeout=60)
+
+
 def _group_roots(group: Group, rank: int, size: int) -> Tensors:
     found: Tensors = []
     for root in range(size):

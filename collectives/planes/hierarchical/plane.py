@@ -21,7 +21,7 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.hierarchical.parts import Parts
+from hvdlab.collectives.planes.parts import Parts
 from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane

@@ -9,7 +9,7 @@ export const FAILED = 1;
 export const NOT_READY = 2;
 export const NOT_STARTED = 4;
 
-export const KINDS = ['allreduce', 'allgather', 'broadcast', 'reducescatter', 'alltoall', 'barrier', 'add process set', 'remove process set', 'join', 'push', 'pull'];
+export const KINDS = ['allreduce', 'allgather', 'broadcast', 'reducescatter', 'alltoall', 'barrier', 'add process set', 'remove process set', 'join', 'push', 'pull', 'sendrecv'];
 
 /** One message of rows, each column an array of the same length. Times in ns since the origin, later ones since arrival. */
 export interface Rows {

@@ -137,7 +137,7 @@ class AnySource:
         for work, source in counts.match():
             self._matched.append((work, source))
         if self._matched and not self._submitting:
-            # Submitting them may wait for the process set of the two ranks, which the control thread must not.
+            # Submitting may go on to execute, which the control thread must not.
             self._submitting = True
             futures_threads(os.getpid()).submit(self._submit_matched)
 
@@ -204,9 +204,9 @@ class AnySourceWork(HvdlabWork):
         #: Whether its source is known and it is submitted, or it has failed before.
         self._begun = False
 
-    def set_source(self, process_set: int, deliver: Deliver | None, source: int) -> None:
-        """It is an operation of this process set, with this rank of the group."""
-        self._process_set, self._deliver, self._source = process_set, deliver, source
+    def set_source(self, deliver: Deliver | None, source: int) -> None:
+        """It is a message of this rank of the group."""
+        self._deliver, self._source = deliver, source
 
     def begin(self, source: int) -> None:
         """There is a message of this rank. On a thread of its own."""

@@ -119,8 +119,6 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._order = []
         self._set = world.process_set(members)
         self._name_in_core = world.name_in_core(name, self._members)
-        #: Process sets of this rank and one other, which have exchanged messages.
-        self._pairs: set[int] = set()
         self._epoch, self._processes = self._present()
         # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
         space = world.store.space if world.store is not None else ""
@@ -174,8 +172,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Give up what is in flight, on all ranks; the group goes on."""
-        for process_set in {self._set, *self._pairs}:
-            self._engine.withdraw(f"rank {self._engine.rank} called abort()", process_set)
+        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._set)
 
     def shutdown(self) -> None:
         """Take no more operations. The process set stays, for groups of the same ranks."""
@@ -210,7 +207,6 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs: Any,
         submission: _Submission,
         *,
-        process_set: int | None = None,
         name: str | None = None,
         source: int = -1,
         opts: Any = None,
@@ -222,10 +218,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         show, if that is not the outputs.
         """
         self._require_usable(operation)
-        chosen = self._set if process_set is None else process_set
         work = HvdlabWork(
             self._engine,
-            chosen,
+            self._set,
             self._label(operation),
             outputs,
             submission.deliver(),
@@ -237,7 +232,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for request in submission.requests:
             request.label = self._labelled(operation)
         work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
-        self._submit(work, submission, chosen, name or self._name_in_core, call_site(2), at_once=at_once)
+        self._submit(work, submission, name or self._name_in_core, call_site(2), at_once=at_once)
         return work
 
     def _labelled(self, operation: str) -> str:
@@ -275,7 +270,6 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self,
         work: HvdlabWork,
         submission: _Submission,
-        process_set: int,
         name: str,
         site: str,
         *,
@@ -283,7 +277,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         at_once: bool = False,
     ) -> None:
         for request in submission.requests:
-            request.name, request.site, request.process_set = name, site, process_set
+            request.name, request.site, request.process_set = name, site, self._set
             request.anonymous = True
             work.handles.append(self._engine.submit(request, announce=announce, at_once=at_once))
 
@@ -663,7 +657,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
         self._require_other("send", target)
-        work = self._pair("send", _listed(tensors), self.rank(), target, tag)
+        work = self._message("send", _listed(tensors), self.rank(), target, tag)
         self._count(self._world.any_source.sends, work, target, tag)
         return work
 
@@ -671,7 +665,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._require_other("recv", source)
         # Counted first: what is submitted from now on takes the message after this one.
         self._world.any_source.receives(self._counted_as, self._members[source], tag)
-        work = self._pair("recv", _listed(tensors), source, self.rank(), tag)
+        work = self._message("recv", _listed(tensors), source, self.rank(), tag)
         self._count(self._world.any_source.receives, work, source, tag, counted=True)
         return work
 
@@ -684,14 +678,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def submit(work: AnySourceWork, rank: int) -> None:
             source = self._members.index(rank)
-            submission, chosen = self._moved(given, source, sends=False), self._pair_set(source, self.rank())
+            submission = self._moved(given, source, self.rank())
             for request in submission.requests:
                 request.label = self._labelled("recv")
-            work.set_source(chosen, submission.deliver(), source)
+            work.set_source(submission.deliver(), source)
             self._count(counts.receives, work, source, tag, counted=True)
-            self._submit(
-                work, submission, chosen, self._pair_name(source, self.rank(), tag), site, announce=False
-            )
+            self._submit(work, submission, self._message_name(source, self.rank(), tag), site, announce=False)
             self._engine.flush()
 
         label, members = self._label("recv from any rank"), self._members
@@ -732,34 +724,36 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             count(group, rank, tag, 1)
         work.on_failure = functools.partial(count, group, rank, tag, -1)
 
-    def _pair(
+    def _message(
         self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
     ) -> HvdlabWork:
-        """A broadcast within the process set of the two, with a name for each direction and tag."""
         return self._go(
             operation,
             tensors,
-            self._moved(tensors, source, sends=operation == "send"),
-            process_set=self._pair_set(source, target),
-            name=self._pair_name(source, target, tag),
+            self._moved(tensors, source, target),
+            name=self._message_name(source, target, tag),
             source=source,
         )
 
-    def _moved(self, tensors: list[torch.Tensor], source: int, *, sends: bool) -> _Submission:
-        submission, root = _Submission(), self._members[source]
+    def _moved(self, tensors: list[torch.Tensor], source: int, target: int) -> _Submission:
+        submission, ranks = _Submission(), (self._members[source], self._members[target])
+        sends = source == self.rank()
         for tensor in tensors:
             _require_dense(tensor, "send" if sends else "recv")
-            array, copy = _writable(tensor)
-            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
-            submission.add(request, None if sends else copy)
+            array, copy = (_array(tensor), None) if sends else _writable(tensor)
+            request = Request(
+                OpKind.SENDRECV,
+                input=array,
+                output=None if sends else array,
+                dtype=_dtype(tensor),
+                root=ranks[0],
+                ranks=ranks,
+            )
+            submission.add(request, copy)
         return submission
 
-    def _pair_set(self, source: int, target: int) -> int:
-        pair = self._world.process_set((self._members[source], self._members[target]))
-        self._pairs.add(pair)
-        return pair
-
-    def _pair_name(self, source: int, target: int, tag: int) -> str:
+    def _message_name(self, source: int, target: int, tag: int) -> str:
+        """Messages of one direction and tag come in the order in which they are sent."""
         return f"{self._name_in_core}.{source}>{target}.{tag}"
 
     # Names of torch before 2.13.

@@ -1,4 +1,4 @@
-"""The planes that a hierarchical plane is made of: built, aborted and closed together."""
+"""Planes of parts of a group, such as those that a hierarchical plane is made of: built, aborted and closed together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes import registry, segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.hierarchical import memory
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.layout import layout_from
@@ -33,13 +32,19 @@ class Parts:
     @property
     def store(self) -> KeyValue:
         if self._context.store is None:
-            raise PlaneBroken("the hierarchical plane needs a rendezvous store")
+            raise PlaneBroken("planes of parts of a group need a rendezvous store")
         return self._context.store
 
     def inner(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> HostPlane:
         """Connect the plane of one host; this member is ``members[index]``."""
+        name = "local" if len(members) == 1 else self.inner_name
+        return self.connect(name, members, index, scope, deadline)
+
+    def connect(
+        self, name: str, members: Sequence[int], index: int, scope: str, deadline: Deadline
+    ) -> HostPlane:
+        """Connect a plane of this name; this member is ``members[index]``. Shared memory is made by the members."""
         context = self._part(members, index, scope)
-        name = "local" if context.size == 1 else self.inner_name
         cls = registry.host_plane_class(name)
         if name != "shm":
             return self._connect(cls(context), deadline)
@@ -52,15 +57,14 @@ class Parts:
 
     def outer(self, members: Sequence[int], index: int, scope: str, deadline: Deadline) -> HostPlane:
         """Connect a plane between hosts; this member is ``members[index]``."""
-        cls = registry.host_plane_class(self.outer_name)
-        return self._connect(cls(self._part(members, index, scope)), deadline)
+        return self.connect(self.outer_name, members, index, scope, deadline)
 
     def _segment(self, context: PlaneContext, deadline: Deadline) -> int:
         assert context.store is not None
         if context.index:
-            return memory.accept(context.store, seconds_left(deadline))
+            return segment.accept(context.store, seconds_left(deadline))
         size = layout_from(context.options, context.size).size
-        return memory.offer(context.store, f"hvdlab-{context.process_set}-{context.epoch}", size)
+        return segment.offer(context.store, f"hvdlab-{context.process_set}-{context.epoch}", size)
 
     def _part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
         me = self._context

@@ -1,0 +1,191 @@
+"""Messages of one rank to another, between real ranks: what goes wrong with one concerns these two, until an epoch has to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import api, context
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.request import Limit, PendingCollective, Request
+from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from patience import PATIENCE, without_heartbeat
+from ranks import RankGone, Ranks, meet
+
+LARGE = 1 << 22
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    without_heartbeat(monkeypatch)
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def submit(source: int, target: int, values: Any, tag: int = 0) -> Handle:
+    engine = context.engine()
+    array = np.asarray(values, np.float32)
+    output = array if engine.rank == target else None
+    request = Request(
+        OpKind.SENDRECV,
+        f"{source}>{target}.{tag}",
+        input=array,
+        output=output,
+        dtype=DType.F32,
+        root=source,
+        ranks=(source, target),
+        anonymous=True,
+    )
+    return engine.submit(request)
+
+
+def exchange(count: int) -> list[float]:
+    """Each rank sends its number to the next one, twice; what the one before has sent."""
+    engine = context.engine()
+    rank, size = engine.rank, len(engine.ranks())
+    before, after = (rank - 1) % size, (rank + 1) % size
+    buffers = [np.zeros(count, np.float32) for _ in range(2)]
+    works = [submit(rank, after, np.full(count, rank + 10.0 * i)) for i in range(2)]
+    works += [submit(before, rank, buffer) for buffer in buffers]
+    for work in works:
+        work.wait(PATIENCE)
+    assert all((buffer == buffer[:1]).all() for buffer in buffers)
+    return [float(buffer[0]) for buffer in buffers]
+
+
+def test_a_ring_of_small_and_large_ones(three: Ranks) -> None:
+    for count in (1, 100_000):
+        assert three.run(exchange, count) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
+
+
+def give_up_one() -> list[Any]:
+    """Rank 0 waits in vain for one message of rank 1, and has another one and a sum in flight, which go on."""
+    engine = context.engine()
+    if engine.rank:
+        api.barrier()
+        if engine.rank == 1:
+            submit(1, 0, [5.0], tag=2).wait()
+        found = api.allreduce(np.ones(1), op=api.Sum, name="sum")
+        if engine.rank == 1:
+            submit(1, 0, [6.0], tag=1).wait()
+        return [float(found[0])]
+    kept, late = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    other = submit(1, 0, kept, tag=2)
+    total = api.allreduce_async(np.ones(1), op=api.Sum, name="sum")
+    before = engine.epoch()
+    with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
+        submit(1, 0, np.zeros(1, np.float32), tag=1).wait_or_withdraw(Limit(0.05, "no message came"))
+    assert caught.value.cause.kind is CauseKind.TIMEOUT
+    assert caught.value.pending.missing == (1,)
+    api.barrier()
+    other.wait()
+    found = api.synchronize(total)
+    submit(1, 0, late, tag=1).wait()  # the next one takes what comes after all
+    assert engine.epoch() == before
+    return [float(kept[0]), float(found[0]), float(late[0])]
+
+
+def test_one_that_takes_too_long_is_given_up_alone(three: Ranks) -> None:
+    assert three.run(give_up_one) == [[5.0, 3.0, 6.0], [3.0], [3.0]]
+
+
+def disagree() -> str:
+    engine = context.engine()
+    if engine.rank == 2:
+        return ""
+    with pytest.raises(MismatchError) as caught:
+        submit(0, 1, np.zeros(3 + engine.rank, np.float32)).wait(PATIENCE)
+    return str(caught.value)
+
+
+def refused() -> None:
+    engine = context.engine()
+    rank = engine.rank
+    for wrong, why in (
+        ((rank, rank), "can't send to itself"),
+        (((rank + 1) % 3, (rank + 2) % 3), f"rank {rank} is neither"),
+        ((rank, 7), "rank 7 is not in process set 0"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why):
+            submit(*wrong, np.zeros(1, np.float32))
+
+
+def test_wrong_ones_are_told_to_the_two_and_the_group_goes_on(three: Ranks) -> None:
+    texts = three.run(disagree)
+    assert "sendrecv float32[3] from rank 0 to rank 1" in texts[0]
+    assert texts[0] == texts[1]
+    three.run(refused)
+    assert three.run(exchange, 3)[0] == [2.0, 12.0]
+
+
+def die_in_the_middle(source: int, target: int) -> None:
+    """The source ends while a message executes; the target receives until it hears of that."""
+    engine = context.engine()
+    if engine.rank == source:
+        as_soon_as_one(lambda one: one.executing, signal.SIGKILL)
+    elif engine.rank != target:
+        return
+    with pytest.raises(AbortedError) as caught:
+        exchange_without_end(source, target)
+    assert (caught.value.cause.kind, caught.value.cause.ranks) == (CauseKind.RANK_DIED, (source,))
+
+
+def exchange_without_end(source: int, target: int) -> None:
+    while True:
+        submit(source, target, np.zeros(LARGE, np.float32)).wait()
+
+
+def as_soon_as_one(wanted: Callable[[PendingCollective], bool], number: int) -> threading.Thread:
+    """Send a signal to this process as soon as some collective in flight is as wanted."""
+    engine = context.engine()
+
+    def watch() -> None:
+        while not any(map(wanted, engine.pending())):
+            time.sleep(0.0005)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_death_in_the_middle_ends_it_and_the_others_go_on(three: Ranks) -> None:
+    outcomes = three.outcomes(die_in_the_middle, 1, 2, timeout=PATIENCE)
+    assert isinstance(outcomes[1], RankGone)
+    assert [outcomes[0], outcomes[2]] == [None, None]
+    three.run(meet, ranks=[0, 2], timeout=PATIENCE)
+    assert three.run(send_to_the_other, ranks=[0, 2]) == [4.0, 4.0]
+
+
+def send_to_the_other() -> float:
+    engine = context.engine()
+    buffer = np.full(100_000, 4.0 if engine.rank == 0 else 0.0, np.float32)
+    submit(0, 2, buffer).wait(PATIENCE)
+    return float(buffer[-1])
+
+
+def be_interrupted() -> None:
+    if context.engine().rank:
+        return
+    ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = as_soon_as_one(lambda one: True, signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            submit(1, 0, np.zeros(1, np.float32)).wait(PATIENCE)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, ordinary)
+
+
+def test_an_interrupt_ends_the_wait_for_one(three: Ranks) -> None:
+    three.run(be_interrupted, timeout=PATIENCE)
+    three.catch_up()
+    assert three.run(exchange, 3)[0] == [2.0, 12.0]

@@ -20,14 +20,15 @@ Values = npt.NDArray[Any]
 BINDINGS = {
     "torch": "conformance.bindings.torch_binding",
     "numpy": "conformance.bindings.numpy_binding",
+    "gpu": "conformance.bindings.gpu_binding",
 }
 """Modules that have a ``BINDING``."""
 
 if find_spec("tensorflow") is not None:
     BINDINGS["tensorflow"] = "conformance.bindings.tensorflow_binding"
 
-ONLY_IN_RANKS = frozenset({"tensorflow"})
-"""Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import."""
+ONLY_IN_RANKS = frozenset({"tensorflow", "gpu"})
+"""Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import, or replace a GPU."""
 
 SIZES = (1, 3)
 """Worlds that every binding is tried in."""

@@ -65,7 +65,7 @@ class CudaGpus:
 def _checked(*results: tuple[Any, ...]) -> Any:
     """What the last of some calls returned. Raises ``DeviceFailed`` if one failed."""
     for code, *_ in results:
-        if code is not _OK:
+        if code != _OK:
             raise DeviceFailed(_text(code))
     found = results[-1][1:]
     return found[0] if len(found) == 1 else found or None
@@ -73,7 +73,7 @@ def _checked(*results: tuple[Any, ...]) -> Any:
 
 def _text(code: Any) -> str:
     status, text = driver.cuGetErrorString(code)
-    said = text.decode() if status is _OK else "unknown"
+    said = text.decode() if status == _OK else "unknown"
     return f"{said} ({getattr(code, 'name', code)})"
 
 
@@ -130,15 +130,15 @@ class CudaDevice:
 
     def allocation_of(self, pointer: int) -> Allocation | None:
         status, base, nbytes = driver.cuMemGetAddressRange(pointer)
-        if status is not _OK:
+        if status != _OK:
             return None
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         status, serial = driver.cuPointerGetAttribute(attribute, base)
-        return Allocation(int(base), int(nbytes), int(serial)) if status is _OK else None
+        return Allocation(int(base), int(nbytes), int(serial)) if status == _OK else None
 
     def export(self, base: int) -> bytes | None:
         status, handle = driver.cuIpcGetMemHandle(base)
-        return bytes(handle.reserved) if status is _OK else None
+        return bytes(handle.reserved) if status == _OK else None
 
     def open(self, handle: bytes) -> int:
         given = driver.CUipcMemHandle()
@@ -185,7 +185,7 @@ class CudaDevice:
         _checked(driver.cuEventSynchronize(event))
 
     def drained(self, stream: int) -> bool:
-        return driver.cuStreamQuery(stream)[0] is not _NOT_READY
+        return driver.cuStreamQuery(stream)[0] != _NOT_READY
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         _checked(driver.cuStreamWriteValue32(stream, address, value & 0xFFFFFFFF, 0))

@@ -70,7 +70,7 @@ def compiled(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
         options += [f"--define-macro={name}={value}" for name, value in macros(dtype, op).items()]
         given = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
-        if status is not _OK:
+        if status != _OK:
             raise DeviceFailed(f"NVIDIA's compiler refused the kernels: {_log(program)}")
         code: bytes
         if capability in known:
@@ -100,7 +100,7 @@ def architecture(capability: int, known: list[int]) -> str:
 
 def _checked(result: tuple[Any, ...]) -> Any:
     status, *found = result
-    if status is not _OK:
+    if status != _OK:
         raise DeviceFailed(f"NVIDIA's compiler: {status.name}")
     return found[0] if found else None
 

@@ -88,7 +88,7 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered(wish: str = "auto") -> tuple[str, ...]:
-    """Planes that this process tells the coordinator it has. Only light ones are imported to find out.
+    """Planes that this process tells the coordinator it has. Only light ones are imported to find out, and those of devices that are there.
 
     Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
     Not ``mpi`` if mpi4py has another MPI than the launcher. Where the launcher is none of MPI's, as Slurm's, that can't
@@ -100,7 +100,7 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
             continue
         if name == "mpi" and not _suits(wish):
             continue
-        if name == "shm" and why_unavailable(name) is not None:
+        if (name == "shm" or "/" in name) and why_unavailable(name) is not None:
             continue
         found.append(name)
     return tuple(found)

@@ -87,7 +87,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
         actor="conformance.cuda_actor:fake_actor",
         launcher=LIGHT,
-        every=2,
+        every=3,
     ),
     PlaneUnderTest(
         "cuda-each",
@@ -95,7 +95,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         actor="conformance.cuda_actor:fake_actor",
         options={"workers": "all"},
         launcher=LIGHT,
-        every=6,
+        every=12,
     ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(

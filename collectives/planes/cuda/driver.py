@@ -32,7 +32,11 @@ class CudaGpus:
 
     def why_unusable(self) -> str | None:
         try:
-            if not _checked(driver.cuInit(0), driver.cuDeviceGetCount()):
+            needed = kernels.compiler_version()
+            found = _checked(driver.cuInit(0), driver.cuDriverGetVersion()) // 1000
+            if found < needed:
+                return f"The driver is for CUDA {found}, and the compiler of kernels (nvidia-cuda-nvrtc) for CUDA {needed}."
+            if not _checked(driver.cuDeviceGetCount()):
                 return "CUDA's driver sees no GPU (CUDA_VISIBLE_DEVICES may hide it)."
             attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
             if not _checked(driver.cuDeviceGetAttribute(attribute, 0)):

@@ -42,6 +42,11 @@ def macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
     return {} if dtype is None else {"ELEMENT": ELEMENTS[dtype], "OP": op.name}
 
 
+def compiler_version() -> int:
+    """Of which CUDA the compiler is: the driver must be of that or a later one. Raises ``RuntimeError`` if it is not there."""
+    return int(_checked(nvrtc.nvrtcVersion())[0])
+
+
 def source() -> bytes:
     """The text of ``kernels.cu``."""
     return files(__package__).joinpath(_SOURCE).read_bytes()
@@ -102,7 +107,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
     status, *found = result
     if status != _OK:
         raise DeviceFailed(f"NVIDIA's compiler: {status.name}")
-    return found[0] if found else None
+    return found[0] if len(found) == 1 else found
 
 
 def _log(program: Any) -> str:

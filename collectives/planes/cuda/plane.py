@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -260,11 +261,13 @@ class _Memory:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.pointer = device.allocate(nbytes)
-        weakref.finalize(self, _free, device, self.pointer)
+        weakref.finalize(
+            self, _free, device, self.pointer
+        ).atexit = False  # the driver frees all by itself then
 
 
 def _free(device: Device, pointer: int) -> None:
-    with device:
+    with contextlib.suppress(DeviceFailed), device:  # after a failure all memory of the process is gone
         device.free(pointer)
 
 

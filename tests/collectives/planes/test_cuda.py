@@ -153,6 +153,21 @@ def test_an_abort_ends_what_waits_for_a_stream_that_goes_on_for_long(alone: Cuda
     gpu.end_stream(stream)
 
 
+def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(
+    alone: CudaPlane, gpu: FakeCuda
+) -> None:
+    held = len(gpu._memory)
+    zeros = alone.zeros((COUNT,), DType.F32)
+    result = alone.empty((COUNT,), DType.F32)
+    bytes_at(result.pointer, result.nbytes)[:] = 255
+    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    assert outcome(completion) is None
+    assert not bytes_at(result.pointer, result.nbytes).any()
+    ours = len(gpu._memory) - held - 2
+    del zeros, result, completion
+    assert len(gpu._memory) == held + ours
+
+
 def test_a_gpu_that_is_out_of_memory_breaks_the_plane_with_the_drivers_word(
     alone: CudaPlane, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,13 +186,13 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> bool:
-    """Whether there is a plane for CUDA tensors. (Without one they are copied through host memory.)"""
-    return _offers("nccl")
+    """Whether collectives of CUDA tensors can go through NCCL. (False: hvdlab has no plane for it yet; see :func:`cuda_built`.)"""
+    return _offers("cuda/nccl")
 
 
 def cuda_built() -> bool:
-    """Whether collectives run on CUDA devices themselves; the same as :func:`nccl_built`."""
-    return nccl_built()
+    """Whether this process can have collectives work on CUDA tensors where they are. (Otherwise they are copied through host memory.)"""
+    return _offers("cuda/ipc")
 
 
 def rocm_built() -> bool:

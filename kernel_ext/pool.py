@@ -384,6 +384,7 @@ def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
         answer.plane,
         answer.pending,
         answer.servers,
+        answer.device_memory,
     )
 
 

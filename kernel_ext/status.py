@@ -24,6 +24,7 @@ class RankStatus:
         plane: Data plane that it uses.
         pending: Collectives that it is in, and what else it waits for other ranks for.
         servers: Parameter servers of its key-value stores.
+        device_memory: Bytes of GPUs' memory that its frameworks hold, used or kept for later.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankStatus:
     plane: str = ""
     pending: tuple[PendingNow, ...] = ()
     servers: tuple[ServerNow, ...] = ()
+    device_memory: int = 0
 
     def __repr__(self) -> str:
         values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))

@@ -105,7 +105,7 @@ def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tu
         str(status.rank),
         hosts[str(status.host or "")],
         str(status.pid or ""),
-        str(status.device or ""),
+        _device(status),
         str(status.state),
         labels.get(status.cell, str(status.cell or "")),
         memory(status.pss or status.rss),
@@ -113,6 +113,12 @@ def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tu
         str(status.plane or ""),
     )
     return tuple(visible(text, WIDEST) for text in found)
+
+
+def _device(status: Any) -> str:
+    """The device, and what the rank holds of the GPUs' memory."""
+    held = getattr(status, "device_memory", 0)
+    return f"{status.device or ''}, {memory(held)}" if held else str(status.device or "")
 
 
 def memory(size: int | None) -> str:

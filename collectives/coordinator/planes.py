@@ -10,6 +10,8 @@ from hvdlab.collectives.protocol.messages import Member
 
 SHM_LIMIT = 1024
 """Ranks of one host that may share a segment: each chunk is divided among them."""
+CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
+"""The plane for GPUs of one host, and how many ranks it has room for: a kernel takes so many addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,20 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
-    """For each device class the first plane that the first member offers and all others have too."""
+    """For each device class the first plane that the first member offers, all others have too, and that suits where they are."""
     found: dict[str, str] = {}
     for plane in members[0].planes if members else ():
         device, separator, _ = plane.partition("/")
-        if separator and device not in found and _all_offer(plane, members):
+        if separator and device not in found and _all_offer(plane, members) and _suits(plane, members):
             found[device] = plane
     return found
+
+
+def _suits(plane: str, members: Sequence[Member]) -> bool:
+    """Whether a plane for devices can connect these members."""
+    if plane != CUDA_IPC:
+        return True
+    return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
 
 
 def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> PlaneChoice:

@@ -56,6 +56,11 @@ class Groups:
         group = self._guarded.state.sets.get(process_set)
         return group.device_planes.get(device, "") if group is not None else ""
 
+    def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """Names of the data planes for tensors that are not on the host."""
+        group = self._guarded.state.sets.get(process_set)
+        return tuple(group.device_planes.values()) if group is not None else ()
+
     def planes(self, process_set: int = 0) -> tuple[str, ...]:
         """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
         group = self._guarded.state.sets.get(process_set)

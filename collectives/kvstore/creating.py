@@ -106,7 +106,7 @@ def create_native(
     if wanted in _DEVICE:
         return one_process(wanted, on_devices=True)
     if wanted == "nccl":
-        if not basics.nccl_built():
+        if not (basics.nccl_built() or basics.cuda_built()):
             raise KVStoreError(
                 "nccl stores need a CUDA device and hvdlab's plane for it, and here is none "
                 "(MXNet says: compile with USE_NCCL=1). Use 'device', which adds in the same order."

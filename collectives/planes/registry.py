@@ -9,6 +9,7 @@ import os
 from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
+from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.host import HostPlane
 
 _CLASSES: dict[str, tuple[str, str, str]] = {
@@ -18,6 +19,7 @@ _CLASSES: dict[str, tuple[str, str, str]] = {
     "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
     "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),
     "hierarchical": ("hvdlab.collectives.planes.hierarchical", "HierarchicalPlane", ""),
+    "cuda/ipc": ("hvdlab.collectives.planes.cuda.plane", "CudaPlane", ""),
 }
 _REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
 
@@ -43,6 +45,9 @@ def missing(name: str) -> str | None:
         return f"the plane `{name}` needs {package}: {_REMEDY[package]}"
     if name == "mpi" and not under_mpi():
         return "the plane `mpi` needs ranks that an MPI launcher (mpiexec, srun --mpi) started"
+    if name.startswith("cuda/"):
+        reason = gpus.why_off()
+        return f"the plane `{name}` can't be used: {reason}" if reason else None
     if importlib.util.find_spec(module) is None:
         return f"the plane `{name}` is not part of this installation"
     return None
@@ -83,7 +88,7 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered(wish: str = "auto") -> tuple[str, ...]:
-    """Planes that this process tells the coordinator it has. Only light ones are imported to find out.
+    """Planes that this process tells the coordinator it has. Only light ones are imported to find out, and those of devices that are there.
 
     Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
     Not ``mpi`` if mpi4py has another MPI than the launcher. Where the launcher is none of MPI's, as Slurm's, that can't
@@ -95,7 +100,7 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
             continue
         if name == "mpi" and not _suits(wish):
             continue
-        if name == "shm" and why_unavailable(name) is not None:
+        if (name == "shm" or "/" in name) and why_unavailable(name) is not None:
             continue
         found.append(name)
     return tuple(found)

@@ -92,6 +92,7 @@ class Status(Payload, frozen=True):
     plane: str
     pending: tuple[PendingNow, ...] = ()
     servers: tuple[ServerNow, ...] = ()
+    device_memory: int = 0
 
 
 class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -309,7 +309,7 @@ class RankAgent:
             state=self._state,
             cell=self._cell,
             device=self._device,
-            plane=self._engine.plane(),
+            plane=", ".join((self._engine.plane(), *self._engine.device_planes())),
             pending=status.pending_now(self._engine.pending()),
             servers=status.servers_now(self._engine),
         )

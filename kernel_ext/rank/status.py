@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from hvdlab.bindings.framework_hooks import loaded
+from hvdlab.bindings.framework_hooks import device_memory, loaded
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import PendingCollective
 from hvdlab.kernel_ext.payloads import PendingNow, ServerNow, Status
@@ -33,6 +33,7 @@ def make_status(
         cpu=time.process_time(),
         threads=len(os.listdir("/proc/self/task")),
         device=device,
+        device_memory=device_memory(),
         plane=plane,
         pending=pending,
         servers=servers,

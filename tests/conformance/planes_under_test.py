@@ -81,6 +81,22 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         launcher=LIGHT,
         environment={"PYTHONWARNINGS": "error"},
     ),
+    # A simulated GPU; tests/gpu has real ones.
+    PlaneUnderTest(
+        "cuda",
+        "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
+        actor="conformance.cuda_actor:fake_actor",
+        launcher=LIGHT,
+        every=3,
+    ),
+    PlaneUnderTest(
+        "cuda-each",
+        "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
+        actor="conformance.cuda_actor:fake_actor",
+        options={"workers": "all"},
+        launcher=LIGHT,
+        every=12,
+    ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(
         "mpi",

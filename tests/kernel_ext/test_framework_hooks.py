@@ -121,6 +121,19 @@ def test_half_imported_frameworks_are_no_error(monkeypatch: pytest.MonkeyPatch) 
     assert [found.kind for found in leaves_of([1]).found] == ["value", "value"]
 
 
+def test_memory_on_gpus_is_what_torch_holds_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {0: 5 << 20, 1: 7 << 20}
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, device_count=lambda: 2, memory_reserved=held.__getitem__
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert framework_hooks.device_memory() == 12 << 20
+    cuda.is_initialized = lambda: False
+    assert framework_hooks.device_memory() == 0
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    assert framework_hooks.device_memory() == 0
+
+
 def test_each_has_hooks_of_its_own() -> None:
     assert {"numpy", "torch", "pandas"} <= set(names())
     assert all(type(hooks_of(name)) is not FrameworkHooks for name in names())

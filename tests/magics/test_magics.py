@@ -32,6 +32,15 @@ def test_hosts_are_named_without_their_keys_unless_two_have_one_name() -> None:
     assert shown("a#1", "a#2", "b#3") == ["a#1", "a#2", "b"]
 
 
+def test_memory_that_a_rank_holds_on_gpus_stands_beside_its_device() -> None:
+    rows = [
+        RankStatus(0, device="cuda:1", device_memory=3 << 30),
+        RankStatus(1, device="cuda:1"),
+        RankStatus(2),
+    ]
+    assert [row[3] for row in StatusTable(rows).cells()] == ["cuda:1, 3.0 GiB", "cuda:1", ""]
+
+
 def test_servers_have_a_table_of_their_own_below_the_ranks() -> None:
     """Each once, as the rank tells that knows most of it; only ranks of its host know its memory."""
     alone = StatusTable([RankStatus(0, "a#1")])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvdlab.bindings.adapter import HostMemory
 from hvdlab.bindings.handles import OutputAllocator
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import UnsupportedError
@@ -95,7 +96,7 @@ def test_sparse_and_meta_tensors_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_allocator_gives_memory_of_its_tensor(dtype: torch.dtype) -> None:
-    allocate = OutputAllocator(ADAPTER, torch.empty(0, dtype=dtype))
+    allocate = OutputAllocator(HostMemory(ADAPTER), torch.empty(0, dtype=dtype))
     view = allocate((2, 3))
     assert allocate.allocated.shape == (2, 3)
     assert allocate.allocated.dtype is dtype

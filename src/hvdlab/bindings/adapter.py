@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.buffers import Buffer, HostArray
+from hvdlab.collectives.planes.buffers import Tensor as CoreTensor
 
 T = TypeVar("T")
 
@@ -84,3 +85,60 @@ class Adapter(Protocol[T]):
     def received_splits(self, counts: tuple[int, ...]) -> Any:
         """What an alltoall returns besides its output: how many rows came from each member."""
         ...
+
+
+class DeviceMemory(Protocol[T]):
+    """A framework's tensors on devices, for process sets that have a data plane for these.
+
+    A framework without it has tensors of devices staged through the host. All that :class:`Adapter` says of threads and errors
+    holds here, too; the device's work that a tensor still waits for need not be done when a function returns.
+    """
+
+    def device(self, tensor: T) -> str:
+        """The device class that a tensor is on, such as ``cuda``; ``cpu`` for one of the host, or without plain elements."""
+        ...
+
+    def is_direct(self, tensor: T) -> bool:
+        """Whether a tensor of a device is C-contiguous, so that a plane can work on its own memory."""
+        ...
+
+    def view(self, tensor: T) -> Buffer:
+        """The memory of a direct tensor, to be used once all that the calling thread has submitted for it is done."""
+        ...
+
+    def stage(self, tensor: T) -> T:
+        """A direct copy of a tensor, on its device."""
+        ...
+
+    def empty_like(self, tensor: T) -> T:
+        """A direct tensor of the shape, dtype and device of another one, without gradient."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], like: T) -> T:
+        """A direct tensor of this shape, of the dtype and device of another one. May be called on any thread."""
+        ...
+
+    def received(self, output: T) -> T:
+        """What the user gets of a result. Called by the user's thread; the result may have been allocated by another one."""
+        ...
+
+
+class Memory(Protocol[T]):
+    """Where a collective works: in the host's memory, or in a device's. What both have in common."""
+
+    def view(self, tensor: T) -> CoreTensor: ...
+
+    def empty(self, shape: tuple[int, ...], like: T) -> T: ...
+
+
+class HostMemory(Generic[T]):
+    """Tensors in the host's memory, as an adapter knows them."""
+
+    __slots__ = ("empty", "empty_like", "is_direct", "stage", "view")
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        self.is_direct = adapter.is_direct
+        self.view = adapter.host_view
+        self.stage = adapter.stage
+        self.empty_like = adapter.empty_like
+        self.empty = adapter.empty

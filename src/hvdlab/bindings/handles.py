@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from hvdlab.bindings.adapter import Adapter
+from hvdlab.bindings.adapter import Memory
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.request import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.buffers import Tensor
 
 T = TypeVar("T")
 
@@ -51,16 +51,16 @@ class OutputAllocator(Generic[T]):
     The core calls it, on its executor thread.
     """
 
-    __slots__ = ("_adapter", "_like", "_tensor")
+    __slots__ = ("_like", "_memory", "_tensor")
 
-    def __init__(self, adapter: Adapter[T], like: T) -> None:
-        self._adapter = adapter
+    def __init__(self, memory: Memory[T], like: T) -> None:
+        self._memory = memory
         self._like = like
         self._tensor: T | None = None
 
-    def __call__(self, shape: tuple[int, ...]) -> HostArray:
-        tensor = self._tensor = self._adapter.empty(shape, self._like)
-        return self._adapter.host_view(tensor)
+    def __call__(self, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensor = self._memory.empty(shape, self._like)
+        return self._memory.view(tensor)
 
     @property
     def allocated(self) -> T:

@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hvdlab.bindings.adapter import Adapter
+from hvdlab.bindings.adapter import Adapter, DeviceMemory, HostMemory
 from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Part, delivered, every, only
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
 
 T = TypeVar("T")
 
 _SHAPED_BY_RANKS = frozenset({OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.ALLTOALL})
 """Collectives whose output's shape depends on the other ranks, or on how many there are."""
+
+_REDUCING = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 
 _LABELS = {kind: kind.label for kind in OpKind}
 
@@ -48,10 +52,13 @@ class Binding(Generic[T]):
 
     Args:
         adapter: What the framework tells of its tensors.
+        devices: What it tells of those on devices; ``None`` has them staged through the host.
     """
 
-    def __init__(self, adapter: Adapter[T]) -> None:
+    def __init__(self, adapter: Adapter[T], devices: DeviceMemory[T] | None = None) -> None:
         self.adapter = adapter
+        self._host = HostMemory(adapter)
+        self._devices = devices
 
     def submit(
         self,
@@ -128,8 +135,14 @@ class Binding(Generic[T]):
         tensor = adapter.check(given, kind, in_place)
         dtype = adapter.dtype(tensor)
         check_supported(kind, dtype, operation.op)
-        direct = adapter.is_direct(tensor)
-        source = tensor if direct else adapter.stage(tensor)
+        memory: HostMemory[T] | DeviceMemory[T] = self._host
+        direct, device = memory.is_direct(tensor), HOST
+        if not direct and self._devices is not None:
+            device = self._device(self._devices, operation, tensor, dtype)
+            if device != HOST:
+                memory = self._devices
+                direct = memory.is_direct(tensor)
+        source = tensor if direct else memory.stage(tensor)
         request = Request(
             kind,
             dtype=dtype,
@@ -139,32 +152,52 @@ class Binding(Generic[T]):
             root=operation.root,
             splits=operation.splits,
             process_set=operation.process_set,
+            device=device,
         )
         output: T | OutputAllocator[T]
         if kind in _SHAPED_BY_RANKS:
-            request.input = adapter.host_view(source)
-            request.allocate = output = OutputAllocator(adapter, source)
+            request.input = memory.view(source)
+            request.allocate = output = OutputAllocator(memory, source)
         elif in_place or not direct:
-            request.input = request.output = adapter.host_view(source)
+            request.input = request.output = memory.view(source)
             output = source
         elif kind is OpKind.BROADCAST:
-            output = self._broadcast_buffer(source, operation.root)
-            request.input = request.output = adapter.host_view(output)
+            output = self._broadcast_buffer(memory, source, operation.root)
+            request.input = request.output = memory.view(output)
         else:
-            output = adapter.empty_like(source)
-            request.input, request.output = adapter.host_view(source), adapter.host_view(output)
+            output = memory.empty_like(source)
+            request.input, request.output = memory.view(source), memory.view(output)
         if not in_place:
-            return request, output, None if direct else partial(adapter.placed, like=tensor)
+            return request, output, self._placing(direct, device, tensor)
         if direct:
             adapter.mark_written(tensor)
             return request, given, None
         return request, output, partial(self._written_back, into=tensor, given=given)
 
-    def _broadcast_buffer(self, tensor: T, root: int) -> T:
+    def _device(self, devices: DeviceMemory[T], operation: Operation, tensor: T, dtype: DType) -> str:
+        """The device class on which a collective of this tensor works: its own if there is a plane that can do it, else the host's."""
+        device = devices.device(tensor)
+        if device == HOST or operation.op is ReduceOp.ADASUM:
+            return HOST
+        engine = context.engine(_LABELS[operation.kind])
+        if not engine.device_plane(operation.process_set, device):
+            return HOST
+        reduces = operation.kind in _REDUCING
+        wide = reduces and needs_width(dtype, operation.op, operation.prescale, operation.postscale)
+        return HOST if wide else device
+
+    def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:
+        """How an output gets to where the user expects it."""
+        if device != HOST:
+            assert self._devices is not None
+            return self._devices.received
+        return None if direct else partial(self.adapter.placed, like=tensor)
+
+    def _broadcast_buffer(self, memory: HostMemory[T] | DeviceMemory[T], tensor: T, root: int) -> T:
         """What a broadcast that leaves its argument alone works on: read at the root, written elsewhere."""
         if context.engine("broadcast").rank == root:
-            return self.adapter.stage(tensor)
-        return self.adapter.empty_like(tensor)
+            return memory.stage(tensor)
+        return memory.empty_like(tensor)
 
     def _written_back(self, output: T, into: T, given: Any) -> Any:
         self.adapter.deliver(output, into)

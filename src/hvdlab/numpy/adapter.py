@@ -1,9 +1,9 @@
-"""What hvdlab's bindings know of numpy arrays, and of what numpy can view as an array."""
+"""What hvdlab's bindings know of numpy arrays, of what numpy can view as an array, and of arrays of GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,24 +12,29 @@ from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.numpy.device_arrays import ArraysOnDevices, DeviceArray, device_array
 
 Array = npt.NDArray[Any]
+AnyArray: TypeAlias = Any
+"""An array of numpy's, or a :class:`DeviceArray`."""
 
 
 class NumpyAdapter:
     """See :class:`hvdlab.bindings.adapter.Adapter`. Buffers, DLPack objects, numbers and lists are tensors, too."""
 
-    def check(self, value: Any, kind: OpKind, in_place: bool) -> Array:
+    def check(self, value: Any, kind: OpKind, in_place: bool) -> AnyArray:
         array = as_array(value)
         if in_place:
             _check_writable(value, array)
         return array
 
     def is_tensor(self, value: Any) -> bool:
-        return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__dlpack__")
+        if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__dlpack__"):
+            return True
+        return device_array(value) is not None
 
-    def dtype(self, tensor: Array) -> DType:
-        dtype = dtype_of(tensor)
+    def dtype(self, tensor: AnyArray) -> DType:
+        dtype = tensor.element_type() if isinstance(tensor, DeviceArray) else dtype_of(tensor)
         if dtype is None:
             if tensor.dtype.name == "bfloat16":  # of ml_dtypes
                 return DType.BF16
@@ -39,32 +44,37 @@ class NumpyAdapter:
             )
         return dtype
 
-    def shape(self, tensor: Array) -> tuple[int, ...]:
-        return tensor.shape
+    def shape(self, tensor: AnyArray) -> tuple[int, ...]:
+        found: tuple[int, ...] = tensor.shape
+        return found
 
-    def is_direct(self, tensor: Array) -> bool:
-        return tensor.flags.c_contiguous
+    def is_direct(self, tensor: AnyArray) -> bool:
+        return type(tensor) is not DeviceArray and bool(tensor.flags.c_contiguous)
 
     def host_view(self, tensor: Array) -> Array:
         # Not by the name of the type, which numpy makes anew each time: that took longer than all else here.
         return tensor if dtype_of(tensor) is not None else tensor.view(np.uint16)
 
-    def stage(self, tensor: Array) -> Array:
-        return tensor.copy(order="C")
+    def stage(self, tensor: AnyArray) -> AnyArray:
+        return tensor.on_host() if isinstance(tensor, DeviceArray) else tensor.copy(order="C")
 
-    def empty_like(self, tensor: Array) -> Array:
+    def empty_like(self, tensor: AnyArray) -> AnyArray:
         return np.empty(tensor.shape, tensor.dtype)
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+    def empty(self, shape: tuple[int, ...], like: AnyArray) -> AnyArray:
         return np.empty(shape, like.dtype)
 
-    def deliver(self, output: Array, into: Array) -> None:
-        np.copyto(into, output)
+    def deliver(self, output: Any, into: AnyArray) -> None:
+        if not isinstance(into, DeviceArray):
+            np.copyto(into, output)
+            return
+        owner = output.owner if isinstance(output, DeviceArray) else into.from_host(output)
+        into.owner[...] = owner
 
-    def placed(self, output: Array, like: Array) -> Array:
-        return output
+    def placed(self, output: Any, like: AnyArray) -> Any:
+        return like.from_host(output) if isinstance(like, DeviceArray) else output
 
-    def mark_written(self, tensor: Array) -> None:
+    def mark_written(self, tensor: AnyArray) -> None:
         """Arrays are not differentiated."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
@@ -75,11 +85,15 @@ class NumpyAdapter:
 
 
 ADAPTER = NumpyAdapter()
-BINDING = Binding(ADAPTER)
-"""Runs collectives on numpy arrays."""
+BINDING: Binding[Any] = Binding(ADAPTER, ArraysOnDevices())
+"""Runs collectives on arrays."""
 
 
-def _check_writable(value: Any, array: Array) -> None:
+def _check_writable(value: Any, array: AnyArray) -> None:
+    if isinstance(array, DeviceArray):
+        if array.is_readonly:
+            raise InvalidRequestError("this array is read-only; the in-place call would have to write to it.")
+        return
     if not array.flags.writeable:
         raise InvalidRequestError("this array is read-only; the in-place call would have to write to it.")
     if array is not value and array.base is None:
@@ -88,14 +102,17 @@ def _check_writable(value: Any, array: Array) -> None:
         )
 
 
-def as_array(value: Any) -> Array:
-    """An array of what a user gave: its own memory if numpy can view that, else a copy.
+def as_array(value: Any) -> AnyArray:
+    """An array of what a user gave: its own memory if numpy can view that or if it is an array of a GPU, else a copy.
 
     Raises:
         UnsupportedError: It is a DLPack object that numpy can't take over.
     """
     if type(value) is np.ndarray:
         return value
+    on_device = device_array(value)
+    if on_device is not None:
+        return on_device
     if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
         try:
             return np.from_dlpack(value)

@@ -22,7 +22,8 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.process_sets import set_id
-from hvdlab.numpy.adapter import ADAPTER, BINDING, as_array
+from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, as_array
+from hvdlab.numpy.device_arrays import DeviceArray
 
 Array = npt.NDArray[Any]
 AnyProcessSet = Any
@@ -43,7 +44,8 @@ def allreduce(
 ) -> Array:
     """Reduce element by element over all ranks."""
     operation = _allreducing(op, prescale_factor, postscale_factor, process_set)
-    return BINDING.run(operation, tensor, name)[0]
+    output: Array = BINDING.run(operation, tensor, name)[0]
+    return output
 
 
 @documented
@@ -159,7 +161,8 @@ def allgather(
 ) -> Array:
     """Concatenate the arrays of all ranks; every rank gets all of it."""
     operation = arguments.gathering(_set_id(process_set))
-    return BINDING.run(operation, _rows(tensor), name)[0]
+    output: Array = BINDING.run(operation, _rows(tensor), name)[0]
+    return output
 
 
 @documented
@@ -207,7 +210,8 @@ def broadcast(
 ) -> Array:
     """Give every rank the array of ``root_rank``."""
     operation = arguments.broadcasting(root_rank, _set_id(process_set))
-    return BINDING.run(operation, tensor, name)[0]
+    output: Array = BINDING.run(operation, tensor, name)[0]
+    return output
 
 
 @documented
@@ -262,7 +266,8 @@ def reducescatter(
     """Reduce over all ranks, and divide the rows of the result among them."""
     given = _rows(tensor)
     operation = _scattering([given], op, prescale_factor, postscale_factor, process_set)
-    return BINDING.run(operation, given, name)[0]
+    output: Array = BINDING.run(operation, given, name)[0]
+    return output
 
 
 @documented
@@ -399,13 +404,15 @@ def _scattering(
     return arguments.scattering(ADAPTER, tensors, op, prescale_factor, postscale_factor, _set_id(process_set))
 
 
-def _rows(tensor: Any) -> Array:
+def _rows(tensor: Any) -> AnyArray:
     """The array of what was given; a scalar as one row."""
     array = as_array(tensor)
-    return array.reshape(1) if array.ndim == 0 else array
+    if array.ndim:
+        return array
+    return as_array(array.owner.reshape(1)) if isinstance(array, DeviceArray) else array.reshape(1)
 
 
-def _all_rows(tensors: Sequence[Any]) -> list[Array]:
+def _all_rows(tensors: Sequence[Any]) -> list[AnyArray]:
     return [_rows(tensor) for tensor in arguments.tensor_list(ADAPTER, tensors)]
 
 

@@ -66,5 +66,8 @@ def _planes() -> Iterator[Line]:
     for name in names:
         yield name, registry.why_unavailable(name) or ""
     yield "mpi", mpi.why_unavailable()
-    if "nccl" not in names:
-        yield "nccl", "there is no plane for CUDA tensors; they are copied through host memory"
+    yield "cuda/ipc", registry.why_unavailable("cuda/ipc") or ""
+    yield (
+        "nccl",
+        "there is no plane for it yet; CUDA tensors of ranks on several hosts are copied through host memory",
+    )

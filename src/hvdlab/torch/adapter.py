@@ -1,7 +1,8 @@
 """What hvdlab's bindings know of torch tensors.
 
-A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. Any other one is
-*staged*: the core works on a contiguous copy in host memory.
+A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. So does a contiguous CUDA tensor
+if the process set has a data plane for CUDA. Any other one is *staged*: the core works on a contiguous copy, on the
+tensor's device where it has a plane, else in host memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.planes.buffers import HOST, Buffer
+from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.cuda.device import DeviceFailed
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,
@@ -111,8 +115,50 @@ class TorchAdapter:
         return torch.tensor(counts, dtype=torch.int32)
 
 
+class CudaTensors:
+    """See :class:`hvdlab.bindings.adapter.DeviceMemory`.
+
+    A collective is ordered behind what the submitting thread has put on the tensor's current stream. When its handle is done the
+    GPU has written the outputs, so that any stream may use them.
+    """
+
+    def device(self, tensor: torch.Tensor) -> str:
+        return gpus.CUDA if tensor.is_cuda and tensor.layout is torch.strided else HOST
+
+    def is_direct(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous() and not tensor.is_neg()
+
+    def view(self, tensor: torch.Tensor) -> Buffer:
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidRequestError(
+                "A collective can't be captured in a CUDA graph: ranks agree on it each time. Put it between two graphs."
+            )
+        ordinal = tensor.device.index
+        stream = torch.cuda.current_stream(ordinal).cuda_stream
+        try:
+            return gpus.buffer_on_stream(
+                tensor.data_ptr(), tuple(tensor.shape), DTYPES[tensor.dtype], ordinal, stream, tensor
+            )
+        except DeviceFailed as error:
+            raise InvalidRequestError(f"The GPU of this rank: {error}") from error
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.empty_like(tensor).copy_(tensor.detach())
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.empty(tensor.shape, tensor)
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def received(self, output: torch.Tensor) -> torch.Tensor:
+        # The engine's thread may have allocated it: torch's allocator is to know that it is used on this stream.
+        output.record_stream(torch.cuda.current_stream(output.device))
+        return output
+
+
 ADAPTER = TorchAdapter()
-BINDING = Binding(ADAPTER)
+BINDING = Binding(ADAPTER, CudaTensors())
 """Runs collectives on torch tensors."""
 
 

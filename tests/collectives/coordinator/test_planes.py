@@ -133,6 +133,9 @@ def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
         ),
         (members(("cuda/a", "cuda/b"), ("cuda/b", "cuda/a")), {"cuda": "cuda/a"}),
         (members((*LOCAL, "cuda/nccl")), {"cuda": "cuda/nccl"}),
+        (members((*LOCAL, "cuda/ipc"), (*LOCAL, "cuda/ipc")), {"cuda": "cuda/ipc"}),
+        (members((*LOCAL, "cuda/ipc"), (*LOCAL, "cuda/ipc"), hosts="ab"), {}),
+        (members(*[(*LOCAL, "cuda/ipc")] * 65), {}),
     ],
 )
 def test_a_device_class_has_a_plane_that_all_offer(group: list[Member], planes: dict[str, str]) -> None:

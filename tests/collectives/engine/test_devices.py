@@ -61,7 +61,9 @@ def total(device: str, value: float = 1.0) -> float:
 
 def planes() -> tuple[str, str]:
     engine = context.engine()
-    return engine.plane(), engine.device_plane(0, fake_device.DEVICE)
+    found = engine.device_plane(0, fake_device.DEVICE)
+    assert engine.device_planes() == ((found,) if found else ())
+    return engine.plane(), found
 
 
 def mixed(seed: int, count: int) -> list[float]:

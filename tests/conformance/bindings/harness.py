@@ -19,13 +19,19 @@ Values = npt.NDArray[Any]
 
 BINDINGS = {
     name: f"conformance.bindings.{name}_binding"
-    for name in ("torch", "numpy", "tensorflow", "mxnet")
-    if find_spec(name) is not None
+    for name, package in {
+        "torch": "torch",
+        "numpy": "numpy",
+        "gpu": "numpy",
+        "tensorflow": "tensorflow",
+        "mxnet": "mxnet",
+    }.items()
+    if find_spec(package) is not None
 }
 """Modules that have a ``BINDING``. MXNet is in an environment of its own, where some of the others are not."""
 
-ONLY_IN_RANKS = frozenset({"tensorflow", "mxnet"})
-"""Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import."""
+ONLY_IN_RANKS = frozenset({"tensorflow", "mxnet", "gpu"})
+"""Bindings that the process of the tests itself never imports: their frameworks start threads, and cost much to import, or replace a GPU."""
 
 SIZES = (1, 3)
 """Worlds that every binding is tried in."""

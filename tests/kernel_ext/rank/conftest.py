@@ -93,6 +93,9 @@ class FakeEngine:
     def plane(self, process_set: int = 0) -> str:
         return "shm"
 
+    def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
+        return ("fake/thread",)
+
     def pending(self) -> list[Any]:
         return self.in_flight
 

@@ -42,7 +42,7 @@ def test_status_of_an_idle_rank(rank: Rank) -> None:
         assert 0 < status.pss <= status.rss
         assert status.cpu > 0
         assert status.threads >= threading.active_count() - 1
-        assert (status.device, status.plane) == ("cpu", "shm")
+        assert (status.device, status.plane) == ("cpu", "shm, fake/thread")
 
     rank.play(script)
 

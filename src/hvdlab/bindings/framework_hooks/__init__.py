@@ -117,6 +117,10 @@ class FrameworkHooks:
         """Number and UUID of each GPU on which this framework has memory; None as long as it uses none."""
         return None
 
+    def device_memory(self) -> int:
+        """Bytes of GPUs' memory that this framework holds for this process. Cheap; any thread."""
+        return 0
+
     def set_threads(self, threads: int) -> None:
         """Compute with this many threads; called in a forked rank, once."""
 
@@ -160,6 +164,11 @@ def devices_in_use() -> list[tuple[int, str]] | None:
     """Number and UUID of each GPU that any framework has memory on; None as long as none of them uses one."""
     found = [used for hooks in loaded() if (used := hooks.devices_in_use()) is not None]
     return sorted({device for used in found for device in used}) if found else None
+
+
+def device_memory() -> int:
+    """Bytes of GPUs' memory that frameworks hold for this process."""
+    return sum(hooks.device_memory() for hooks in loaded())
 
 
 def module_of(kind: type) -> str:

@@ -147,6 +147,15 @@ class TorchHooks(FrameworkHooks):
         except (AttributeError, RuntimeError):  # half imported or without UUIDs; a device that has failed
             return None
 
+    def device_memory(self) -> int:
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        try:
+            if cuda is None or not cuda.is_initialized():
+                return 0
+            return sum(cuda.memory_reserved(index) for index in range(cuda.device_count()))
+        except (AttributeError, RuntimeError):  # half imported; a device that has failed
+            return 0
+
     def set_threads(self, threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 

@@ -1,0 +1,160 @@
+"""What collectives of ranks that share one GPU cost, beside staging through the host and beside one copy on the GPU.
+
+    python benchmarks/on_gpus.py                                   # 2, 4 and 8 ranks, 4 KiB to 256 MiB
+    python benchmarks/on_gpus.py --ranks 4 --sizes 1M,64M --json benchmarks/results/on_gpus.json
+
+The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane, as
+``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the median over the
+rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group, and ``step`` is a training step
+of a small transformer, beside one process with the batch of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import hvdlab
+from hvdlab.collectives.planes.registry import why_unavailable
+
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+ROUNDS, WARM = 15, 3
+Call = Callable[[], object]
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """The parameters of a ResNet-50, in its order."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            outer = 4 * inner
+            convolutions = [(inner, width, 1, 1), (inner, inner, 3, 3), (outer, inner, 1, 1)]
+            if block == 0:
+                convolutions.append((outer, width, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            width = outer
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def measured(calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Milliseconds of each contender in each round, until the GPU has done it; they take turns."""
+    import torch
+
+    import hvdlab.torch as hvd
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(WARM + ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            hvd.barrier()
+            began = perf_counter_ns()
+            call()
+            torch.cuda.synchronize()
+            if turn >= WARM:
+                times[name].append((perf_counter_ns() - began) / 1e6)
+    return times
+
+
+def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
+    """What one rank measures, by what is reduced."""
+    import torch
+
+    import hvdlab.torch as hvd
+    from hvdlab.bindings.operations import Binding, Operation
+    from hvdlab.collectives.dtypes import OpKind, ReduceOp
+    from hvdlab.torch.adapter import ADAPTER, BINDING
+
+    hvd.init()
+    torch.cuda.set_device(0)
+    staging = Binding(ADAPTER)  # knows no devices: all goes through the host
+    add = Operation(OpKind.ALLREDUCE, ReduceOp.SUM)
+
+    def contenders(tensors: list[torch.Tensor], name: str) -> dict[str, Call]:
+        others = [torch.empty_like(tensor) for tensor in tensors]
+        return {
+            "plane": lambda: BINDING.submit_group(add, tensors, f"{name}.plane", in_place=True).wait(),
+            "staged": lambda: staging.submit_group(add, tensors, f"{name}.staged", in_place=True).wait(),
+            "copy": lambda: [other.copy_(tensor) for other, tensor in zip(others, tensors, strict=True)],
+        }
+
+    found = {
+        str(size): measured(contenders([torch.zeros(size // 4, device="cuda")], str(size))) for size in sizes
+    }
+    gradients = [torch.zeros(shape, device="cuda") for shape in resnet50_shapes()]
+    found["resnet50"] = measured(contenders(gradients, "resnet50"))
+    del gradients
+    found["step"] = measured(steps())
+    return found
+
+
+def steps() -> dict[str, Call]:
+    """A training step with a share of the batch on each rank, and one of rank 0 alone with the whole batch."""
+    import torch
+
+    import hvdlab.torch as hvd
+
+    def model() -> torch.nn.Module:
+        layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).cuda()
+
+    share, whole = model(), model()
+    sharing = hvd.DistributedOptimizer(torch.optim.SGD(share.parameters(), 0.01), share.named_parameters())
+    alone = torch.optim.SGD(whole.parameters(), 0.01)
+
+    def step(network: torch.nn.Module, optimizer: Any, batch: int) -> None:
+        optimizer.zero_grad()
+        network(torch.ones(batch, 128, 256, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+    batch = 64
+    return {
+        "ranks": lambda: step(share, sharing, batch // hvd.size()),
+        "one process": lambda: step(whole, alone, batch) if hvd.rank() == 0 else None,
+    }
+
+
+def medians(each: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Of the slowest rank of each round."""
+    return {
+        name: statistics.median(max(times) for times in zip(*(found[name] for found in each), strict=True))
+        for name in each[0]
+    }
+
+
+def size_of(text: str) -> int:
+    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, action="append", help="how many ranks; may be given several times"
+    )
+    parser.add_argument("--sizes", default="4K,64K,1M,16M,64M,256M", help="bytes of the reduced tensor")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    if reason := why_unavailable("cuda/ipc"):
+        sys.exit(reason)
+    sizes = [size_of(text) for text in options.sizes.split(",")]
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for ranks in options.ranks or [2, 4, 8]:
+        each = hvdlab.run(on_rank, args=(sizes,), np=ranks)
+        figures[str(ranks)] = {what: medians([found[what] for found in each]) for what in each[0]}
+        for what, found in figures[str(ranks)].items():
+            print(f"{ranks} ranks, {what}:", ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items()))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

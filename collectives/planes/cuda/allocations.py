@@ -1,0 +1,172 @@
+"""Where the members' memory is: what a member lets others open, and what a worker has opened.
+
+A tensor lies somewhere in a piece of memory that a framework's allocator got from the driver, and only a whole piece can be opened by
+another process. So a member keeps a table of its pieces on the board, and announces in which of them a tensor lies, and where. Opening a
+piece is slow, and happens once for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+
+import numpy as np
+
+from hvdlab.collectives.planes.cuda.board import ALLOCATIONS, Array64, Board
+from hvdlab.collectives.planes.cuda.device import HANDLE_BYTES, Allocation, Device, DeviceFailed
+
+NOWHERE = ALLOCATIONS
+"""Slot of a tensor without elements, of which nothing is read or written."""
+_ANY_ADDRESS = 16
+
+
+class Exports:
+    """The pieces of a member that others may open. One thread at a time."""
+
+    def __init__(self, device: Device, board: Board, index: int) -> None:
+        self._device, self._board, self._index = device, board, index
+        #: By base address, the least recently used first: slot of the table, the piece, and the last operation that used it.
+        self._known: OrderedDict[int, tuple[int, Allocation, int]] = OrderedDict()
+        self._free = list(range(ALLOCATIONS - 1, -1, -1))
+        #: Serial numbers of pieces that no other process can open.
+        self._closed: set[int] = set()
+        #: Address of each piece, by slot.
+        self.bases: dict[int, int] = {}
+        #: Pieces published so far.
+        self._count = 0
+        #: The operation that tensors are located for, and the last one that has ended.
+        self._operation = self._finished = 0
+        #: Pieces of this operation: begin, end, slot. They are asked for again and again, and the driver takes longer.
+        self._seen: list[tuple[int, int, int]] = []
+
+    def begin(self, operation: int, finished: int) -> None:
+        """What is located next belongs to this operation; operations up to ``finished`` need their pieces no more."""
+        self._operation, self._finished = operation, finished
+        self._seen.clear()
+        self._withdraw_one_if_freed()
+
+    def locate(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
+        """Where others find a tensor: slot of its piece, and offset. ``None`` if they can't open it."""
+        if not nbytes:
+            return NOWHERE, 0
+        for base, end, slot in self._seen:
+            if base <= pointer and pointer + nbytes <= end:
+                return slot, pointer - base
+        found = self._device.allocation_of(pointer)
+        if found is None or found.serial in self._closed or pointer + nbytes > found.base + found.nbytes:
+            return None
+        published = self._slot(found)
+        if published is None:
+            return None
+        self._seen.append((found.base, found.base + found.nbytes, published))
+        return published, pointer - found.base
+
+    def publish(self, base: int) -> int:
+        """Let others open a piece for as long as the group exists; its slot.
+
+        Raises:
+            DeviceFailed: They can't open this kind of memory, or the table is full.
+        """
+        handle = self._device.export(base)
+        if handle is None or not self._free:
+            raise DeviceFailed("the GPU's memory can't be opened by other processes on this system")
+        slot = self._free.pop()
+        self._publish(slot, base, handle)
+        return slot
+
+    def _slot(self, found: Allocation) -> int | None:
+        known = self._known.get(found.base)
+        if known is not None and known[1].serial == found.serial:
+            self._known[found.base] = (known[0], found, self._operation)
+            self._known.move_to_end(found.base)
+            return known[0]
+        if known is not None:  # it was freed, and the address was given out again
+            self._withdraw(found.base)
+        handle = self._device.export(found.base)
+        if handle is None:
+            self._closed.add(found.serial)
+            return None
+        if not self._free:
+            oldest, (_, _, used) = next(iter(self._known.items()))
+            if used > self._finished:
+                return None
+            self._withdraw(oldest)
+        slot = self._free.pop()
+        self._known[found.base] = (slot, found, self._operation)
+        self._publish(slot, found.base, handle)
+        return slot
+
+    def _publish(self, slot: int, base: int, handle: bytes) -> None:
+        board = self._board
+        self.bases[slot] = base
+        board.handles[self._index, slot] = np.frombuffer(handle, np.uint8, HANDLE_BYTES)
+        self._count += 1
+        board.versions[self._index, slot] = self._count  # after the handle: whoever sees it finds that one
+        board.generations[self._index] += np.uint64(1)
+
+    def _withdraw(self, base: int) -> None:
+        slot, _, _ = self._known.pop(base)
+        self._board.versions[self._index, slot] = 0
+        self._board.generations[self._index] += np.uint64(1)
+        self._free.append(slot)
+
+    def _withdraw_one_if_freed(self) -> None:
+        """Withdraw the longest unused piece if it was freed: its memory is kept for as long as others have it open."""
+        if not self._known:
+            return
+        base, (slot, allocation, used) = next(iter(self._known.items()))
+        if used > self._finished:
+            return
+        found = self._device.allocation_of(base)
+        if found is None or found.serial != allocation.serial:
+            self._withdraw(base)
+        else:
+            self._known[base] = (slot, allocation, used)
+            self._known.move_to_end(base)
+
+
+class Imports:
+    """The pieces that a worker has opened, and its own, which it need not open. One thread at a time."""
+
+    def __init__(self, device: Device, board: Board, index: int, exports: Exports) -> None:
+        self._device, self._board, self._index, self._exports = device, board, index, exports
+        members = board.layout.members
+        #: Of each member's table, as seen last; likewise the versions of each slot.
+        self._generations = [0] * members
+        self._versions = np.zeros((members, ALLOCATIONS), np.uint64)
+        self.bases = np.zeros((members, ALLOCATIONS + 1), np.uint64)
+        """Addresses in this process, by member and slot; 0 if the piece is not open."""
+        self.bases[:, NOWHERE] = _ANY_ADDRESS
+
+    def refresh(self) -> None:
+        """Open and close what has changed since the last call."""
+        for member, generation in enumerate(self._board.generations.tolist()):
+            if generation != self._generations[member]:
+                self._generations[member] = generation
+                self._refresh(member)
+
+    def _refresh(self, member: int) -> None:
+        versions: Array64 = self._board.versions[member].copy()
+        for slot in np.flatnonzero(versions != self._versions[member]).tolist():
+            self._release(member, slot)
+            self._versions[member, slot] = versions[slot]
+            if not versions[slot]:
+                continue
+            if member == self._index:
+                self.bases[member, slot] = self._exports.bases[slot]
+                continue
+            # One that was withdrawn by now, or is just being replaced, may fail: nothing will ask for it.
+            with contextlib.suppress(DeviceFailed):
+                self.bases[member, slot] = self._device.open(bytes(self._board.handles[member, slot]))
+
+    def _release(self, member: int, slot: int) -> None:
+        base = int(self.bases[member, slot])
+        if base:
+            self.bases[member, slot] = 0
+            if member != self._index:
+                self._device.close(base)
+
+    def close(self) -> None:
+        """Close everything."""
+        for member, slot in np.argwhere(self.bases[:, :ALLOCATIONS] != 0).tolist():
+            self._release(member, slot)

@@ -1,0 +1,243 @@
+"""A GPU by way of CUDA's driver, which is there wherever a GPU is; no toolkit and no framework is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import TracebackType
+from typing import Any
+
+from cuda.bindings import driver
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.cuda import kernels
+from hvdlab.collectives.planes.cuda.device import Allocation, DeviceFailed, Launch
+
+_THREADS = 256  # of a block, as in kernels.cu
+_BLOCKS = 8  # on each multiprocessor: then loads of some hide the waits of others
+_TYPES = (
+    ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_double, ctypes.c_double,
+    ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64,
+)  # fmt: skip
+_OK = driver.CUresult.CUDA_SUCCESS
+_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+
+
+class CudaGpus:
+    """See :class:`~hvdlab.collectives.planes.cuda.gpus.Gpus`."""
+
+    def __init__(self) -> None:
+        self._opened: dict[int, CudaDevice] = {}
+        self._guard = threading.Lock()
+
+    def why_unusable(self) -> str | None:
+        try:
+            needed = kernels.compiler_version()
+            found = _checked(driver.cuInit(0), driver.cuDriverGetVersion()) // 1000
+            if found < needed:
+                return f"The driver is for CUDA {found}, and the compiler of kernels (nvidia-cuda-nvrtc) for CUDA {needed}."
+            if not _checked(driver.cuDeviceGetCount()):
+                return "CUDA's driver sees no GPU (CUDA_VISIBLE_DEVICES may hide it)."
+            attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED
+            if not _checked(driver.cuDeviceGetAttribute(attribute, 0)):
+                return "The GPU can't read memory of the host that processes share."
+        except (DeviceFailed, RuntimeError) as error:  # the bindings raise RuntimeError without a driver
+            return f"CUDA's driver can't be used: {error}"
+        return None
+
+    def open(self, ordinal: int) -> CudaDevice:
+        with self._guard:
+            found = self._opened.get(ordinal)
+            if found is None:
+                found = self._opened[ordinal] = CudaDevice(ordinal)
+            return found
+
+    def used_ordinal(self) -> int:
+        _checked(driver.cuInit(0))
+        for ordinal in range(_checked(driver.cuDeviceGetCount())):
+            _, active = _checked(driver.cuDevicePrimaryCtxGetState(_checked(driver.cuDeviceGet(ordinal))))
+            if active:
+                return ordinal
+        return 0
+
+    def ordinal_of(self, pointer: int) -> int:
+        _checked(driver.cuInit(0))
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return int(_checked(driver.cuPointerGetAttribute(attribute, pointer)))
+
+
+def _checked(*results: tuple[Any, ...]) -> Any:
+    """What the last of some calls returned. Raises ``DeviceFailed`` if one failed."""
+    for code, *_ in results:
+        if code != _OK:
+            raise DeviceFailed(_text(code))
+    found = results[-1][1:]
+    return found[0] if len(found) == 1 else found or None
+
+
+def _text(code: Any) -> str:
+    status, text = driver.cuGetErrorString(code)
+    said = text.decode() if status == _OK else "unknown"
+    return f"{said} ({getattr(code, 'name', code)})"
+
+
+class CudaDevice:
+    """One of this process's GPUs, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.cuda.device.Device`.
+
+    Args:
+        ordinal: Its number in this process.
+
+    Raises:
+        DeviceFailed: There is no such GPU, or it has no memory left for a context.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._device = _checked(driver.cuInit(0), driver.cuDeviceGet(ordinal))
+        self._context = _checked(driver.cuDevicePrimaryCtxRetain(self._device))
+        self.identity = _identity(self._device)
+        attributes = driver.CUdevice_attribute
+        self._blocks = _BLOCKS * self._attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self._capability = 10 * self._attribute(
+            attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        ) + self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        #: What was compiled so far: the module, which must stay, and its kernel.
+        self._kernels: dict[tuple[DType | None, ReduceOp], tuple[Any, Any]] = {}
+        self._guard = threading.Lock()
+
+    def _attribute(self, which: Any) -> int:
+        return int(_checked(driver.cuDeviceGetAttribute(which, self._device)))
+
+    def __enter__(self) -> None:
+        _checked(driver.cuCtxPushCurrent(self._context))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _checked(driver.cuCtxPopCurrent())
+
+    def reaches(self, identity: str) -> bool:
+        if identity == self.identity:
+            return True
+        for ordinal in range(_checked(driver.cuDeviceGetCount())):
+            other = _checked(driver.cuDeviceGet(ordinal))
+            if _identity(other) == identity:
+                return bool(_checked(driver.cuDeviceCanAccessPeer(self._device, other)))
+        return False
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        return int(_checked(driver.cuMemAlloc(nbytes)))
+
+    def free(self, pointer: int) -> None:
+        _checked(driver.cuMemFree(pointer))
+
+    def allocation_of(self, pointer: int) -> Allocation | None:
+        status, base, nbytes = driver.cuMemGetAddressRange(pointer)
+        if status != _OK:
+            return None
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        status, serial = driver.cuPointerGetAttribute(attribute, base)
+        return Allocation(int(base), int(nbytes), int(serial)) if status == _OK else None
+
+    def export(self, base: int) -> bytes | None:
+        status, handle = driver.cuIpcGetMemHandle(base)
+        return bytes(handle.reserved) if status == _OK else None
+
+    def open(self, handle: bytes) -> int:
+        given = driver.CUipcMemHandle()
+        given.reserved = handle
+        lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(_checked(driver.cuIpcOpenMemHandle(given, int(lazily))))
+
+    def close(self, pointer: int) -> None:
+        _checked(driver.cuIpcCloseMemHandle(pointer))
+
+    def register(self, address: int, nbytes: int) -> int:
+        flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_PORTABLE
+        _checked(driver.cuMemHostRegister(address, nbytes, flags))
+        return int(_checked(driver.cuMemHostGetDevicePointer(address, 0)))
+
+    def unregister(self, address: int) -> None:
+        _checked(driver.cuMemHostUnregister(address))
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> int:
+        _, highest = _checked(driver.cuCtxGetStreamPriorityRange())
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(_checked(driver.cuStreamCreateWithPriority(int(flags), highest)))
+
+    def end_stream(self, stream: int) -> None:
+        _checked(driver.cuStreamDestroy(stream))
+
+    def new_event(self) -> int:
+        kinds = driver.CUevent_flags
+        flags = int(kinds.CU_EVENT_DISABLE_TIMING) | int(kinds.CU_EVENT_BLOCKING_SYNC)
+        return int(_checked(driver.cuEventCreate(flags)))
+
+    def end_event(self, event: int) -> None:
+        _checked(driver.cuEventDestroy(event))
+
+    def record(self, event: int, stream: int) -> None:
+        _checked(driver.cuEventRecord(event, stream))
+
+    def wait_event(self, stream: int, event: int) -> None:
+        _checked(driver.cuStreamWaitEvent(stream, event, 0))
+
+    def synchronize(self, event: int) -> None:
+        _checked(driver.cuEventSynchronize(event))
+
+    def drained(self, stream: int) -> bool:
+        return bool(driver.cuStreamQuery(stream)[0] != _NOT_READY)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        _checked(driver.cuStreamWriteValue32(stream, address, value & 0xFFFFFFFF, 0))
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        _checked(driver.cuStreamWaitValue32(stream, address, value & 0xFFFFFFFF, 0))
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        _checked(driver.cuMemcpyAsync(target, source, nbytes, stream))
+
+    def clear(self, target: int, nbytes: int, stream: int) -> None:
+        _checked(driver.cuMemsetD8Async(target, 0, nbytes, stream))
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        values = (
+            launch.table, launch.jobs, launch.ins, launch.outs, launch.prescale, launch.postscale,
+            launch.chunk, launch.stopped, launch.members, launch.stride, launch.times,
+        )  # fmt: skip
+        blocks = min(launch.chunks, self._blocks)
+        _checked(
+            driver.cuLaunchKernel(
+                self._kernel(launch.dtype, launch.op),
+                blocks,
+                1,
+                1,
+                _THREADS,
+                1,
+                1,
+                0,
+                stream,
+                (values, _TYPES),
+                0,
+            )
+        )
+
+    def _kernel(self, dtype: DType | None, op: ReduceOp) -> Any:
+        key = (dtype, ReduceOp.SUM if dtype is None else op)
+        with self._guard:
+            if key not in self._kernels:
+                module = _checked(driver.cuModuleLoadData(kernels.compiled(*key, self._capability)))
+                name = kernels.entry(dtype).encode()
+                self._kernels[key] = module, _checked(driver.cuModuleGetFunction(module, name))
+            return self._kernels[key][1]
+
+
+def _identity(device: Any) -> str:
+    # The second version tells instances of a partitioned GPU apart; from CUDA 13 on it has the first one's name.
+    uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    return bytes(_checked(uuid(device)).bytes).hex()

@@ -1,0 +1,144 @@
+"""The GPUs that this process sees, and how bindings hand their memory to a plane."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
+
+CUDA = "cuda"
+"""The device class of the memory of NVIDIA's GPUs."""
+SWITCH = "HVDLAB_CUDA"
+"""The variable that, at 0, has this rank copy CUDA tensors through the host."""
+DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
+"""One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
+
+
+class Gpus(Protocol):
+    """All GPUs of this process. Any thread; anything may raise ``DeviceFailed``."""
+
+    def why_unusable(self) -> str | None:
+        """Why this process can't use a GPU, in one sentence; ``None`` if it can."""
+        ...
+
+    def open(self, ordinal: int) -> Device:
+        """One of them, always the same object for the same number."""
+        ...
+
+    def used_ordinal(self) -> int:
+        """The first one that this process uses already, or else 0."""
+        ...
+
+    def ordinal_of(self, pointer: int) -> int:
+        """Which one an address belongs to."""
+        ...
+
+
+def why_off() -> str | None:
+    """Why this process is not to work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
+    if os.environ.get(SWITCH, "").strip() == "0":
+        return f"{SWITCH}=0 has CUDA tensors copied through the host."
+    return why_missing()
+
+
+def why_missing() -> str | None:
+    """What this machine or installation lacks."""
+    if not any(Path(path).exists() for path in DRIVERS):
+        return "there is no NVIDIA driver on this machine."
+    for module in ("cuda", "cuda.bindings"):
+        if importlib.util.find_spec(module) is None:
+            return "NVIDIA's bindings of the driver are missing: pip install 'hvdlab[gpu]'."
+    return None
+
+
+@cache
+def gpus() -> Gpus:
+    """This process's GPUs, by way of CUDA's driver."""
+    from hvdlab.collectives.planes.cuda.driver import CudaGpus
+
+    return CudaGpus()
+
+
+class StreamMark:
+    """All that has been put on a stream so far.
+
+    Args:
+        device: The GPU.
+        stream: The stream's address; 0 is the legacy default stream.
+
+    Attributes:
+        event: What comes when all of it is done.
+    """
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: Device, stream: int) -> None:
+        self._device = device
+        with device:
+            self.event = device.new_event()
+            device.record(self.event, stream)
+
+    def __del__(self) -> None:
+        event = getattr(self, "event", None)
+        if event is not None:  # the driver keeps it until what waits for it has been done
+            with contextlib.suppress(DeviceFailed), self._device:
+                self._device.end_event(event)
+
+
+class CudaBuffer:
+    """C-contiguous memory of a GPU, and when it may be used.
+
+    Args:
+        pointer: Address of the first element.
+        shape: Extent of each dimension.
+        dtype: Element type.
+        ordinal: Which of this process's GPUs it is on.
+        after: What must be done before it is read or written; ``None`` if it may be used by now.
+        owner: Keeps the memory alive.
+    """
+
+    __slots__ = ("after", "dtype", "ordinal", "owner", "pointer", "shape")
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        ordinal: int = 0,
+        after: StreamMark | None = None,
+        owner: object = None,
+    ) -> None:
+        self.pointer = pointer
+        self.shape = shape
+        self.dtype = dtype
+        self.ordinal = ordinal
+        self.after = after
+        self.owner = owner
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def device(self) -> str:
+        return CUDA
+
+
+def buffer_on_stream(
+    pointer: int, shape: tuple[int, ...], dtype: DType, ordinal: int, stream: int, owner: object
+) -> CudaBuffer:
+    """Memory that may be used once what is on a stream by now is done.
+
+    Raises:
+        DeviceFailed: The driver refused an event.
+    """
+    return CudaBuffer(pointer, shape, dtype, ordinal, StreamMark(gpus().open(ordinal), stream), owner)

@@ -1,0 +1,488 @@
+"""A member of a group whose GPUs work on each other's memory.
+
+For each operation every member writes to the board where its tensors are (:mod:`allocations`), and enqueues on its GPU: *my tensors may
+be used* once what made them is done, and a wait until the work is done. On each GPU one member is the *worker*, the first one there. It
+waits until all members have written where theirs are, and enqueues on its GPU: a wait until all tensors may be used, one kernel that
+reads the members' tensors and writes their outputs, and *done*. With several GPUs each worker takes a share of the elements.
+
+So data moves once, from where it is to where it goes, and only workers wait on the host, for the others to come to the same operation.
+One member does the work of a GPU because a GPU runs the processes that share it by turns: what it waits for in memory costs no turn.
+
+At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
+enqueues an operation only once all members have announced it, all of them have then seen the end of the one that had the same place on
+the board, and nothing reads that place any more, on the host or on a GPU.
+
+Giving up
+---------
+A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
+there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
+that it sets ``stopped``. Kernels read that word of all members before they write anything, and members before they believe that
+an operation is done; so the remains of such an operation are never taken for a result. An operation ends only when the workers have
+said that their GPUs write nothing more, or half a second later: then they are dead, or hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken
+from hvdlab.collectives.planes.completion import Pending
+from hvdlab.collectives.planes.cuda.allocations import Exports, Imports
+from hvdlab.collectives.planes.cuda.board import DONE, QUIET, READY, RING, STOPPED, TENSORS, Board
+from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
+from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
+from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES, share, table_of
+from hvdlab.collectives.planes.cuda.operation import Inputs, Operation
+from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
+
+QUIET_WITHIN = 0.5
+"""Seconds that the workers get, after a stop, to say that their GPUs write nothing more."""
+STUCK_AFTER = 10.0
+"""Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
+_BEYOND = 1 << 30
+"""How far ahead of all operations the values are that end every wait."""
+_DRAIN_INTERVAL = 0.001
+"""Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+_ALIGN = 256
+_LEAST_ARENA = 1 << 20
+
+
+class _Begun(NamedTuple):
+    """An operation that is enqueued.
+
+    Attributes:
+        number: Its number.
+        event: A CUDA event that comes when the outputs are there.
+        pending: Is ended then.
+        phases: Where its times go.
+        started: When it began, by ``time.monotonic_ns()``.
+        operation: Keeps its tensors alive.
+    """
+
+    number: int
+    event: int
+    pending: Pending
+    phases: Phases
+    started: int
+    operation: Operation
+
+
+class _Arena(NamedTuple):
+    """Memory of ours that others can open, for tensors in memory that they can't."""
+
+    base: int
+    nbytes: int
+    slot: int
+
+
+class Group:
+    """A member that has joined the others.
+
+    :meth:`run` belongs to one thread at a time; :meth:`stop` may come from any.
+
+    Args:
+        device: This member's GPU.
+        memory: The shared memory, of ``BoardLayout.size`` bytes.
+        index: This member's position.
+        workers: Positions of the workers.
+    """
+
+    def __init__(
+        self, device: Device, memory: mmap.mmap, index: int, members: int, workers: Sequence[int]
+    ) -> None:
+        self._device, self._index, self._memory = device, index, memory
+        self._workers = tuple(workers)
+        self.board = Board(memory, members)
+        self.signals = Signals(memory, self.board.layout, index)
+        #: Of the operation that was begun last; they count from 1.
+        self._number = 0
+        #: Of the last operation that has ended here. Under ``_guard``.
+        self._finished = 0
+        #: What the watcher waits for next; ``None`` ends it.
+        self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
+        #: Held while something is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
+        self._enqueuing = threading.Lock()
+        self._guard = threading.Lock()
+        #: An operation has ended, or the group has stopped.
+        self._progress = threading.Condition(self._guard)
+        self.stopped = False
+        #: What was begun and has not ended, by number. Under ``_guard``.
+        self._under_way: dict[int, Pending] = {}
+        #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
+        self._quiet = threading.Event()
+        self._drainer: threading.Thread | None = None
+        #: The GPU does something else, and does not come to the end of our work: its streams and memory are left as they are.
+        self._is_stuck = False
+        self._closed = False
+        #: Events that are used again.
+        self._events: list[int] = []
+        self._exports = Exports(device, self.board, index)
+        self._arenas: list[_Arena] = []
+        self._worker: Worker | None = None
+        #: Gives back what the group got from the GPU.
+        self._resources = contextlib.ExitStack()
+        try:
+            with device:
+                self._acquire()
+        except BaseException:
+            self._release()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="hvdlab-cuda-ends", daemon=True)
+        self._watcher.start()
+
+    def _acquire(self) -> None:
+        device, free = self._device, self._resources
+        address = self.board.address
+        self._base = device.register(address, self.board.layout.size)
+        free.callback(device.unregister, address)
+        self._stream = device.new_stream()
+        free.callback(device.end_stream, self._stream)
+        if self._index in self._workers:
+            self._worker = Worker(
+                device, self.board, self._base, self._index, self._workers, self._exports, self.signals, free
+            )
+
+    def connect(self, deadline: float) -> None:
+        """Wait for the others. Raises ``PlaneBroken`` at the deadline (``time.monotonic()``)."""
+        self.signals.post(ARRIVED, 1)
+        self.signals.wait(ARRIVED, 1, deadline)
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def run(self, operation: Operation, phases: Phases, started: int) -> Pending:
+        """Begin an operation; its outputs are there when what is returned ends.
+
+        ``started`` is when the collective began, by ``time.monotonic_ns()``.
+
+        Raises:
+            PlaneAborted: This member, or another one, has given up.
+            PlaneBroken: The GPU refused something.
+        """
+        with self._enqueuing:
+            if self.stopped or self._others_stopped():
+                raise PlaneAborted
+            try:
+                with self._device:
+                    return self._begin(operation, phases, started)
+            except DeviceFailed as error:
+                raise PlaneBroken(f"the GPU of this rank: {error}") from error
+
+    def _begin(self, operation: Operation, phases: Phases, started: int) -> Pending:
+        device, stream = self._device, self._stream
+        number = self._number + 1
+        self._await_place(number)
+        self._number = number
+        marks = {
+            buffer.after.event for buffer in (*operation.ins, *operation.outs) if buffer.after is not None
+        }
+        for event in marks:
+            device.wait_event(stream, event)
+        copied_back = self._announce(number % RING, operation)
+        device.write_value(stream, self._word(READY, self._index), number)
+        self.signals.post(ARRIVED, number + 1)
+        if self._worker is not None:
+            self._worker.work(number, operation)
+        for worker in self._workers:
+            device.wait_value(stream, self._word(DONE, worker), number)
+        for target, source, nbytes in copied_back:
+            device.copy(target, source, nbytes, stream)
+        event = self._events.pop() if self._events else self._new_event()
+        device.record(event, stream)
+        pending = Pending()
+        with self._guard:
+            self._under_way[number] = pending
+        self._ends.put(_Begun(number, event, pending, phases, started, operation))
+        return pending
+
+    def _new_event(self) -> int:
+        event = self._device.new_event()
+        self._resources.callback(self._device.end_event, event)
+        return event
+
+    def _await_place(self, number: int) -> None:
+        """Wait until the operation that had this one's place on the board has ended."""
+        with self._progress:
+            self._progress.wait_for(lambda: self.stopped or self._finished >= number - RING)
+            if self.stopped:
+                raise PlaneAborted
+
+    def _announce(self, place: int, operation: Operation) -> list[tuple[int, int, int]]:
+        """Write to the board where the tensors are; what others can't open is copied to the arena.
+
+        Returns:
+            What is to be copied back at the end: target, source, and bytes.
+        """
+        board, exports = self.board, self._exports
+        exports.begin(self._number, self._finished)
+        rows: list[tuple[int, int, int, int]] = []
+        staged: list[tuple[int, int, CudaBuffer]] = []  # row, column of the input or the output, tensor
+        for row, (source, out) in enumerate(zip(operation.ins, operation.outs, strict=True)):
+            of_input = exports.locate(source.pointer, source.nbytes)
+            if of_input is None:
+                staged.append((row, 0, source))
+            same = out is source and of_input is not None
+            of_output = of_input if same else exports.locate(out.pointer, out.nbytes)
+            if of_output is None:
+                staged.append((row, 2, out))
+            rows.append((*(of_input or (0, 0)), *(of_output or (0, 0))))
+        if rows:
+            board.places[place, self._index, : len(rows)] = rows
+        if operation.numbers:
+            board.numbers[place, self._index] = operation.numbers
+        return self._stage(place, staged) if staged else []
+
+    def _stage(self, place: int, staged: list[tuple[int, int, CudaBuffer]]) -> list[tuple[int, int, int]]:
+        offsets: list[int] = []
+        size = 0
+        for _, _, buffer in staged:
+            offsets.append(size)
+            size += -(-buffer.nbytes // _ALIGN) * _ALIGN
+        arena = self._arena(size)
+        back = []
+        for offset, (row, column, buffer) in zip(offsets, staged, strict=True):
+            self.board.places[place, self._index, row, column : column + 2] = (arena.slot, offset)
+            if column == 0:
+                self._device.copy(arena.base + offset, buffer.pointer, buffer.nbytes, self._stream)
+            else:
+                back.append((buffer.pointer, arena.base + offset, buffer.nbytes))
+        return back
+
+    def _arena(self, size: int) -> _Arena:
+        """Memory that others can open. One that has become too small stays: what is enqueued may use it."""
+        if not self._arenas or self._arenas[-1].nbytes < size:
+            nbytes = 1 << max(size - 1, _LEAST_ARENA - 1).bit_length()
+            base = self._device.allocate(nbytes)
+            self._resources.callback(self._device.free, base)
+            self._arenas.append(_Arena(base, nbytes, self._exports.publish(base)))
+        return self._arenas[-1]
+
+    def clear(self, buffer: CudaBuffer) -> None:
+        """Set a tensor of the next operation to zero."""
+        with self._enqueuing, self._device:
+            if self.stopped:
+                raise PlaneAborted
+            if buffer.after is not None:
+                self._device.wait_event(self._stream, buffer.after.event)
+            self._device.clear(buffer.pointer, buffer.nbytes, self._stream)
+
+    def _word(self, which: int, member: int) -> int:
+        return self._base + self.board.layout.flag(which, member)
+
+    def _others_stopped(self) -> bool:
+        return bool(self.board.flags(STOPPED).any())
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait for the ends of operations, in order. A thread of its own."""
+        with self._device:
+            while (begun := self._ends.get()) is not None:
+                self._end(begun, self._outcome(begun))
+                del begun  # it holds the tensors
+
+    def _outcome(self, begun: _Begun) -> Exception | None:
+        try:
+            self._device.synchronize(begun.event)
+        except DeviceFailed as failure:
+            return PlaneBroken(f"the GPU of this rank: {failure}")
+        self._events.append(begun.event)
+        if not self.stopped and not self._others_stopped():
+            return None
+        self.stop()
+        self._quiet.wait()
+        return PlaneAborted()
+
+    def _end(self, begun: _Begun, error: Exception | None) -> None:
+        if error is None:
+            self._measure(begun)
+        with self._progress:
+            self._finished = begun.number
+            self._under_way.pop(begun.number, None)
+            self._progress.notify_all()
+        begun.pending.end(error)
+
+    def _measure(self, begun: _Begun) -> None:
+        """Add the time of the kernel, by the GPU's clock; the rest of the time that has passed is waiting."""
+        times = self.board.times[begun.number % RING]
+        spent = max(int(times[worker, 1]) - int(times[worker, 0]) for worker in self._workers)
+        begun.phases.transfer += max(spent, 0)
+        begun.phases.wait = max(0, time.monotonic_ns() - begun.started - begun.phases.transfer)
+
+    def stop(self) -> None:
+        """Give up: everything under way ends with ``PlaneAborted``. Any thread; never blocks; idempotent."""
+        with self._guard:
+            if not self.stopped and not self._closed:
+                self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        self.stopped = True
+        # Before any wait is ended, see above: x86 keeps the stores in this order, and so do a GPU's reads.
+        self.board.flags(STOPPED)[self._index] = 1
+        self.signals.abort()
+        self._end_waits()
+        self._progress.notify_all()
+        self._drainer = threading.Thread(target=self._drain, name="hvdlab-cuda-drain", daemon=True)
+        self._drainer.start()
+
+    def _end_waits(self) -> None:
+        value = (self._number + _BEYOND) & 0xFFFFFFFF
+        self.board.flags(READY)[:] = value
+        self.board.flags(DONE)[:] = value
+
+    def _drain(self) -> None:
+        """End the waits of this member's GPU until it has nothing left to do, and then what is under way. A thread of its own."""
+        with self._enqueuing:
+            pass
+        end = time.monotonic() + STUCK_AFTER
+        with self._device:
+            while not (drained := self._drained()) and time.monotonic() < end:
+                self._end_waits()
+                time.sleep(_DRAIN_INTERVAL)
+        self._is_stuck = not drained
+        if drained:
+            self.board.flags(QUIET)[self._index] = 1
+        end = time.monotonic() + QUIET_WITHIN
+        with self._guard:
+            pending = list(self._under_way.values())
+        while pending and time.monotonic() < end and not self._all_quiet():
+            time.sleep(_DRAIN_INTERVAL)
+        self._quiet.set()
+        if self._is_stuck:
+            for one in pending:
+                one.end(PlaneAborted())
+
+    def _drained(self) -> bool:
+        worker = self._worker is None or self._device.drained(self._worker.stream)
+        return worker and self._device.drained(self._stream)
+
+    def _all_quiet(self) -> bool:
+        return bool(self.board.flags(QUIET)[list(self._workers)].all())
+
+    def close(self) -> None:
+        """Free everything. Idempotent; never waits for other members, but for the workers half a second after a stop."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True  # no stop begins any more
+            if self._under_way and not self.stopped:
+                self._begin_stop()
+        if self._drainer is not None:
+            self._drainer.join()
+        self._ends.put(None)
+        if self._is_stuck:
+            self.signals.close()  # all else is still written to
+            return
+        self._watcher.join()
+        self._release()
+
+    def _release(self) -> None:
+        with (
+            contextlib.suppress(DeviceFailed),
+            self._device,
+        ):  # a GPU that has failed frees all when the process ends
+            self._resources.close()
+        self.signals.close()
+        self.board.close()
+        with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes
+            self._memory.close()
+
+
+class Worker:
+    """What the worker of a GPU does for all members. ``free`` takes what gives its resources back.
+
+    Attributes:
+        stream: Where its kernels are.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        board: Board,
+        base: int,
+        index: int,
+        workers: Sequence[int],
+        exports: Exports,
+        signals: Signals,
+        free: contextlib.ExitStack,
+    ) -> None:
+        self._device, self._board, self._base, self._signals = device, board, base, signals
+        self._index, self._members = index, board.layout.members
+        self._part, self._parts = tuple(workers).index(index), len(workers)
+        self._imports = Imports(device, board, index, exports)
+        free.callback(self._imports.close)
+        self.stream = device.new_stream()
+        free.callback(device.end_stream, self.stream)
+        # A table goes from pinned memory to the GPU's own, at another place for each operation that may be on its way.
+        rows = max(TENSORS, self._members**2)
+        self._place_bytes = (
+            -(-8 * (2 * rows + 1 + rows * min(2 * self._members, MOST_ADDRESSES)) // 4096) * 4096
+        )
+        pinned = mmap.mmap(-1, RING * self._place_bytes)
+        self._words = np.frombuffer(pinned, np.uint64).reshape(RING, -1)
+        address = self._words.ctypes.data
+        self._source = device.register(address, RING * self._place_bytes)
+        free.callback(device.unregister, address)
+        self._tables = device.allocate(RING * self._place_bytes)
+        free.callback(device.free, self._tables)
+
+    def work(self, number: int, operation: Operation) -> None:
+        """Wait until all members have announced an operation, and enqueue the work on this GPU."""
+        device, board, stream = self._device, self._board, self.stream
+        self._signals.wait(ARRIVED, number + 1)
+        launch = self._prepare(number, operation)
+        for member in range(self._members):
+            device.wait_value(stream, self._base + board.layout.flag(READY, member), number)
+        if launch is not None:
+            table, nbytes = launch.table, 8 * (2 * launch.jobs + 1 + launch.jobs * (launch.ins + launch.outs))
+            device.copy(table, self._source + (number % RING) * self._place_bytes, nbytes, stream)
+            device.launch(launch, stream)
+        device.write_value(stream, self._base + board.layout.flag(DONE, self._index), number)
+
+    def _prepare(self, number: int, operation: Operation) -> Launch | None:
+        place, tensors = number % RING, len(operation.ins)
+        board = self._board
+        board.times[place, self._index] = 0
+        if not tensors:
+            return None
+        self._imports.refresh()
+        places = board.places[place, :, :tensors]
+        members = np.arange(self._members)[:, np.newaxis]
+        bases = self._imports.bases
+        starts = bases[members, places[:, :, 0]], bases[members, places[:, :, 2]]
+        if not (starts[0].all() and starts[1].all()):
+            member = int(np.argwhere((starts[0] == 0) | (starts[1] == 0))[0][0])
+            raise DeviceFailed(f"the GPU memory of member {member} can't be opened")
+        numbers = board.numbers[place].astype(np.int64)
+        jobs = operation.jobs(Inputs(starts[0] + places[:, :, 1], starts[1] + places[:, :, 3], numbers))
+        begins, counts = share(jobs.counts, self._part, self._parts, operation.itemsize)
+        offsets = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
+        addresses = np.concatenate((jobs.ins + offsets, jobs.outs + offsets), axis=1)
+        table = table_of(counts, addresses, operation.itemsize)
+        if not table.jobs or not jobs.outs.shape[1]:
+            return None
+        self._words[place, : len(table.words)] = table.words
+        layout = board.layout
+        return Launch(
+            dtype=operation.dtype,
+            op=operation.op,
+            jobs=table.jobs,
+            ins=jobs.ins.shape[1],
+            outs=jobs.outs.shape[1],
+            chunk=table.chunk,
+            chunks=table.chunks,
+            prescale=operation.prescale,
+            postscale=operation.postscale,
+            table=self._tables + place * self._place_bytes,
+            stopped=self._base + layout.flag(STOPPED, 0),
+            members=self._members,
+            stride=layout.stride,
+            times=self._base + layout.times + (place * self._members + self._index) * 16,
+        )

@@ -1,0 +1,127 @@
+"""An operation: what a member brings to it, and the jobs that a worker makes of what all members bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
+from hvdlab.collectives.planes.cuda.jobs import Addresses
+
+Counts = npt.NDArray[np.int64]
+
+
+class Jobs(NamedTuple):
+    """What is to be read and written.
+
+    Attributes:
+        counts: Elements of each job.
+        ins: What each job reads, a row for each.
+        outs: What each job writes, likewise.
+    """
+
+    counts: Counts
+    ins: Addresses
+    outs: Addresses
+
+
+class Inputs(NamedTuple):
+    """What all members bring to an operation, with addresses that are valid for the worker.
+
+    Attributes:
+        ins, outs: Addresses of the tensors, by member and tensor.
+        numbers: What each member announced besides, by member.
+    """
+
+    ins: Addresses
+    outs: Addresses
+    numbers: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a member brings.
+
+    Attributes:
+        ins, outs: Its tensors, in pairs.
+        jobs: Makes jobs of what all bring; the same on all members.
+        dtype: What is reduced; ``None`` moves bytes, and counts are bytes then.
+        op, prescale, postscale: How it is reduced.
+        numbers: What the worker must know besides, one for each member.
+    """
+
+    ins: Sequence[CudaBuffer]
+    outs: Sequence[CudaBuffer]
+    jobs: Callable[[Inputs], Jobs]
+    dtype: DType | None = None
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    numbers: Sequence[int] = field(default=())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of what is counted."""
+        return 1 if self.dtype is None else self.dtype.itemsize
+
+
+def allreduce(counts: Sequence[int]) -> Callable[[Inputs], Jobs]:
+    """A job for each tensor, which reads those of all members and writes all their outputs."""
+    return lambda given: Jobs(np.array(counts, np.int64), given.ins.T, given.outs.T)
+
+
+def allgather(sizes: Sequence[int]) -> Callable[[Inputs], Jobs]:
+    """A job for each member, which copies its tensor to its place in all members' outputs. ``sizes`` are in bytes."""
+
+    def jobs(given: Inputs) -> Jobs:
+        counts = np.array(sizes, np.int64)
+        begins = _begins(counts)
+        outs = given.outs[:, 0][np.newaxis, :] + begins[:, np.newaxis].astype(np.uint64)
+        return Jobs(counts, given.ins[:, :1], outs)
+
+    return jobs
+
+
+def broadcast(nbytes: int, root: int) -> Callable[[Inputs], Jobs]:
+    """One job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
+
+    def jobs(given: Inputs) -> Jobs:
+        source, targets = given.ins[root, 0], given.outs[:, 0]
+        return Jobs(np.array([nbytes]), source.reshape(1, 1), targets[targets != source].reshape(1, -1))
+
+    return jobs
+
+
+def reducescatter(counts: Sequence[int], itemsize: int) -> Callable[[Inputs], Jobs]:
+    """A job for each member: its slice of all members' tensors is read, and its output is written."""
+
+    def jobs(given: Inputs) -> Jobs:
+        each = np.array(counts, np.int64)
+        begins = (_begins(each) * itemsize).astype(np.uint64)
+        return Jobs(each, given.ins[:, 0][np.newaxis, :] + begins[:, np.newaxis], given.outs[:, :1])
+
+    return jobs
+
+
+def alltoall(itemsize: int) -> Callable[[Inputs], Jobs]:
+    """A job for each pair of members. The numbers that a member brings are the elements that it sends to each."""
+
+    def jobs(given: Inputs) -> Jobs:
+        sizes = given.numbers * itemsize
+        sent = np.cumsum(sizes, axis=1) - sizes
+        received = np.cumsum(sizes, axis=0) - sizes
+        ins = given.ins[:, :1] + sent.astype(np.uint64)
+        outs = given.outs[:, 0][np.newaxis, :] + received.astype(np.uint64)
+        return Jobs(sizes.reshape(-1), ins.reshape(-1, 1), outs.reshape(-1, 1))
+
+    return jobs
+
+
+def _begins(counts: Counts) -> Counts:
+    found: Counts = np.cumsum(counts) - counts
+    return found

@@ -1,0 +1,154 @@
+"""Arrays of GPUs: CuPy's, and any with ``__cuda_array_interface__``, which several packages share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.collectives.arrays import dtype_of
+from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.planes.buffers import HOST, Buffer
+from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.cuda.device import DeviceFailed
+
+Array = npt.NDArray[Any]
+
+
+class DeviceArray:
+    """An array of a GPU.
+
+    Args:
+        owner: What the user gave, or a new array of the same package.
+        described: Its ``__cuda_array_interface__``.
+
+    Attributes:
+        owner: As given.
+        pointer: Address of its first element.
+        shape, dtype, is_contiguous, is_readonly: As numpy means them.
+        stream: The stream that it is ready on, as the interface counts streams; ``None`` if it may be used at once.
+    """
+
+    def __init__(self, owner: Any, described: dict[str, Any]) -> None:
+        self.owner = owner
+        self.pointer, self.is_readonly = described["data"]
+        self.shape: tuple[int, ...] = tuple(described["shape"])
+        self.dtype = np.dtype(described["typestr"])
+        self.stream: int | None = described.get("stream")
+        strides = described.get("strides")
+        self.is_contiguous = strides is None or _is_contiguous(
+            self.shape, tuple(strides), self.dtype.itemsize
+        )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def element_type(self) -> DType | None:
+        """The core's element type; ``None`` if it has none for this one."""
+        return dtype_of(np.empty(0, self.dtype))
+
+    def namespace(self) -> Any:
+        """The functions of the array's package.
+
+        Raises:
+            UnsupportedError: It has none by the array API's standard.
+        """
+        find = getattr(self.owner, "__array_namespace__", None)
+        if find is None:
+            raise UnsupportedError(
+                f"{_name(self.owner)} has no __array_namespace__, by which hvdlab makes new arrays; use a call in place "
+                "on a C-contiguous array (with a data plane for CUDA), or give a CuPy array."
+            )
+        return find()
+
+    def copy(self) -> DeviceArray:
+        """A C-contiguous copy, on its GPU."""
+        made = self.empty(self.shape)
+        if made.pointer != self.pointer:
+            made.owner[...] = self.owner
+        return device_array(made.owner) or made
+
+    def empty(self, shape: tuple[int, ...]) -> DeviceArray:
+        """A new array of its package, type and GPU."""
+        device: Any = getattr(self.owner, "device", None)
+        current: Any = device if hasattr(device, "__enter__") else contextlib.nullcontext()
+        with current:
+            made = device_array(self.namespace().empty(shape, dtype=self.owner.dtype))
+        assert made is not None, f"{_name(self.owner)}'s package made an array that is on no GPU"
+        return made
+
+    def on_host(self) -> Array:
+        """A copy in host memory, for a process set without a data plane for CUDA."""
+        get = getattr(self.owner, "get", None)
+        if get is None:
+            raise UnsupportedError(
+                f"there is no data plane for CUDA here, and {_name(self.owner)} has no get() to copy it to the host; copy it yourself."
+            )
+        return np.asarray(get(), order="C")
+
+    def from_host(self, array: Array) -> Any:
+        """A new array of its package with these elements."""
+        made = self.empty(array.shape)
+        made.owner.set(array)
+        return made.owner
+
+
+class ArraysOnDevices:
+    """See :class:`hvdlab.bindings.adapter.DeviceMemory`."""
+
+    def device(self, tensor: Array | DeviceArray) -> str:
+        return gpus.CUDA if isinstance(tensor, DeviceArray) else HOST
+
+    def is_direct(self, tensor: Any) -> bool:
+        found: bool = tensor.is_contiguous
+        return found
+
+    def view(self, tensor: Any) -> Buffer:
+        dtype = tensor.element_type()
+        assert dtype is not None, "types that can't be sent were refused"
+        try:
+            ordinal = gpus.gpus().ordinal_of(tensor.pointer) if tensor.pointer else 0
+            if tensor.stream is None:
+                return gpus.CudaBuffer(tensor.pointer, tensor.shape, dtype, ordinal, None, tensor)
+            return gpus.buffer_on_stream(tensor.pointer, tensor.shape, dtype, ordinal, tensor.stream, tensor)
+        except DeviceFailed as error:
+            raise InvalidRequestError(f"the GPU of this rank: {error}") from error
+
+    def stage(self, tensor: Any) -> Any:
+        return tensor.copy()
+
+    def empty_like(self, tensor: Any) -> Any:
+        return tensor.empty(tensor.shape)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        return like.empty(shape)
+
+    def received(self, output: Any) -> Any:
+        return output.owner
+
+
+def device_array(value: Any) -> DeviceArray | None:
+    """An array of a GPU as hvdlab takes it; ``None`` if this is none."""
+    if isinstance(value, DeviceArray):
+        return value
+    described = getattr(value, "__cuda_array_interface__", None)
+    return DeviceArray(value, described) if isinstance(described, dict) else None
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if 0 in shape:
+        return True
+    expected = itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _name(owner: Any) -> str:
+    return f"{type(owner).__module__}.{type(owner).__qualname__}"

@@ -1,0 +1,13 @@
+"""Tests on a real GPU of NVIDIA's. Where there is none they are skipped, with the plane's own reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from real_gpu import why_no_gpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def real_gpu() -> None:
+    if reason := why_no_gpu():
+        pytest.skip(reason)

@@ -1,0 +1,182 @@
+"""CUDA tensors in torch's binding, on a simulated GPU: torch's own are not to be had here, so memory of that GPU stands in for theirs.
+
+What torch itself does (its streams and allocator) is for ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fake_cuda
+from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.torch.adapter import BINDING, CudaTensors, TorchAdapter
+from ranks import Ranks
+
+DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
+
+
+class Simulated(CudaTensors):
+    """Takes tensors in the simulated GPU's memory, which torch counts as the host's, for CUDA tensors."""
+
+    def __init__(self, gpu: fake_cuda.FakeCuda) -> None:
+        self.gpu = gpu
+        self.received_here: list[int] = []
+
+    def device(self, tensor: torch.Tensor) -> str:
+        return gpus.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
+
+    def view(self, tensor: torch.Tensor) -> Any:
+        return super().view(Located(tensor))  # type: ignore[arg-type]  # what the method reads of it
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return on_gpu(self.gpu, torch.zeros(shape, dtype=like.dtype))
+
+    def received(self, output: torch.Tensor) -> torch.Tensor:
+        self.received_here.append(output.data_ptr())
+        return output
+
+
+class Located:
+    """A tensor that says that it is on the first GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.data_ptr, self.shape, self.dtype = tensor.data_ptr, tensor.shape, tensor.dtype
+
+
+class NothingOnTheHost(TorchAdapter):
+    """Has all tensors looked at by :class:`Simulated`."""
+
+    def is_direct(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a tensor was to be staged through the host")
+
+
+def on_gpu(gpu: fake_cuda.FakeCuda, tensor: torch.Tensor) -> torch.Tensor:
+    nbytes = max(1, tensor.numel() * tensor.element_size())
+    memory = (ctypes.c_uint8 * nbytes).from_address(gpu.allocate(nbytes))
+    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def begin() -> None:
+    from hvdlab import torch as hvd
+
+    global gpu
+    gpu = fake_cuda.install()
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda device=None: DEFAULT_STREAM  # type: ignore[assignment,return-value]
+    BINDING.__init__(NothingOnTheHost(), Simulated(gpu))  # type: ignore[misc]  # what all public functions go through
+    hvd.init()
+
+
+def reduced() -> list[Any]:
+    from hvdlab import torch as hvd
+
+    mine = on_gpu(gpu, torch.arange(6.0).view(2, 3) + hvd.rank())
+    summed = hvd.allreduce(mine, op=hvd.Sum)
+    in_place = hvd.allreduce_(mine, op=hvd.Average)
+    same = in_place is mine
+    transposed = hvd.allreduce(mine.t(), op=hvd.Sum)
+    half = hvd.allreduce(on_gpu(gpu, torch.full((5,), 1.5, dtype=torch.bfloat16)), op=hvd.Sum)
+    return [summed.tolist(), same, mine.tolist(), transposed.tolist(), half.tolist()]
+
+
+def moved() -> list[Any]:
+    from hvdlab import torch as hvd
+
+    mine = on_gpu(gpu, torch.full((hvd.rank() + 1, 2), float(hvd.rank())))
+    gathered = hvd.allgather(mine)
+    sent = hvd.broadcast(on_gpu(gpu, torch.tensor([float(hvd.rank() + 3)])), root_rank=1)
+    received = BINDING._devices.received_here  # type: ignore[attr-defined]
+    return [gathered.tolist(), sent.tolist(), gathered.data_ptr() in received]
+
+
+def capture() -> str:
+    from hvdlab import torch as hvd
+
+    mine = on_gpu(gpu, torch.ones(3))
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        hvd.allreduce(mine)
+    except InvalidRequestError as error:
+        return str(error)
+    finally:
+        torch.cuda.is_current_stream_capturing = lambda: False
+    return ""
+
+
+def trained() -> tuple[list[Any], bool]:
+    from hvdlab import torch as hvd
+
+    weight = torch.nn.Parameter(on_gpu(gpu, torch.ones(4)))
+    weight.grad = on_gpu(gpu, torch.zeros(4))
+    where = weight.grad.data_ptr()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], 0.5), named_parameters=[("weight", weight)]
+    )
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        (weight * float(hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+    return weight.tolist(), weight.grad.data_ptr() == where
+
+
+gpu: fake_cuda.FakeCuda
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, init=False, imports=["torch", "hvdlab.torch"]) as ranks:
+        ranks.run(begin, timeout=60)
+        yield ranks
+
+
+def test_reductions_work_on_the_memory_of_the_gpu(two: Ranks) -> None:
+    values = torch.arange(6.0).view(2, 3)
+    average = values + 0.5
+    expected = [
+        (2 * values + 1).tolist(), True, average.tolist(), (2 * average).t().tolist(), [3.0] * 5
+    ]  # fmt: skip
+    assert two.run(reduced) == [expected] * 2
+
+
+def test_what_other_threads_allocate_is_made_known_to_the_users_stream(two: Ranks) -> None:
+    assert two.run(moved) == [[[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]], [4.0], True]] * 2
+
+
+def test_gradients_are_averaged_where_they_are(two: Ranks) -> None:
+    assert two.run(trained) == [([1.0 - 2 * 0.5 * 1.5] * 4, True)] * 2
+
+
+def test_a_collective_is_not_captured_in_a_graph(two: Ranks) -> None:
+    assert all("can't be captured in a CUDA graph" in text for text in two.run(capture))
+
+
+def test_a_buffer_has_what_the_plane_must_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_here = fake_cuda.FakeGpus()
+    monkeypatch.setattr(gpus, "gpus", lambda: gpu_here)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: DEFAULT_STREAM)
+    tensor = torch.ones(2, 3, dtype=torch.float16)
+    buffer = CudaTensors().view(Located(tensor))  # type: ignore[arg-type]
+    assert (buffer.pointer, buffer.shape, buffer.dtype) == (tensor.data_ptr(), (2, 3), DType.F16)
+    assert (buffer.nbytes, buffer.device) == (12, "cuda")
+    assert isinstance(buffer, gpus.CudaBuffer)
+    assert buffer.after is not None
+    assert list(gpu_here.device._events) == [buffer.after.event]
+    del buffer
+    assert not gpu_here.device._events, "events are given back"

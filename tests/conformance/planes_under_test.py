@@ -86,6 +86,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         "cuda",
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
         actor="conformance.cuda_actor:fake_actor",
+        lacks=frozenset({"messages"}),
         launcher=LIGHT,
         every=3,
     ),
@@ -93,6 +94,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         "cuda-each",
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
         actor="conformance.cuda_actor:fake_actor",
+        lacks=frozenset({"messages"}),
         options={"workers": "all"},
         launcher=LIGHT,
         every=12,

@@ -41,7 +41,7 @@ def test_abort_ends_a_wait(group: WorkerGroup, matrix: Matrix) -> None:
 
 @pytest.mark.parametrize("resident_group", ABORTABLE, indirect=True)
 def test_abort_ends_the_wait_for_a_message(group: WorkerGroup) -> None:
-    skip_unless_available(group.plane, "abort")
+    skip_unless_available(group.plane, "abort", "messages")
     if group.size == 1:
         pytest.skip("there is no other member")
     early = list(range(group.size - 1))

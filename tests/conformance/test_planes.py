@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from conformance.cases import even_split
+from conformance.conftest import skip_unless_available
 from conformance.harness import WorkerGroup
 from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
@@ -182,6 +183,8 @@ def test_alltoall_transposes(group: WorkerGroup, matrix: Matrix) -> None:
 
 
 def test_messages_of_each_member_to_each_other(group: WorkerGroup, matrix: Matrix) -> None:
+    skip_unless_available(group.plane, "messages")
+
     def case(dtype: DType, count: int) -> None:
         group.run("conformance.cases:messages", count=count, dtype=dtype, seed=count)
         same(group.run("conformance.cases:mixture", seed=count, rounds=3))  # they disturb nothing else

@@ -20,6 +20,7 @@ def plane(name: str, sizes: tuple[int, ...], **options: str) -> PlaneUnderTest:
         "hvdlab.collectives.planes.cuda.plane:CudaPlane",
         sizes=sizes,
         actor="conformance.cuda_actor:real_actor",
+        lacks=frozenset({"messages"}),
         options=options,
         launcher=LIGHT,
         library=True,  # the driver keeps descriptors for the life of the process

@@ -189,7 +189,7 @@ class CudaDevice:
         _checked(driver.cuEventSynchronize(event))
 
     def drained(self, stream: int) -> bool:
-        return driver.cuStreamQuery(stream)[0] != _NOT_READY
+        return bool(driver.cuStreamQuery(stream)[0] != _NOT_READY)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         _checked(driver.cuStreamWriteValue32(stream, address, value & 0xFFFFFFFF, 0))

@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-engines mxnet engines clean
+.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -112,6 +112,11 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/bootstrap \
 		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
+
+test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own
+	$(PYTHON) -m venv out/gpu
+	out/gpu/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,gpu]' pytest pytest-timeout pytest-xdist hypothesis
+	out/gpu/bin/python -m pytest -rs tests/gpu $(PYTEST_ARGS)
 
 test-engines: mxnet engines ## what needs another environment than .venv: MXNet's, and that of Ray and Spark
 

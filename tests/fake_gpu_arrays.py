@@ -75,3 +75,17 @@ def on_gpu(array: npt.NDArray[Any]) -> GpuArray:
     made = empty(array.shape, array.dtype)
     made.memory[...] = array
     return made
+
+
+class DlpackArray:
+    """An array on the simulated GPU of a package that has DLPack and nothing else."""
+
+    def __init__(self, array: GpuArray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # CUDA, the first one
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        assert stream == 1, "the legacy default stream"
+        return self.array.memory.__dlpack__()

@@ -1,9 +1,10 @@
-"""Arrays of GPUs: CuPy's, and any with ``__cuda_array_interface__``, which several packages share."""
+"""Arrays of GPUs: CuPy's, and any with ``__cuda_array_interface__`` or DLPack, which several packages share."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import ctypes
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,8 @@ class DeviceArray:
 
     Args:
         owner: What the user gave, or a new array of the same package.
-        described: Its ``__cuda_array_interface__``.
+        described: Its ``__cuda_array_interface__``, or the same made of its DLPack capsule.
+        capsule: The capsule, which keeps its memory.
 
     Attributes:
         owner: As given.
@@ -32,8 +34,8 @@ class DeviceArray:
         stream: The stream that it is ready on, as the interface counts streams; ``None`` if it may be used at once.
     """
 
-    def __init__(self, owner: Any, described: dict[str, Any]) -> None:
-        self.owner = owner
+    def __init__(self, owner: Any, described: dict[str, Any], capsule: object = None) -> None:
+        self.owner, self._capsule = owner, capsule
         self.pointer, self.is_readonly = described["data"]
         self.shape: tuple[int, ...] = tuple(described["shape"])
         self.dtype = np.dtype(described["typestr"])
@@ -136,7 +138,60 @@ def device_array(value: Any) -> DeviceArray | None:
     if isinstance(value, DeviceArray):
         return value
     described = getattr(value, "__cuda_array_interface__", None)
-    return DeviceArray(value, described) if isinstance(described, dict) else None
+    if isinstance(described, dict):
+        return DeviceArray(value, described)
+    if isinstance(value, np.ndarray | np.generic) or not hasattr(value, "__dlpack_device__"):
+        return None
+    if int(value.__dlpack_device__()[0]) != _DLPACK_CUDA:
+        return None
+    capsule = value.__dlpack__(stream=_LEGACY_STREAM)  # from then on that stream waits for it
+    return DeviceArray(value, _described(capsule), capsule)
+
+
+class _DLTensor(ctypes.Structure):
+    """The beginning of what a DLPack capsule holds."""
+
+    _fields_: ClassVar = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_DLPACK_CUDA, _LEGACY_STREAM = 2, 1
+_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+"""What numpy calls DLPack's types of elements."""
+
+
+def _described(capsule: object) -> dict[str, Any]:
+    """What a capsule holds, as ``__cuda_array_interface__`` says it.
+
+    Raises:
+        UnsupportedError: numpy has no name for its elements.
+    """
+    find = ctypes.pythonapi.PyCapsule_GetPointer
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = _DLTensor.from_address(find(capsule, b"dltensor"))
+    if tensor.code not in _KINDS or tensor.lanes != 1:
+        raise UnsupportedError(
+            f"DLPack's elements of type {tensor.code} with {tensor.bits} bits can't be sent."
+        )
+    itemsize = tensor.bits // 8
+    strides = tuple(itemsize * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+    return {
+        "data": ((tensor.data or 0) + tensor.byte_offset, False),
+        "shape": tuple(tensor.shape[i] for i in range(tensor.ndim)),
+        "typestr": f"{_KINDS[tensor.code]}{itemsize}",
+        "strides": strides,
+        "stream": _LEGACY_STREAM,
+    }
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

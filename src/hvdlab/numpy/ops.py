@@ -1,6 +1,6 @@
-"""The collectives on numpy arrays, buffers and DLPack objects.
+"""The collectives on numpy arrays, buffers, DLPack objects, and arrays of GPUs (CuPy's, or with ``__cuda_array_interface__``).
 
-Arrays may be of any layout; what is not C-contiguous is copied. Results are numpy arrays. ``process_set`` is a
+Arrays may be of any layout; what is not C-contiguous is copied. Results are numpy arrays, or arrays of the same GPU package. ``process_set`` is a
 ``ProcessSet``, its id, or another object with a ``process_set_id``. Scalars count as one row where rows are divided.
 
 Each docstring is completed by :func:`hvdlab.bindings.documentation.documented` with what all forms have in common.

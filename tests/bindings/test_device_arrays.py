@@ -1,0 +1,93 @@
+"""Arrays of GPUs in ``hvdlab.numpy``, as far as the suite of bindings does not have them: DLPack, and what is refused or staged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, imports=["fake_gpu_arrays"]) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def staging() -> Iterator[Ranks]:
+    with Ranks(2, imports=["fake_gpu_arrays"], env={"HVDLAB_CUDA": "0"}) as ranks:
+        yield ranks
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def arrays() -> Any:
+    import fake_gpu_arrays
+
+    return fake_gpu_arrays
+
+
+def dlpack() -> tuple[bool, list[float], str]:
+    hvd = arrays()
+    array = hvd.DlpackArray(hvd.on_gpu(np.arange(4.0) + hvd.rank()))
+    same = hvd.allreduce_(array, op=hvd.Sum) is array
+    try:
+        hvd.allreduce(array)
+    except UnsupportedError as error:
+        return same, array.array.get().tolist(), str(error)
+    return same, array.array.get().tolist(), ""
+
+
+def read_only() -> str:
+    hvd = arrays()
+    memory = hvd.on_gpu(np.ones(3)).memory
+    memory.flags.writeable = False
+    try:
+        hvd.allreduce_(hvd.GpuArray(memory, None))
+    except InvalidRequestError as error:
+        return str(error)
+    return ""
+
+
+def staged() -> tuple[str, list[float], list[float], bool]:
+    hvd = arrays()
+    array = hvd.on_gpu(np.arange(3.0))
+    total = hvd.allreduce(array, op=hvd.Sum)
+    hvd.allreduce_(array, op=hvd.Max)
+    averaged = isinstance(hvd.allreduce(hvd.on_gpu(np.arange(3))), hvd.GpuArray)
+    return context.engine().device_plane(0, "cuda"), total.get().tolist(), array.get().tolist(), averaged
+
+
+def average_of_integers() -> tuple[str, list[int]]:
+    hvd = arrays()
+    found = hvd.allreduce(hvd.on_gpu(np.array([1, 5]) + 2 * hvd.rank()), op=hvd.Average)
+    return context.engine().device_plane(0, "cuda"), found.get().tolist()
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
+
+def test_dlpack_arrays_are_reduced_in_place(two: Ranks) -> None:
+    for same, values, refused in two.run(dlpack):
+        assert same
+        assert values == [1.0, 3.0, 5.0, 7.0]
+        assert "has no __array_namespace__" in refused
+
+
+def test_a_read_only_array_is_not_written(two: Ranks) -> None:
+    assert all("is read-only" in text for text in two.run(read_only))
+
+
+def test_what_the_plane_can_not_do_goes_through_the_host(two: Ranks) -> None:
+    assert two.run(average_of_integers) == [("cuda/ipc", [2, 6])] * 2
+
+
+def test_without_the_plane_arrays_are_staged_and_stay_arrays_of_the_gpu(staging: Ranks) -> None:
+    assert staging.run(staged) == [("", [0.0, 2.0, 4.0], [0.0, 1.0, 2.0], True)] * 2

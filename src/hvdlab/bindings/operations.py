@@ -11,6 +11,7 @@ from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Pa
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.reduce.support import check_supported
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Operation(NamedTuple):
         op: Reduction operator.
         prescale: Factor for the inputs.
         postscale: Factor for the result.
-        root: Rank a broadcast comes from.
+        root: Rank a broadcast comes from, as scripts number them.
         process_set: Id of the process set.
         splits: Rows for each rank of an alltoall.
     """
@@ -136,7 +137,7 @@ class Binding(Generic[T]):
             op=operation.op,
             prescale=operation.prescale,
             postscale=operation.postscale,
-            root=operation.root,
+            root=core_rank(operation.root, "broadcast") if kind is OpKind.BROADCAST else -1,
             splits=operation.splits,
             process_set=operation.process_set,
         )
@@ -148,7 +149,7 @@ class Binding(Generic[T]):
             request.input = request.output = adapter.host_view(source)
             output = source
         elif kind is OpKind.BROADCAST:
-            output = self._broadcast_buffer(source, operation.root)
+            output = self._broadcast_buffer(source, request.root)
             request.input = request.output = adapter.host_view(output)
         else:
             output = adapter.empty_like(source)

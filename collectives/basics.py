@@ -10,6 +10,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.process_sets import (
     ProcessSet,
@@ -70,7 +71,7 @@ def _sets(process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> li
 def _check_world(comm: Sequence[int] | Any | None) -> None:
     if comm is None or (isinstance(comm, Sequence) and not comm):
         return
-    there = list(context.engine().ranks())
+    there = [shown_number(rank) for rank in context.engine().ranks()]
     wanted = world_ranks(comm) if is_communicator(comm) else ProcessSet(comm).ranks
     if wanted != there:
         raise UnsupportedError(
@@ -90,8 +91,13 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number in the world, from 0. It stays the same when other ranks come or go."""
-    return context.engine("hvd.rank()").rank
+    """This process's number in the world, from 0.
+
+    It stays the same when other ranks come or go, so that there may be gaps; unless numbers are to be consecutive
+    (``HVDLAB_RANK_NUMBERS``), as they are in elastic jobs of ``hvdlab run``: then it is below :func:`size`, and changes
+    when a rank is lost that was there before this one.
+    """
+    return own_number()
 
 
 def size() -> int:

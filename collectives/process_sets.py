@@ -15,6 +15,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.planes.buffers import host_view
 
 GLOBAL_ID = 0
@@ -83,7 +84,9 @@ class ProcessSet:
         id = self.process_set_id
         if id is None or (id == GLOBAL_ID and not context.is_initialized()):
             return list(self._ranks)
-        return list(members(id) or self._ranks)  # a rank outside need not know its members
+        return [
+            shown_number(rank) for rank in members(id)
+        ] or self._ranks.copy()  # a rank outside need not know its members
 
     def size(self) -> int | None:
         """Number of ranks in the set; ``None`` if it is not registered."""
@@ -96,7 +99,7 @@ class ProcessSet:
         """Position of this rank in the set; ``None`` if the set is not registered or this rank is not in it."""
         if self.process_set_id is None:
             return None
-        mine = context.engine("hvd.ProcessSet.rank()").rank
+        mine = shown_number(context.engine("hvd.ProcessSet.rank()").rank)
         ranks = self.ranks
         return ranks.index(mine) if mine in ranks else None
 
@@ -104,7 +107,7 @@ class ProcessSet:
         """Whether this rank is in the set; ``None`` if the set is not registered."""
         if self.process_set_id is None:
             return None
-        return context.engine("hvd.ProcessSet.included()").rank in self.ranks
+        return shown_number(context.engine("hvd.ProcessSet.included()").rank) in self.ranks
 
     def __repr__(self) -> str:
         which = "all" if self._id == GLOBAL_ID else self._ranks
@@ -199,8 +202,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def register(process_set: ProcessSet) -> None:
     """Register a set, even if there is another one of the same ranks. Raises what :func:`add_process_set` does."""
     known = _known("hvd.add_process_set()")
-    ids = {ranks: context.engine().add_process_set(ranks) for ranks in _named_by_all(process_set)}
-    known.ranks.update((id, ranks) for ranks, id in ids.items())
+    ids: dict[tuple[int, ...], int] = {}
+    for ranks in _named_by_all(process_set):
+        members = tuple(sorted(core_rank(rank) for rank in ranks))
+        ids[ranks] = context.engine().add_process_set(members)
+        known.ranks[ids[ranks]] = members
     process_set._id, process_set._world = ids[tuple(process_set._ranks)], known.world
     process_set._together = tuple(ids.values())
 
@@ -225,10 +231,11 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
 
 def _refuse_second(ranks: tuple[int, ...]) -> None:
     engine = context.engine("hvd.add_process_set()")
-    if ranks == engine.ranks():
+    wanted = tuple(sorted(core_rank(rank) for rank in ranks))
+    if wanted == tuple(sorted(engine.ranks())):
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
     for id, others in _known().ranks.items():
-        if others == ranks and engine.knows_process_set(id):
+        if others == wanted and engine.knows_process_set(id):
             raise InvalidRequestError(
                 f"A set of the ranks {list(ranks)} is registered already, as process set {id}; use that one, or "
                 "remove it first with hvd.remove_process_set(...)."
@@ -280,7 +287,7 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def members(process_set: int) -> tuple[int, ...]:
-    """The ranks that make up a registered process set now, in ascending order."""
+    """The ranks of the core that make up a registered process set now, by position."""
     return context.engine().ranks(process_set)
 
 

@@ -47,6 +47,7 @@ class Settings:
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: Ranks that elastic training needs.
         reset_limit: How often it may begin again; 0 for no limit.
+        rank_numbers: How scripts know ranks when others come or go, ``stable`` or ``consecutive``.
         record: Whether spans and metrics are recorded.
         metrics_interval: Seconds between two samples of what this process uses; 0 for none.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
@@ -83,6 +84,7 @@ class Settings:
     elastic_timeout: float = 600.0
     min_np: int = 1
     reset_limit: int = 0
+    rank_numbers: str = "stable"
     record: bool = True
     metrics_interval: float = 1.0
     log_level: int = 30

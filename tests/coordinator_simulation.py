@@ -86,8 +86,8 @@ class SetView:
 class SimulatedRank:
     """Keeps a rank's side of the protocol."""
 
-    def __init__(self, rank: int, peer: int, *, tracked: bool) -> None:
-        self.rank, self.peer, self.tracked = rank, peer, tracked
+    def __init__(self, rank: int, peer: int, *, tracked: bool, by_seniority: bool = False) -> None:
+        self.rank, self.peer, self.tracked, self.by_seniority = rank, peer, tracked, by_seniority
         self.outgoing: deque[m.Message] = deque()
         self.incoming: deque[m.Message] = deque()
         self.sets: dict[int, SetView] = {}
@@ -154,7 +154,7 @@ class SimulatedRank:
         view = self.sets.get(message.process_set)
         ranks = tuple(member.rank for member in message.members)
         assert self.rank in ranks
-        assert ranks == tuple(sorted(ranks))
+        assert self.by_seniority or ranks == tuple(sorted(ranks))
         if view is None:
             view = self.sets[message.process_set] = SetView(message.epoch, ranks, message.plane)
         else:
@@ -253,7 +253,8 @@ class Simulation:
         self.handle(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
 
     def connect(self, rank: int, *, tracked: bool = False, **fields: object) -> SimulatedRank:
-        newcomer = SimulatedRank(rank, self._next_peer, tracked=tracked)
+        by_seniority = self.state.options.by_seniority
+        newcomer = SimulatedRank(rank, self._next_peer, tracked=tracked, by_seniority=by_seniority)
         self._next_peer += 1
         self._by_peer[newcomer.peer] = newcomer
         self.ranks[rank] = newcomer

@@ -71,6 +71,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ping_after: float = 5.0
     dead_after: float = 30.0
     require_encryption: str = ""
+    rank_numbers: str = "stable"
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -114,5 +115,6 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         generation=launch.generation,
         reattach=launch.reattach,
         require_encryption=launch.require_encryption,
+        by_seniority=launch.rank_numbers == "consecutive",
         pid=os.getpid(),
     )

@@ -31,6 +31,8 @@ class CoordinatorOptions:
         pid: Process id that peers are told, or 0.
         require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
             that count as encrypted.
+        by_seniority: Whether members of process sets are in the order in which they came into the world, those that came
+            at once by their numbers; else by their numbers alone.
     """
 
     size: int | None = None
@@ -49,6 +51,7 @@ class CoordinatorOptions:
     reattach: float = 10.0
     pid: int = 0
     require_encryption: str = ""
+    by_seniority: bool = False
 
 
 @dataclass(frozen=True, slots=True)

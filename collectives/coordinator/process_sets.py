@@ -91,12 +91,15 @@ class ProcessSets:
         outbox: Outbox,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
+        *,
+        by_seniority: bool = False,
     ) -> None:
         self.world = ProcessSet(WORLD)
         self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
         self._membership = membership
         self._outbox = outbox
         self._hierarchy = hierarchy
+        self._by_seniority = by_seniority
         self._next_id = 1
         self._anew = False  # whether the world was made anew since the last set was added
         # Of sets in this world, and in those before it.
@@ -206,7 +209,7 @@ class ProcessSets:
     def configure(self, ps: ProcessSet) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
-        members = tuple(r for r in sorted(ps.next_members or ()) if self._may_enter(ps, r))
+        members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
         if ps.phase == SWITCHING:
             left = {
                 rank: peer for rank, peer in zip(ps.members, ps.peers, strict=True) if rank not in members
@@ -245,6 +248,23 @@ class ProcessSets:
             message, plane=other.plane, options=other.options, has_memory=False
         )
         self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
+
+    def _in_order(self, ps: ProcessSet, entering: Iterable[int]) -> tuple[int, ...]:
+        """The members of the epoch that is due, by position.
+
+        By seniority, those that were there before keep their order and newcomers come behind them, also one that has
+        the number of a rank that was lost.
+        """
+        members = sorted(entering)
+        if not self._by_seniority:
+            return tuple(members)
+        if ps is not self.world:
+            places = {rank: place for place, rank in enumerate(self.world.members)}
+            return tuple(sorted(members, key=lambda rank: places.get(rank, len(places))))
+        # Of a world that was restored nothing is known but the members that are due, in their order.
+        before = ps.members or ps.next_members or ()
+        old = [rank for rank in before if rank in members and self._membership.ranks[rank].peer in ps.peers]
+        return (*old, *(rank for rank in members if rank not in old))
 
     def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
         """Whether a rank lives and knows of the set: it may have come back since, as a member of nothing."""

@@ -70,7 +70,13 @@ class CoordinatorState:
         self.membership = Membership(None if size is None else range(size), wall)
         hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
         generation = self.options.generation
-        self.sets = ProcessSets(self.membership, self.outbox, hierarchy, generation * EPOCHS + 1)
+        self.sets = ProcessSets(
+            self.membership,
+            self.outbox,
+            hierarchy,
+            generation * EPOCHS + 1,
+            by_seniority=self.options.by_seniority,
+        )
         self.restoring = Restoring(generation, self.options.reattach)
         self.signatures = SignatureTable()
         self.cells = Cells()
@@ -286,7 +292,7 @@ class CoordinatorState:
     def world(self) -> m.World:
         """The membership, as peers are told of it."""
         world = self.sets.world
-        formed = world.members if world.phase == OPEN else ()
+        formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
         return self.membership.world(world.epoch, formed, restoring=self.restoring.active)
 
     # -- checks ---------------------------------------------------------------------------------------------------

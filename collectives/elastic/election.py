@@ -12,6 +12,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic.interrupts import HostUpdateResult
 from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.planes.buffers import host_view
 
 _RANKS = 1 << 20
@@ -28,14 +29,14 @@ def elect(saves: int) -> tuple[int, int]:
         saves: How often this rank has saved.
 
     Returns:
-        The rank, and how often it has saved. Without other ranks, this one.
+        The rank, as scripts number them, and how often it has saved. Without other ranks, this one.
     """
     if not context.is_initialized():
         return 0, saves
     engine = context.engine()
     if engine.size == 1:
-        return engine.rank, saves
-    mine = np.array([engine.rank - saves * _RANKS], dtype=np.int64)
+        return own_number(), saves
+    mine = np.array([own_number() - saves * _RANKS], dtype=np.int64)
     least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
     return least % _RANKS, -(least // _RANKS)
 

@@ -49,12 +49,12 @@ class Place:
 
 
 def place(rank: int, ranks: Sequence[int], hosts: Sequence[str]) -> Place:
-    """Derive the place from the host of each rank. Hosts are ordered by their lowest rank.
+    """Derive the place from the host of each rank; both are given by position. Hosts are ordered by their first rank.
 
     ``cross`` counts the hosts that have a rank with this local rank, as Horovod does.
     """
     by_host: dict[str, list[int]] = {}
-    for other, host in sorted(zip(ranks, hosts, strict=True)):
+    for other, host in zip(ranks, hosts, strict=True):
         by_host.setdefault(host, []).append(other)
     own = next((here for here in by_host.values() if rank in here), [rank])
     local_rank = own.index(rank)

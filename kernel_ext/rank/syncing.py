@@ -59,7 +59,7 @@ def bring(source: int, targets: Sequence[int], without: Collection[str]) -> dict
     shell = get_ipython()
     engine = context.init()
     members = tuple(sorted({source, *targets}))
-    everyone = members == engine.ranks()
+    everyone = members == tuple(sorted(engine.ranks()))
     group = 0 if everyone else engine.add_process_set(members)
     try:
         if engine.rank == source:

@@ -76,11 +76,13 @@ class Sink:
             self.told.append((time.monotonic(), text))
             self._changed.notify_all()
 
-    def await_line(self, wanted: Callable[[str], bool], timeout: float) -> tuple[float, str] | None:
-        """The first line that is wanted, with its time; None if none comes within the time, or before the cell's end."""
+    def await_line(
+        self, wanted: Callable[[str], bool], timeout: float, since: float = 0.0
+    ) -> tuple[float, str] | None:
+        """The first line since then that is wanted, with its time; None if none comes within the time, or before the cell's end."""
 
         def found() -> tuple[float, str] | None:
-            return next((line for line in self.told if wanted(line[1])), None)
+            return next((line for line in self.told if line[0] >= since and wanted(line[1])), None)
 
         with self._changed:
             self._changed.wait_for(lambda: found() is not None or self.over, timeout)

@@ -409,7 +409,10 @@ class ElasticCampaign(Campaign):
         self._await_steps()
         self._kill(self._someone())
         told = self._sink.await_line(
-            lambda text: f"of at least {LEAST} ranks" in text and "left" in text, self.hang_after
+            # Of this loss: the cell may have told of another one before.
+            lambda text: f"of at least {LEAST} ranks" in text and "left" in text,
+            self.hang_after,
+            self._at,
         )
         if told is None:
             self._outcome.wrong.append("it was not said that too few ranks are left")

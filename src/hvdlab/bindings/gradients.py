@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.bindings.operations import Binding, Operation
-from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.process_sets import members, position
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class Differentiable(Generic[T]):
 
     def _of_broadcast(self, forward: ForwardPass, gradients: Sequence[T]) -> Sequence[T]:
         averaged = self._on_gradients(forward, _AVERAGE, gradients)
-        if context.engine().rank == forward.operation.root:
+        if own_number() == forward.operation.root:
             return averaged
         return [self._framework.zeros_like(gradient) for gradient in averaged]
 

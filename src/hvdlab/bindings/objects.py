@@ -15,6 +15,7 @@ from hvdlab.bindings.arguments import broadcasting
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.numbering import core_rank, own_number
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 
@@ -40,7 +41,7 @@ def broadcast_object(
         MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
     """
     label = name or "broadcast_object"
-    at_root = context.engine("broadcast_object").rank == root_rank
+    at_root = own_number("broadcast_object") == root_rank
     # Pickled before anything is sent: an object that can't be pickled must not leave the others waiting for long.
     payload = _to_bytes(obj) if at_root else np.empty(0, np.uint8)
     length = np.array([len(payload)], np.int64)
@@ -89,7 +90,7 @@ def _broadcast(
         array,
         array,
         dtype,
-        root=operation.root,
+        root=core_rank(operation.root, "broadcast_object"),
         process_set=operation.process_set,
     )
     context.engine("broadcast_object").run(request)

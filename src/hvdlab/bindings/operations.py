@@ -11,6 +11,7 @@ from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Pa
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
@@ -33,7 +34,7 @@ class Operation(NamedTuple):
         op: Reduction operator.
         prescale: Factor for the inputs.
         postscale: Factor for the result.
-        root: Rank a broadcast comes from.
+        root: Rank a broadcast comes from, as scripts number them.
         process_set: Id of the process set.
         splits: Rows for each rank of an alltoall.
     """
@@ -149,7 +150,7 @@ class Binding(Generic[T]):
             op=operation.op,
             prescale=operation.prescale,
             postscale=operation.postscale,
-            root=operation.root,
+            root=core_rank(operation.root, "broadcast") if kind is OpKind.BROADCAST else -1,
             splits=operation.splits,
             process_set=operation.process_set,
             device=device,
@@ -162,7 +163,7 @@ class Binding(Generic[T]):
             request.input = request.output = memory.view(source)
             output = source
         elif kind is OpKind.BROADCAST:
-            output = self._broadcast_buffer(memory, source, operation.root)
+            output = self._broadcast_buffer(memory, source, request.root)
             request.input = request.output = memory.view(output)
         else:
             output = memory.empty_like(source)

@@ -21,6 +21,7 @@ from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.numbering import shown_number
 from hvdlab.collectives.process_sets import set_id
 from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, as_array
 from hvdlab.numpy.device_arrays import DeviceArray
@@ -382,7 +383,7 @@ def join(process_set: AnyProcessSet = 0) -> int:
         NotInitializedError: ``init()`` was not called.
         AbortedError: A rank died, failed, left or was interrupted before all had joined.
     """
-    return context.engine("join").join(_set_id(process_set))
+    return shown_number(context.engine("join").join(_set_id(process_set)))
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from hvdlab.runner.done import Done
 from hvdlab.runner.keeper import Keeper
 from hvdlab.runner.lines import Tail
 from hvdlab.runner.news import News, Posted, ResultPiece, Written
-from hvdlab.runner.plan import Job, find_launcher, own_address, program
+from hvdlab.runner.plan import Job, find_launcher, own_address, program, variables
 from hvdlab.runner.report import failure_lines
 from hvdlab.runner.sinks import Sink
 from hvdlab.runner.supervisor import Supervisor
@@ -82,7 +82,7 @@ class JobRun:
             cleanup.callback(self._sink.close)
             launcher, options = find_launcher(self._job)
             address = own_address(self._job, launcher)
-            environ = {**os.environ, **self._job.environment}
+            environ = {**os.environ, **variables(self._job)}
             coordinator = CoordinatorProcess.start(
                 size=None if self._job.source is not None else self._job.size,
                 tcp_host=address,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.numbering import CONSECUTIVE
 from hvdlab.launch import options, registry
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.host_table import COOLDOWN
@@ -154,12 +155,20 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
     return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(job.remote[:1])
 
 
+def variables(job: Job) -> dict[str, str]:
+    """What the coordinator and the ranks of a job have in their environment, beside what the launcher has in its own."""
+    if job.min_ranks is None:
+        return dict(job.environment)
+    # Scripts for Horovod's elastic training count on rank() < size(), and on a rank 0.
+    numbers = os.environ.get("HVDLAB_RANK_NUMBERS", "").strip() or CONSECUTIVE
+    given = {"HVDLAB_RANK_NUMBERS": numbers, **job.environment}
+    return given | {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
+
+
 def program(job: Job, output: ProgramOutput) -> Program:
     """What the ranks of a job run."""
     # A program would hold its output back, as it writes to a pipe; a function has its lines flushed, which costs less.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ
-    environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | job.environment
-    if job.min_ranks is not None:
-        environment |= {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
+    environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | variables(job)
     command = (*job.command, "-m", "hvdlab.runner.function") if job.function else job.command
     return Program(command, environment, output, job.function, job.stdin, job.interfaces)

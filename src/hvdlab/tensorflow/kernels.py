@@ -33,6 +33,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
+from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.tensorflow import waiting
 from hvdlab.tensorflow.c_api import CApi, Done, Unavailable, is_function
 from hvdlab.tensorflow.calls import Call, decoded
@@ -256,7 +257,7 @@ def _join(execution: Execution, call: Call) -> None:
     def finished(result: Any, error: Exception | None, /) -> None:
         try:
             if error is None:
-                _give(execution, 0, DType.I32, result.last_joined)
+                _give(execution, 0, DType.I32, shown_number(result.last_joined))
         except BaseException as failure:  # noqa: BLE001  # the user gets it from the operation
             execution.end(failure)
         else:
@@ -271,7 +272,7 @@ def _join(execution: Execution, call: Call) -> None:
 SELF_TEST = b"self-test"
 _QUERIES = {
     "size": lambda process_set: len(_members(process_set)),
-    "rank": lambda process_set: core.engine("hvd.rank_op()").rank,
+    "rank": lambda process_set: own_number("hvd.rank_op()"),
     "local_size": lambda process_set: core.engine("hvd.local_size_op()").local_size,
     "local_rank": lambda process_set: core.engine("hvd.local_rank_op()").local_rank,
     "included": lambda process_set: int(core.engine().rank in _members(process_set)),

@@ -23,6 +23,7 @@ from hvdlab.collectives import basics, context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import ADAPTER
@@ -321,7 +322,7 @@ def join() -> Any:
         AbortedError: A rank died, left, failed or was interrupted before all had joined.
     """
     if not in_graph(()):
-        return context.engine("hvd.join()").run(Request(OpKind.JOIN)).last_joined
+        return shown_number(context.engine("hvd.join()").run(Request(OpKind.JOIN)).last_joined)
     registered = kernels.usable()
     if isinstance(registered, str):
         return tf.numpy_function(lambda: _int32(context.engine("hvd.join()").join()), [], tf.int32)
@@ -441,7 +442,7 @@ def _check_root(operation: Operation) -> None:
     if not tf.executing_eagerly() and basics.is_initialized():
         engine = context.engine()
         ranks = engine.ranks(operation.process_set)
-        if operation.root not in ranks:
+        if core_rank(operation.root) not in ranks:
             raise InvalidRequestError(
                 f"root {operation.root} is not in process set {operation.process_set}; its ranks are {list(ranks)}."
             )

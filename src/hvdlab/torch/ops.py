@@ -22,6 +22,7 @@ from hvdlab.bindings.handles import Handle
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.numbering import shown_number
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.adapter import ADAPTER, BINDING
 from hvdlab.torch.autograd import collective, collectives, exchange
@@ -402,7 +403,7 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     Raises:
         AbortedError: Another rank died, failed, left or was interrupted before all had joined.
     """
-    return context.engine("hvd.join()").join(set_id(process_set))
+    return shown_number(context.engine("hvd.join()").join(set_id(process_set)))
 
 
 @untraced

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.numbering import own_number
 from hvdlab.torch.functions import broadcast_object
 from hvdlab.torch.gradients import nothing_of
 from hvdlab.torch.ops import broadcast_async_, synchronize
@@ -73,7 +73,7 @@ def broadcast_optimizer_state(
         model: Tells which of the parameters are embeddings with sparse gradients, which then get sparse zeros. Not
             needed otherwise, and not for ``SparseAdam``.
     """
-    root = context.engine().rank == root_rank
+    root = own_number() == root_rank
     if not transfer_optimizer_state(optimizer, _FromRoot(root_rank), gives=root):
         _make_gradients(_parameters(optimizer), _sparse_parameters(optimizer, model))
 

@@ -323,3 +323,15 @@ def test_ranks_without_a_place_are_told_to_leave() -> None:
     assert successor.count(12, m.Leave) == 1
     successor.comes(1)
     assert successor.configured() == (0, 1)
+
+
+@pytest.mark.parametrize("by_seniority", [True, False])
+def test_the_positions_of_ranks_outlive_the_coordinator(by_seniority: bool) -> None:
+    new = Successor()
+    new.state = CoordinatorState(CoordinatorOptions(size=3, generation=1, by_seniority=by_seniority))
+    known = m.KnownSet(0, 7, (2, 0, 1)), m.KnownSet(3, 8, (2, 0))
+    for rank in range(3):
+        new.comes(rank, *(known if rank != 1 else known[:1]))
+    new.wait()
+    assert new.configured() == ((2, 0, 1) if by_seniority else (0, 1, 2))
+    assert new.configured(3) == ((2, 0) if by_seniority else (0, 2))

@@ -330,3 +330,64 @@ def test_one_that_dies_before_it_is_let_go_is_lost_like_any_other() -> None:
     regroup(sim, 0, 2)
     assert world_of(sim, 0) == (0, 2)
     assert all_of(sim.ranks[0], m.World)[-1].leaving == ()
+
+
+# -- positions by seniority ---------------------------------------------------------------------------------------------
+
+
+def by_seniority(size: int = 4) -> Simulation:
+    """Ranks in elastic training that have consecutive numbers."""
+    sim = Simulation(CoordinatorOptions(size=size, by_seniority=True))
+    sim.connect_client()
+    sim.world(*range(size))
+    say(sim, m.Elastic(True), *range(size))
+    return sim
+
+
+def test_one_in_the_place_of_a_lost_rank_comes_behind_those_that_were_there() -> None:
+    sim = by_seniority()
+    sim.kill(0)
+    regroup(sim, 1, 2, 3)
+    assert world_of(sim, 1) == (1, 2, 3)
+    sim.connect(0)
+    sim.drain()
+    regroup(sim, 1, 2, 3, ticket=2)
+    assert [world_of(sim, rank) for rank in range(4)] == [(1, 2, 3, 0)] * 4
+    say(sim, m.Elastic(True), 0)
+    sim.kill(2)
+    sim.client_says(m.Expect((0, 1, 2, 3, 4)))
+    for rank in (4, 2):
+        sim.connect(rank)
+    sim.drain()
+    regroup(sim, 1, 3, 0, ticket=3)
+    assert world_of(sim, 0) == (1, 3, 0, 2, 4)
+    # A process set has the same order.
+    for rank in (1, 3, 0, 2, 4):
+        sim.ranks[rank].submit(signature("new", OpKind.ADD_PROCESS_SET, ranks=(0, 2, 3)))
+    sim.drain()
+    (added,) = [id for id in sim.ranks[0].sets if id]
+    assert sim.ranks[3].sets[added].ranks == (3, 0, 2)
+    # What clients are told is in the order of the numbers that are shown.
+    assert sim.to_client[-1].formed == (0, 1, 2, 3, 4)  # type: ignore[union-attr]
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=12))
+def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: list[tuple[bool, int]]) -> None:
+    sim, ticket = by_seniority(), 0
+    order = list(range(4))
+    for kills, number in changes:
+        if kills and number in sim.ranks and len(sim.ranks) > 1:
+            sim.kill(number)
+            order.remove(number)
+        elif not kills and number not in sim.ranks:
+            sim.connect(number)
+            order.append(number)
+        else:
+            continue
+        sim.drain()
+        ticket += 1
+        inside = [rank for rank, its in sim.ranks.items() if 0 in its.sets]
+        say(sim, m.Elastic(True), *inside)
+        say(sim, m.Regroup(ticket, 1, ""), *inside)
+        assert [world_of(sim, rank) for rank in sim.ranks] == [tuple(order)] * len(order)

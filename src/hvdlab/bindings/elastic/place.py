@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.collectives import context
+from hvdlab.collectives.numbering import shown_number
 
 
 def rank() -> int:
@@ -18,8 +19,8 @@ def size() -> int:
 
 
 def first_rank() -> int:
-    """Number of the first living rank; 0 before ``hvd.init()``."""
+    """Number of the first living rank, as scripts number them; 0 before ``hvd.init()``."""
     if not context.is_initialized():
         return 0
     engine = context.engine()
-    return next(iter(engine.ranks()), engine.rank)
+    return shown_number(next(iter(engine.ranks()), engine.rank))

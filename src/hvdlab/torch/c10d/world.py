@@ -101,7 +101,7 @@ class World:
             AbortedError: A rank that is needed died or failed again and again.
         """
         engine, ranks = self.engine, tuple(sorted(members))
-        if ranks == engine.ranks():
+        if ranks == tuple(sorted(engine.ranks())):
             return 0
         for attempt in range(_ATTEMPTS):
             if not self._is_added(ranks):

@@ -1,0 +1,45 @@
+"""The numbers by which scripts know ranks.
+
+The core, the launchers and all that is shown know a rank by the number it was started with, which stays. Scripts see these
+numbers, too, unless ``HVDLAB_RANK_NUMBERS=consecutive``: then the number of a rank is its position in the world, from 0
+to ``size() - 1``, as scripts for Horovod expect. The coordinator puts those first that were there first.
+"""
+
+from __future__ import annotations
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+
+CONSECUTIVE = "consecutive"
+
+
+def own_number(what: str = "hvd.rank()") -> int:
+    """The number of this rank; ``what`` asks for it."""
+    engine = context.engine(what)
+    return shown_number(engine.rank) if engine.settings.rank_numbers == CONSECUTIVE else engine.rank
+
+
+def shown_number(rank: int) -> int:
+    """The number by which scripts know a rank of the core; that of the core for one that is not in the world."""
+    engine = context.engine()
+    if engine.settings.rank_numbers != CONSECUTIVE:
+        return rank
+    ranks = engine.ranks()
+    return ranks.index(rank) if rank in ranks else rank
+
+
+def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
+    """The rank of the core that scripts know by this number; ``what`` asks for it.
+
+    Raises:
+        InvalidRequestError: Numbers are consecutive, and there are fewer ranks.
+        NotInitializedError: ``init()`` was not called.
+    """
+    engine = context.engine(what)
+    if engine.settings.rank_numbers != CONSECUTIVE:
+        return number
+    ranks = engine.ranks()
+    if not 0 <= number < len(ranks):
+        there = f"they are 0 to {len(ranks) - 1}" if len(ranks) > 1 else "there is rank 0 alone"
+        raise InvalidRequestError(f"There is no rank {number}; {there}.")
+    return ranks[number]

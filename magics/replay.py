@@ -67,7 +67,5 @@ def _first_wrong(suspects: dict[int, Any]) -> int:
     """The rank where something was not finite first; of several, where that was nearest to the inputs."""
     known = {rank: found for rank, found in suspects.items() if found is not None}
     if not known:
-        raise UsageError(
-            "%hvd_replay: nothing was recorded; `hvd.record(model, optimizer)` before the training does"
-        )
+        raise UsageError("%hvd_replay: nothing was recorded; `hvd.record(model)` before the training does")
     return min(known, key=lambda rank: (known[rank][0], known[rank][1], rank))

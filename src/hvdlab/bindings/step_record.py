@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
@@ -50,6 +50,14 @@ class Sample(Protocol):
         ...
 
 
+class RandomState(Protocol):
+    """What a framework's random numbers went on from."""
+
+    def restored(self, model: Any) -> AbstractContextManager[object]:
+        """In this context a call of ``model`` gets the same random numbers; afterwards they go on as before."""
+        ...
+
+
 @dataclass(slots=True)
 class Input:
     """What is kept of a tensor among a step's inputs; ``kind`` is its type and shape, as in ``float32[8, 4]``."""
@@ -72,7 +80,7 @@ class Step:
         inputs: What is kept of its tensors.
         batch: ``(args, kwargs)`` of the model's call, if it is kept.
         nbytes: Bytes of the batch.
-        generator: The state of the random numbers before it; used as a context it makes them the same again.
+        generator: The state of the random numbers before it.
         loss, norm: Its loss and the norm of its gradients, as numbers or what ``float`` makes one of.
     """
 
@@ -80,7 +88,7 @@ class Step:
     inputs: Sequence[Input]
     batch: tuple[tuple[Any, ...], dict[str, Any]] | None
     nbytes: int
-    generator: AbstractContextManager[object]
+    generator: RandomState
     loss: Any = None
     norm: Any = None
 
@@ -120,12 +128,12 @@ class Replay:
     kwargs: dict[str, Any]
     loss: float | None
     gradient_norm: float | None
-    generator: AbstractContextManager[object] = field(repr=False)
+    generator: RandomState = field(repr=False)
     text: str = field(repr=False, default="")
 
     def run(self, model: Any) -> Any:
         """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns what it returns."""
-        with self.generator:
+        with self.generator.restored(model):
             return model(*self.args, **self.kwargs)
 
 
@@ -138,7 +146,10 @@ class StepRecord:
 
     Attributes:
         steps: The last ones, oldest first.
+        replay_type: What :meth:`replay` returns.
     """
+
+    replay_type: ClassVar[type[Replay]] = Replay
 
     def __init__(self, last: int, memory: int) -> None:
         if last < 1:
@@ -156,7 +167,7 @@ class StepRecord:
         inputs: Sequence[Input],
         batch: tuple[tuple[Any, ...], dict[str, Any]],
         nbytes: int,
-        generator: AbstractContextManager[object],
+        generator: RandomState,
     ) -> None:
         """A step begins; its batch is kept in place of those of older steps, as far as there is room."""
         with self._lock:
@@ -241,7 +252,7 @@ class StepRecord:
             )
         rank = context.engine().rank if context.is_initialized() else 0
         loss, norm = (None if value is None else float(value) for value in (found.loss, found.norm))
-        return Replay(rank, found.number, *found.batch, loss, norm, found.generator, str(found))
+        return self.replay_type(rank, found.number, *found.batch, loss, norm, found.generator, str(found))
 
     def __repr__(self) -> str:
         steps = self._all()
@@ -295,5 +306,5 @@ def replay(step: int | None = None) -> Replay:
     """:meth:`StepRecord.replay` of the newest record. Raises ``LookupError`` if there is none."""
     found = newest()
     if found is None:
-        raise LookupError("nothing was recorded; hvd.record(model, optimizer) before the training does")
+        raise LookupError("nothing was recorded; hvd.record(model) before the training does")
     return found.replay(step)

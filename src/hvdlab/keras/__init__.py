@@ -41,6 +41,7 @@ from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
 from hvdlab.tensorflow.keras import PartialDistributedOptimizer, models, values
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
+from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
 from hvdlab.tensorflow.reduction import Groups
 
@@ -78,6 +79,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "record",
     "reducescatter",
     "rocm_built",
     "shutdown",

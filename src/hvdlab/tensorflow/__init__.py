@@ -68,6 +68,7 @@ from hvdlab.tensorflow.functions import (
     vars_to_refs,
 )
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
+from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.ops import (
     allgather,
     allreduce,
@@ -154,6 +155,7 @@ __all__ = [
     "process_set_included_op",
     "rank",
     "rank_op",
+    "record",
     "reducescatter",
     "refs_to_vars",
     "remove_process_set",

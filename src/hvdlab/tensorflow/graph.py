@@ -265,7 +265,7 @@ def _emitted(
     for tensor in tensors:
         check_supported(kind, core_dtype(tensor), operation.op)
     _refuse_scalars(kind, *tensors)
-    _refuse_compilation()
+    refuse_compilation(JIT)
     base = name or _made_name(kind, tensors[0], grouped)
     unique = tf.compat.v1.get_default_graph().unique_name(
         _NOT_IN_A_NAME.sub("_", base).strip("/") or "tensor"
@@ -335,12 +335,12 @@ def _keep_shapes(kind: OpKind, tensors: list[Any], outputs: list[Any]) -> None:
             output.set_shape([None, *tensor.shape[1:]])
 
 
-def _refuse_compilation() -> None:
-    """Raise if the function that is being traced is to be compiled by XLA, instead of failing when it runs."""
+def refuse_compilation(reason: str) -> None:
+    """Raise ``UnsupportedError`` if the function that is being traced is to be compiled by XLA, instead of failing when it runs."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith("polymorphic_function.py"):
             function = frame.f_locals.get("self")
             if getattr(function, "_jit_compile", None) is True:
-                raise UnsupportedError(JIT)
+                raise UnsupportedError(reason)
         frame = frame.f_back

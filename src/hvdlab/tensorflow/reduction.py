@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlab.bindings.arguments import Average, checked_operator
@@ -77,6 +77,8 @@ class GradientReducer:
         self._scale_local = scale_local_gradients
         #: Variables whose gradients stay on their rank, as :func:`vars_to_refs` names them.
         self.local: set[Any] = set()
+        #: Called with the gradients of this rank before they are reduced.
+        self.observer: Callable[[Sequence[Any]], None] | None = None
         #: Whether the user was told that the gradients had been reduced before.
         self._warned = False
 
@@ -93,6 +95,8 @@ class GradientReducer:
         """
         found = list(gradients)
         self._warn_of_reduced(found)
+        if self.observer is not None:
+            self.observer(found)
         if self._sparse_as_dense:
             found = [tf.convert_to_tensor(each) if _is_sparse(each) else each for each in found]
         references = [None] * len(found) if variables is None else [vars_to_refs(each) for each in variables]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,21 +34,18 @@ class TorchSample:
         return of_tensor(self.elements)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TorchGenerator:
-    """A state of torch's random numbers of the CPU. As a context it is theirs, and they go on as before afterwards."""
+    """A state of torch's random numbers of the CPU."""
 
     state: torch.Tensor
-    _fork: Any = field(default=None, repr=False, compare=False)
 
-    def __enter__(self) -> None:
-        self._fork = torch.random.fork_rng(devices=[])
-        self._fork.__enter__()
-        torch.set_rng_state(self.state)
-
-    def __exit__(self, *error: object) -> None:
-        fork, self._fork = self._fork, None
-        fork.__exit__(*error)
+    @contextmanager
+    def restored(self, model: Any) -> Iterator[None]:
+        """They are the same again for a while, and go on as before afterwards."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            yield
 
 
 class Record(StepRecord):

@@ -46,6 +46,7 @@ from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras import callbacks, elastic, models
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.optimizers import distributed
+from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
 from hvdlab.tensorflow.reduction import Groups
 from hvdlab.tensorflow.tape import chosen_groups, local_variables
@@ -85,6 +86,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "record",
     "reducescatter",
     "remove_process_set",
     "rocm_built",

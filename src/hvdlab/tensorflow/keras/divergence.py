@@ -19,6 +19,7 @@ from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.fits import ATTRIBUTE_OF_WATCH, record_fits
+from hvdlab.tensorflow.keras.models import package_of
 from hvdlab.tensorflow.ops import allgather
 
 __all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
@@ -27,7 +28,6 @@ MOST_SAMPLED = 32
 """Variables of which a few elements are remembered at every step."""
 
 ELEMENTS = 8
-_PACKAGES = ("keras", "tf_keras")
 _NUMBERS = re.compile(r"_\d+(?=/|:|$)")
 
 
@@ -144,9 +144,8 @@ def watch_divergence(
     Raises:
         InvalidRequestError: An argument is none of these.
     """
-    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    package = next((name for name in _PACKAGES if name in packages), None)
-    if package is None or not hasattr(model, "fit"):
+    package = package_of(model)
+    if package is None:
         raise InvalidRequestError(
             f"hvd.watch_divergence() takes a model of Keras, not a {type(model).__name__}."
         )

@@ -7,6 +7,14 @@ from typing import Any
 from hvdlab.tensorflow.compression import Compressor
 from hvdlab.tensorflow.keras.optimizers import distributed, is_keras_optimizer
 
+_PACKAGES = ("keras", "tf_keras")
+
+
+def package_of(model: Any) -> str | None:
+    """The package that a model comes from, Keras 3 or Keras 2; ``None`` if it is no model of Keras."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    return next((name for name in _PACKAGES if name in packages and hasattr(model, "fit")), None)
+
 
 def load_model(
     keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: type[Compressor]

@@ -165,6 +165,12 @@ def is_keras_optimizer(value: Any) -> bool:
     )
 
 
+def reducer_of(optimizer: Any) -> GradientReducer | None:
+    """What reduces an optimizer's gradients, also within loss scaling; ``None`` if it is not distributed."""
+    found = _inner(optimizer) or optimizer
+    return found.hvdlab_reducer if isinstance(found, Distributed) else None
+
+
 def distributed(
     optimizer: Any,
     *,

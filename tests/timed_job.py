@@ -1,0 +1,321 @@
+"""A job of any size on a modelled network: the real state machines of its coordinator and ranks, with a model of all that is between them.
+
+No clock is read, so a job is the same on every machine. A process does one thing after another: each message that it
+reads or writes takes it :attr:`Network.message` seconds, and its bytes leave it at :attr:`Network.bandwidth`. The coordinator reads
+all that has come by the time it is free as one round, as its server does. What states compute takes no time beside that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import tracemalloc
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hvdlab.collectives.coordinator.events import (
+    Event,
+    PeerConnected,
+    PeerLost,
+    Received,
+    Send,
+    SendConfigure,
+    Tick,
+)
+from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.effects import Fail, NewEpoch, RunBatch
+from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
+
+
+@dataclass(frozen=True)
+class Network:
+    """What things take.
+
+    Attributes:
+        message: Seconds of a process for a message that it reads, or writes.
+        latency: Seconds between two processes.
+        bandwidth: Bytes that a process sends in a second.
+        ranks_per_host: How many ranks share a host.
+    """
+
+    message: float = 20e-6
+    latency: float = 30e-6
+    bandwidth: float = 1.25e9
+    ranks_per_host: int = 16
+
+
+@dataclass
+class Traffic:
+    """What a process has read and written."""
+
+    frames_in: int = 0
+    frames_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @property
+    def frames(self) -> int:
+        return self.frames_in + self.frames_out
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_in + self.bytes_out
+
+    def since(self, before: Traffic) -> Traffic:
+        """What came after a moment, of which ``before`` is a copy."""
+        return Traffic(
+            self.frames_in - before.frames_in,
+            self.frames_out - before.frames_out,
+            self.bytes_in - before.bytes_in,
+            self.bytes_out - before.bytes_out,
+        )
+
+
+@dataclass(eq=False)
+class TimedRank:
+    """One rank.
+
+    Attributes:
+        state: Its side of negotiation.
+        free: When it has done what it is doing.
+        alive: Whether it has not been killed.
+        ordered: When it was last told to execute something.
+        failed: When something that it waited for last failed.
+        renewed: When it last began an epoch.
+    """
+
+    rank: int
+    state: RankState
+    traffic: Traffic = field(default_factory=Traffic)
+    free: float = 0.0
+    alive: bool = True
+    ordered: float = -1.0
+    failed: float = -1.0
+    renewed: float = -1.0
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a part of a job has cost.
+
+    Attributes:
+        seconds: How long it took.
+        root: What the coordinator has read and written.
+        leaf: The same of the rank that had most to do with.
+    """
+
+    seconds: float
+    root: Traffic
+    leaf: Traffic
+
+
+class TimedJob:
+    """A coordinator and ``size`` ranks.
+
+    Args:
+        size: Number of ranks.
+        network: What things take.
+    """
+
+    def __init__(self, size: int, network: Network | None = None) -> None:
+        self.network = network or Network()
+        self.now = 0.0
+        self.root = Traffic()
+        self.coordinator = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
+        self.ranks = [TimedRank(rank, RankState(rank)) for rank in range(size)]
+        self._free = 0.0  # when the coordinator has done what it is doing
+        self._inbox: deque[tuple[Event, int]] = deque()
+        self._awake = False  # whether it is about to look there
+        # (when, order, rank or -1 for the coordinator, what comes, its bytes)
+        self._coming: list[tuple[float, int, int, Event | m.Message | None, int]] = []
+        self._order = itertools.count()
+
+    # -- what happens to the job ----------------------------------------------------------------------------------
+
+    def form(self) -> Passage:
+        """All ranks connect at once, and the world begins."""
+        before = self._mark()
+        for me in self.ranks:
+            hello = self.hello(me.rank)
+            self._to_coordinator(me, PeerConnected(me.rank, hello), hello)
+        self.run()
+        assert all(me.renewed >= 0 for me in self.ranks), "the world is not complete"
+        return self._passage(before, max(me.renewed for me in self.ranks))
+
+    def step(self, names: Sequence[str]) -> Passage:
+        """All ranks submit these tensors at once; it is over when the last of them has been told to execute the last one."""
+        before = self._mark()
+        for me in self.ranks:
+            self._submit(me, names)
+        self.run()
+        living = [me for me in self.ranks if me.alive]
+        assert all(not group.pending for me in living for group in me.state.sets.values())
+        return self._passage(before, max(me.ordered for me in living))
+
+    def kill(self, rank: int) -> tuple[Passage, float]:
+        """A rank dies while all others wait for it.
+
+        Returns:
+            What it cost, with the time after which all knew of it, and how many seconds passed until all had begun anew.
+        """
+        victim, others = self.ranks[rank], [me for me in self.ranks if me.alive and me.rank != rank]
+        for me in others:
+            self._submit(me, ("waited for",))
+        self.run()
+        before = self._mark()
+        victim.alive = False
+        self._later(self.now + self.network.latency, -1, PeerLost(rank, "its connection ended"), 0)
+        self.run()
+        assert all(me.failed > before[0] and me.renewed > before[0] for me in others)
+        passage = self._passage(before, max(me.failed for me in others))
+        return passage, max(me.renewed for me in others) - before[0]
+
+    def run(self) -> None:
+        """Let happen what is on its way, and what is due because of it."""
+        while True:
+            due = self.coordinator.next_deadline()
+            if due is not None and not self._awake and due < (self._coming[0][0] if self._coming else math.inf):
+                self._later(max(self.now, due), -1, Tick(), 0)
+            if not self._coming:
+                return
+            when, _, place, what, size = heapq.heappop(self._coming)
+            self.now = when
+            if place >= 0:
+                assert isinstance(what, m.Message)
+                self._at_rank(self.ranks[place], what, size)
+            elif what is None:
+                self._awake = False
+                self._one_round()
+            else:
+                assert isinstance(what, PeerConnected | Received | PeerLost | Tick)
+                self._inbox.append((what, size))
+                self._wake()
+
+    # -- the coordinator ------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            self._later(max(self.now, self._free), -1, None, 0)
+
+    def _one_round(self) -> None:
+        """Read all that has come, and carry out what follows from it."""
+        read = [size for _, size in self._inbox if size]
+        events = [event for event, _ in self._inbox]
+        self._inbox.clear()
+        self.root.frames_in += len(read)
+        self.root.bytes_in += sum(read)
+        self._free = self.now + len(read) * self.network.message
+        for effect in self.coordinator.handle_all(events, self._free):
+            if isinstance(effect, Send | SendConfigure):
+                self._send(effect)
+
+    def _send(self, effect: Send | SendConfigure) -> None:
+        message = effect.fallback if isinstance(effect, SendConfigure) else effect.message
+        size = len(encode(message))
+        self.root.frames_out += len(effect.peers)
+        self.root.bytes_out += size * len(effect.peers)
+        for peer in effect.peers:
+            self._free += self.network.message + size / self.network.bandwidth
+            self._later(self._free + self.network.latency, peer, message, size)
+
+    # -- ranks ----------------------------------------------------------------------------------------------------
+
+    def hello(self, rank: int) -> m.Hello:
+        """How a rank introduces itself."""
+        host = rank // self.network.ranks_per_host
+        return m.Hello(
+            m.PROTOCOL_VERSION,
+            "0123456789abcdef0123456789abcdef",
+            "rank",
+            rank,
+            f"node{host:04d}",
+            100_000 + rank,
+            f"10.0.{host // 256}.{host % 256}",
+            ("shm", "gloo"),
+        )
+
+    def _submit(self, me: TimedRank, names: Sequence[str]) -> None:
+        for name in names:
+            request = Request(OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM)
+            me.state.submit(Entry(request, "cell [4] line 12", 0))
+        me.free = max(me.free, self.now)
+        self._flush(me)
+
+    def _flush(self, me: TimedRank) -> None:
+        for message in me.state.take_messages():
+            self._to_coordinator(me, Received(me.rank, message), message)  # type: ignore[arg-type]  # ranks say FromRank
+
+    def _to_coordinator(self, me: TimedRank, event: Event, message: m.Message) -> None:
+        size = len(encode(message))
+        me.traffic.frames_out += 1
+        me.traffic.bytes_out += size
+        me.free += self.network.message + size / self.network.bandwidth
+        self._later(me.free + self.network.latency, -1, event, size)
+
+    def _at_rank(self, me: TimedRank, message: m.Message, size: int) -> None:
+        if not me.alive:
+            return
+        me.traffic.frames_in += 1
+        me.traffic.bytes_in += size
+        me.free = max(me.free, self.now) + self.network.message
+        for effect in me.state.handle(message, int(me.free * 1e9)):
+            if isinstance(effect, RunBatch):
+                me.ordered = me.free
+                for entry in effect.entries:
+                    me.state.finish(entry)
+            elif isinstance(effect, Fail):
+                me.failed = me.free
+            elif isinstance(effect, NewEpoch):
+                me.renewed = me.free
+        self._flush(me)
+
+    # -- time and counting ----------------------------------------------------------------------------------------
+
+    def _later(self, when: float, place: int, what: Event | m.Message | None, size: int) -> None:
+        heapq.heappush(self._coming, (when, next(self._order), place, what, size))
+
+    def _mark(self) -> tuple[float, Traffic, list[Traffic]]:
+        return self.now, self.root.since(Traffic()), [me.traffic.since(Traffic()) for me in self.ranks]
+
+    def _passage(self, before: tuple[float, Traffic, list[Traffic]], end: float) -> Passage:
+        begin, root, leaves = before
+        leaf = max(
+            (me.traffic.since(old) for me, old in zip(self.ranks, leaves, strict=True)),
+            key=lambda traffic: (traffic.frames, traffic.bytes),
+        )
+        return Passage(end - begin, self.root.since(root), leaf)
+
+
+def memory_of_root(size: int, names: Sequence[str]) -> int:
+    """Bytes that the coordinator's state takes once all ranks have announced these tensors, each message decoded as it comes from a socket."""
+    job, definitions = TimedJob(0), []
+    for local, name in enumerate(names):
+        signature = m.Signature(int(OpKind.ALLREDUCE), name, int(DType.F32), int(ReduceOp.SUM), _TENSOR.shape)
+        definitions.append(m.Definition(local, signature, "cell [4] line 12"))
+    announce = encode(m.Announce(0, 1, tuple(range(len(names))), tuple(definitions)))[HEAD:]
+    tracemalloc.start()
+    try:
+        state = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
+        state.handle_all([PeerConnected(r, decode_hello(encode(job.hello(r))[HEAD:])) for r in range(size)], 0.0)
+        for rank in range(size):
+            state.handle(Received(rank, decode_from_rank(announce)), 1.0)
+        assert state.sets.world.sequence >= 1, "the ranks did not agree"
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+HEAD = 4
+"""Bytes of a frame before its payload."""
+_TENSOR = np.zeros(2048, np.float32)
+"""What is submitted: too large to travel with its announcement."""

@@ -283,14 +283,14 @@ class Group:
 
     def _watch(self) -> None:
         """Wait for the ends of operations, in order. A thread of its own."""
-        with self._device:
-            while (begun := self._ends.get()) is not None:
-                self._end(begun, self._outcome(begun))
-                del begun  # it holds the tensors
+        while (begun := self._ends.get()) is not None:
+            self._end(begun, self._outcome(begun))
+            del begun  # it holds the tensors
 
     def _outcome(self, begun: _Begun) -> Exception | None:
         try:
-            self._device.synchronize(begun.event)
+            with self._device:
+                self._device.synchronize(begun.event)
         except DeviceFailed as failure:
             return PlaneBroken(f"the GPU of this rank: {failure}")
         self._events.append(begun.event)
@@ -341,13 +341,8 @@ class Group:
         """End the waits of this member's GPU until it has nothing left to do, and then what is under way. A thread of its own."""
         with self._enqueuing:
             pass
-        end = time.monotonic() + STUCK_AFTER
-        with self._device:
-            while not (drained := self._drained()) and time.monotonic() < end:
-                self._end_waits()
-                time.sleep(_DRAIN_INTERVAL)
-        self._is_stuck = not drained
-        if drained:
+        self._is_stuck = not self._drain_gpu()
+        if not self._is_stuck:
             self.board.flags(QUIET)[self._index] = 1
         end = time.monotonic() + QUIET_WITHIN
         with self._guard:
@@ -358,6 +353,17 @@ class Group:
         if self._is_stuck:
             for one in pending:
                 one.end(PlaneAborted())
+
+    def _drain_gpu(self) -> bool:
+        """Whether the GPU came to the end of our work in time."""
+        end = time.monotonic() + STUCK_AFTER
+        with contextlib.suppress(DeviceFailed), self._device:  # if it has failed its work is gone
+            while not self._drained():
+                if time.monotonic() > end:
+                    return False
+                self._end_waits()
+                time.sleep(_DRAIN_INTERVAL)
+        return True
 
     def _drained(self) -> bool:
         worker = self._worker is None or self._device.drained(self._worker.stream)

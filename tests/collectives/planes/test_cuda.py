@@ -195,6 +195,33 @@ def test_a_kernel_that_fails_is_told_by_the_operation_and_leaves_the_process(
     assert "illegal memory access" in str(error)
 
 
+def test_nothing_waits_for_a_context_that_is_gone(
+    alone: CudaPlane, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, stream, computed = on_gpu(gpu, 1.0), gpu.new_stream(), threading.Event()
+    assert outcome(begun(alone, buffer)) is None
+    gpu._put(stream, lambda: computed.wait() and None)
+    buffer.after = gpus.StreamMark(gpu, stream)
+    completion = begun(alone, buffer)
+
+    def gone(self: FakeCuda) -> None:
+        raise DeviceFailed("the context was destroyed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeCuda, "__enter__", gone)
+        alone.abort()
+        computed.set()
+        assert isinstance(outcome(completion), PlaneAborted | PlaneBroken)
+        with pytest.raises((PlaneAborted, PlaneBroken)):
+            begun(alone, buffer)
+        assert alone._group is not None
+        assert alone._group._drainer is not None
+        alone._group._drainer.join()
+    del completion
+    buffer.after = None
+    gpu.end_stream(stream)
+
+
 def test_a_tensor_on_another_gpu_than_before_is_refused(alone: CudaPlane, gpu: FakeCuda) -> None:
     assert outcome(begun(alone, on_gpu(gpu, 1.0))) is None
     other = on_gpu(gpu, 1.0)

@@ -19,8 +19,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pages import write  # noqa: E402
-from timed_job import Network, Passage, TimedJob, memory_of_root  # noqa: E402
+from pages import write
+
+from timed_job import Network, Passage, TimedJob, memory_of_root
 
 SIZES = (8, 64, 128, 1024, 4096, 16384)
 RESULT, PAGE, PLOT = (
@@ -60,7 +61,13 @@ def simulate(size: int) -> dict[str, Any]:
 
 
 def time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return (
+        f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.2g} ms"
+        if seconds < 0.1
+        else f"{seconds * 1e3:.0f} ms"
+    )
 
 
 def bytes_text(count: float) -> str:
@@ -134,7 +141,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, action="append", help=f"{SIZES} if not given")
-    parser.add_argument("--write", action="store_true", help="write the result, the page's table and its plot")
+    parser.add_argument(
+        "--write", action="store_true", help="write the result, the page's table and its plot"
+    )
     options = parser.parse_args()
     result: dict[str, Any] = {"network": asdict(Network()), "ranks": {}}
     if options.write and RESULT.exists():

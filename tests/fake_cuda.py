@@ -276,7 +276,8 @@ class FakeGpus:
 
 
 def install() -> FakeCuda:
-    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on."""
+    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless it was told not to."""
+    os.environ.setdefault(gpus.SWITCH, "1")
     found = FakeGpus()
     gpus.gpus = lambda: found  # type: ignore[assignment]
     gpus.why_missing = lambda: None

@@ -16,7 +16,7 @@ ASK = (
 @cache
 def why_no_gpu() -> str:
     """Empty if there is one. A process of its own asks the driver: one that has used it can't fork ranks."""
-    reason = gpus.why_off()
+    reason = gpus.why_missing()
     if reason is not None:
         return reason
     done = subprocess.run(

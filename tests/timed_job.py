@@ -183,7 +183,11 @@ class TimedJob:
         """Let happen what is on its way, and what is due because of it."""
         while True:
             due = self.coordinator.next_deadline()
-            if due is not None and not self._awake and due < (self._coming[0][0] if self._coming else math.inf):
+            if (
+                due is not None
+                and not self._awake
+                and due < (self._coming[0][0] if self._coming else math.inf)
+            ):
                 self._later(max(self.now, due), -1, Tick(), 0)
             if not self._coming:
                 return
@@ -246,7 +250,9 @@ class TimedJob:
 
     def _submit(self, me: TimedRank, names: Sequence[str]) -> None:
         for name in names:
-            request = Request(OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM)
+            request = Request(
+                OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM
+            )
             me.state.submit(Entry(request, "cell [4] line 12", 0))
         me.free = max(me.free, self.now)
         self._flush(me)
@@ -306,7 +312,9 @@ def memory_of_root(size: int, names: Sequence[str]) -> int:
     tracemalloc.start()
     try:
         state = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
-        state.handle_all([PeerConnected(r, decode_hello(encode(job.hello(r))[HEAD:])) for r in range(size)], 0.0)
+        state.handle_all(
+            [PeerConnected(r, decode_hello(encode(job.hello(r))[HEAD:])) for r in range(size)], 0.0
+        )
         for rank in range(size):
             state.handle(Received(rank, decode_from_rank(announce)), 1.0)
         assert state.sets.world.sequence >= 1, "the ranks did not agree"

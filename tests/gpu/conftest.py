@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from hvdlab.collectives.planes.cuda import gpus
 from real_gpu import why_no_gpu
 
 
@@ -11,3 +14,4 @@ from real_gpu import why_no_gpu
 def real_gpu() -> None:
     if reason := why_no_gpu():
         pytest.skip(reason)
+    os.environ[gpus.SWITCH] = "1"  # for all processes that the tests start

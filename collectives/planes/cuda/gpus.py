@@ -15,7 +15,7 @@ from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
 CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""
 SWITCH = "HVDLAB_CUDA"
-"""The variable that, at 0, has this rank copy CUDA tensors through the host."""
+"""The variable that, at 1, has this rank work on CUDA tensors where they are."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
 
@@ -42,8 +42,8 @@ class Gpus(Protocol):
 
 def why_off() -> str | None:
     """Why this process is not to work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
-    if os.environ.get(SWITCH, "").strip() == "0":
-        return f"{SWITCH}=0 has CUDA tensors copied through the host."
+    if os.environ.get(SWITCH, "").strip() != "1":  # the plane was never run on a real GPU
+        return f"CUDA tensors are copied through the host unless {SWITCH}=1."
     return why_missing()
 
 

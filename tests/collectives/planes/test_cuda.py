@@ -49,6 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     found = FakeGpus()
     monkeypatch.setattr(gpus, "gpus", lambda: found)
     monkeypatch.setattr(gpus, "why_missing", lambda: None)
+    monkeypatch.setenv(gpus.SWITCH, "1")
     yield found.device
     for pointer in list(found.device._memory):
         found.device.free(pointer)
@@ -243,17 +244,20 @@ def test_what_the_plane_got_from_the_gpu_is_given_back(gpu: FakeCuda) -> None:
     assert len(gpu._memory) == 1, "the tensor's"
 
 
-def test_it_is_offered_where_a_driver_is_and_unless_it_is_switched_off(
+def test_it_is_offered_where_a_driver_is_and_it_is_switched_on(
     gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "cuda/ipc" in registry.offered()
     assert registry.plane_class("cuda/ipc") is CudaPlane
     monkeypatch.setenv("HVDLAB_CUDA", "0")
     assert "cuda/ipc" not in registry.offered()
-    assert "HVDLAB_CUDA=0" in (registry.why_unavailable("cuda/ipc") or "")
+    monkeypatch.delenv("HVDLAB_CUDA")
+    assert "cuda/ipc" not in registry.offered()
+    assert "unless HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/ipc") or "")
 
 
 def test_without_a_driver_or_its_bindings_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.SWITCH, "1")
     monkeypatch.setattr(gpus, "DRIVERS", ("/nothing",))
     assert "no NVIDIA driver" in (gpus.why_off() or "")
     monkeypatch.setattr(gpus, "DRIVERS", ("/",))

@@ -120,7 +120,7 @@ def steps_of_ones_own(version: int) -> None:
 
     keras = _keras(version)
 
-    class Doubled(keras.Sequential):  # type: ignore[misc,name-defined]
+    class Doubled(keras.Sequential):  # type: ignore[misc,name-defined,unused-ignore]
         def train_step(self, data: Any) -> Any:
             x, y = data
             if version == 2 and tf.reduce_sum(x) > 1e9:
@@ -151,7 +151,7 @@ def loops() -> None:
     weights = tf.Variable(tf.ones((3, 1)))
     recorded = hvd.record()
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function  # type: ignore[untyped-decorator,unused-ignore]
     def step(batch: Any, y: Any) -> Any:
         recorded.batch(batch, y=y, mode="train")
         with tf.GradientTape() as tape:
@@ -185,7 +185,7 @@ def loops() -> None:
         given[0] = 7
         eager.loss(2.0)
         eager.gradients([tf.ones(4), None, tf.IndexedSlices(tf.ones((1, 5)), tf.constant([0]))])
-        np.testing.assert_array_equal(eager.steps[0].batch[0][0], np.ones(3))  # type: ignore[index]
+        np.testing.assert_array_equal(eager.steps[0].batch[0][0], np.ones(3))  # type: ignore[index,unused-ignore]
         assert (float(eager.steps[0].loss), float(eager.steps[0].norm)) == (2.0, 3.0)
         assert "input" not in str(eager.steps[0])
         with pytest.raises(UnsupportedError, match="steps that XLA compiles"):

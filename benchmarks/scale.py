@@ -1,10 +1,11 @@
 """What agreement costs with up to 16,384 ranks: frames, bytes, time and memory, of the real state machines on a modelled network.
 
     python benchmarks/scale.py --ranks 8 --ranks 1024        # some seconds, and a table
-    python benchmarks/scale.py --write                       # all sizes: the table and plot of docs/design/scale.md
+    python benchmarks/scale.py --write                       # 8 to 4,096: the table and plot of docs/design/scale.md
 
 The model is ``tests/timed_job.py``: nothing is timed, so that the figures are the same on every machine, busy or not. 4,096 ranks take half
-a minute and 1 GB of a core of 2.5 GHz, 16,384 ten minutes and 6 GB. With ``--write``, figures of the sizes that are not asked for stay.
+a minute of a core, 16,384 two and a half minutes and some gigabytes; those are only simulated if they are asked for. With ``--write``, figures
+of the sizes that are not asked for stay.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pages import write  # noqa: E402
-from timed_job import Network, Passage, TimedJob, memory_of_root  # noqa: E402
+from pages import write
 
-SIZES = (8, 64, 128, 1024, 4096, 16384)
+from timed_job import Network, Passage, TimedJob, memory_of_root
+
+SIZES = (8, 64, 128, 1024, 4096)
 RESULT, PAGE, PLOT = (
     ROOT / "benchmarks/results/scale.json",
     ROOT / "docs/design/scale.md",
@@ -60,7 +62,13 @@ def simulate(size: int) -> dict[str, Any]:
 
 
 def time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.2g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return (
+        f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.2g} ms"
+        if seconds < 0.1
+        else f"{seconds * 1e3:.0f} ms"
+    )
 
 
 def bytes_text(count: float) -> str:
@@ -134,7 +142,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, action="append", help=f"{SIZES} if not given")
-    parser.add_argument("--write", action="store_true", help="write the result, the page's table and its plot")
+    parser.add_argument(
+        "--write", action="store_true", help="write the result, the page's table and its plot"
+    )
     options = parser.parse_args()
     result: dict[str, Any] = {"network": asdict(Network()), "ranks": {}}
     if options.write and RESULT.exists():

@@ -34,6 +34,7 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
+from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class TimedRank:
         state: Its side of negotiation.
         free: When it has done what it is doing.
         alive: Whether it has not been killed.
+        members_told: Which descriptions of members it has been sent.
         ordered: When it was last told to execute something.
         failed: When something that it waited for last failed.
         renewed: When it last began an epoch.
@@ -98,6 +100,7 @@ class TimedRank:
     traffic: Traffic = field(default_factory=Traffic)
     free: float = 0.0
     alive: bool = True
+    members_told: int = 0
     ordered: float = -1.0
     failed: float = -1.0
     renewed: float = -1.0
@@ -132,6 +135,7 @@ class TimedJob:
         self.root = Traffic()
         self.coordinator = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
         self.ranks = [TimedRank(rank, RankState(rank)) for rank in range(size)]
+        self._members = SentMembers()
         self._free = 0.0  # when the coordinator has done what it is doing
         self._inbox: deque[tuple[Event, int]] = deque()
         self._awake = False  # whether it is about to look there
@@ -183,7 +187,11 @@ class TimedJob:
         """Let happen what is on its way, and what is due because of it."""
         while True:
             due = self.coordinator.next_deadline()
-            if due is not None and not self._awake and due < (self._coming[0][0] if self._coming else math.inf):
+            if (
+                due is not None
+                and not self._awake
+                and due < (self._coming[0][0] if self._coming else math.inf)
+            ):
                 self._later(max(self.now, due), -1, Tick(), 0)
             if not self._coming:
                 return
@@ -220,11 +228,22 @@ class TimedJob:
                 self._send(effect)
 
     def _send(self, effect: Send | SendConfigure) -> None:
+        """Send as the server does; ranks get whole messages, which their engines make of the short ones."""
         message = effect.fallback if isinstance(effect, SendConfigure) else effect.message
-        size = len(encode(message))
-        self.root.frames_out += len(effect.peers)
-        self.root.bytes_out += size * len(effect.peers)
+        sizes: dict[int, tuple[int, int]] = {}  # by what a rank knows
+        if roster := type(message) in ROSTERS:
+            self._members.add(message)
         for peer in effect.peers:
+            me = self.ranks[peer]
+            known = me.members_told if roster else 0
+            if known not in sizes:
+                short, after = self._members.shorten(message, known) if roster else (message, 0)
+                sizes[known] = len(encode(short)), after
+            size, after = sizes[known]
+            if roster:
+                me.members_told = after
+            self.root.frames_out += 1
+            self.root.bytes_out += size
             self._free += self.network.message + size / self.network.bandwidth
             self._later(self._free + self.network.latency, peer, message, size)
 
@@ -246,7 +265,9 @@ class TimedJob:
 
     def _submit(self, me: TimedRank, names: Sequence[str]) -> None:
         for name in names:
-            request = Request(OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM)
+            request = Request(
+                OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM
+            )
             me.state.submit(Entry(request, "cell [4] line 12", 0))
         me.free = max(me.free, self.now)
         self._flush(me)
@@ -306,7 +327,9 @@ def memory_of_root(size: int, names: Sequence[str]) -> int:
     tracemalloc.start()
     try:
         state = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
-        state.handle_all([PeerConnected(r, decode_hello(encode(job.hello(r))[HEAD:])) for r in range(size)], 0.0)
+        state.handle_all(
+            [PeerConnected(r, decode_hello(encode(job.hello(r))[HEAD:])) for r in range(size)], 0.0
+        )
         for rank in range(size):
             state.handle(Received(rank, decode_from_rank(announce)), 1.0)
         assert state.sets.world.sequence >= 1, "the ranks did not agree"

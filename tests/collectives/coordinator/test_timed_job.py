@@ -79,7 +79,9 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Mo
 
 def test_the_page_has_what_came_out(benchmarks: tuple[ModuleType, ModuleType]) -> None:
     pages, scale = benchmarks
-    assert pages.between(scale.PAGE.read_text(), "scale") == scale.markdown(json.loads(scale.RESULT.read_text()))
+    assert pages.between(scale.PAGE.read_text(), "scale") == scale.markdown(
+        json.loads(scale.RESULT.read_text())
+    )
 
 
 def test_what_came_out_is_what_the_state_machines_do(benchmarks: tuple[ModuleType, ModuleType]) -> None:

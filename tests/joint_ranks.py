@@ -11,6 +11,7 @@ from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.rosters import KnownMembers
 
 if TYPE_CHECKING:
     from joint_boards import AtBoard
@@ -51,6 +52,7 @@ class SimRank:
         killed, told_to_leave: What happened to it.
         blocked: What its user waits for.
         at_board: Its user's thread, where that waits at a board.
+        members_told, members_known: Which descriptions of members its connection has been sent, and which it has got.
         world: Ranks that live, as far as it was told.
         cells: Those that run here. known_cells: Those that ever did.
         members: Process ids of the members of each epoch.
@@ -73,6 +75,8 @@ class SimRank:
     told_to_leave: bool = False
     blocked: SimEntry | None = None
     at_board: AtBoard | None = None
+    members_told: int = 0
+    members_known: KnownMembers = field(default_factory=KnownMembers)
     world: tuple[int, ...] = ()
     to_coordinator: deque[m.Message] = field(default_factory=deque)
     from_coordinator: deque[m.Message | None] = field(default_factory=deque)

@@ -33,6 +33,7 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers, SentMembers
 from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank
@@ -73,6 +74,7 @@ class Simulation:
         self._lacking = lacking
         self.options = options or CoordinatorOptions(size=size)
         self.coordinator = CoordinatorState(self.options)
+        self._members = SentMembers()
         self.ranks: list[SimRank] = []
         self.former: list[SimRank] = []
         self.client: deque[m.Message] = deque()
@@ -115,6 +117,7 @@ class Simulation:
     def _introduce(self, me: SimRank) -> None:
         self._peers += 1
         me.peer, me.open = self._peers, True
+        me.members_told, me.members_known = 0, KnownMembers()
         self._by_peer[me.peer] = me
         hello = m.Hello(
             m.PROTOCOL_VERSION,
@@ -178,6 +181,7 @@ class Simulation:
         """
         self.options = dataclasses.replace(self.options, generation=self.options.generation + 1)
         self.coordinator = CoordinatorState(self.options)
+        self._members = SentMembers()
         for me in self._moving:
             if me.open:
                 me.open, self._gone = False, True
@@ -403,7 +407,7 @@ class Simulation:
                         if isinstance(effect.message, m.Welcome):
                             me.generation = effect.message.generation  # who connects waits for it
                         else:
-                            me.from_coordinator.append(effect.message)
+                            me.from_coordinator.append(self._shortened(me, effect.message))
                 if (
                     CLIENT in effect.peers
                     and isinstance(effect.message, m.World)
@@ -419,6 +423,14 @@ class Simulation:
                     closed.from_coordinator.append(None)
             elif isinstance(effect, Log):
                 assert " sent " not in effect.text, effect.text
+
+    def _shortened(self, me: SimRank, message: m.Message) -> m.Message:
+        """What the coordinator's server makes of a message to this rank."""
+        if type(message) not in ROSTERS:
+            return message
+        self._members.add(message)
+        short, me.members_told = self._members.shorten(message, me.members_told)
+        return short
 
     def _note_epoch(self, message: m.Configure) -> None:
         members = tuple(member.pid for member in message.members)
@@ -439,6 +451,8 @@ class Simulation:
                 me, me.state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
             )
             return
+        if type(message) in ROSTERS:
+            message = me.members_known.restore(message)
         if isinstance(message, m.Leave):
             me.told_to_leave = True
         elif isinstance(message, m.World):

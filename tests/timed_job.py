@@ -34,6 +34,7 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
+from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class TimedRank:
         state: Its side of negotiation.
         free: When it has done what it is doing.
         alive: Whether it has not been killed.
+        members_told: Which descriptions of members it has been sent.
         ordered: When it was last told to execute something.
         failed: When something that it waited for last failed.
         renewed: When it last began an epoch.
@@ -98,6 +100,7 @@ class TimedRank:
     traffic: Traffic = field(default_factory=Traffic)
     free: float = 0.0
     alive: bool = True
+    members_told: int = 0
     ordered: float = -1.0
     failed: float = -1.0
     renewed: float = -1.0
@@ -132,6 +135,7 @@ class TimedJob:
         self.root = Traffic()
         self.coordinator = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
         self.ranks = [TimedRank(rank, RankState(rank)) for rank in range(size)]
+        self._members = SentMembers()
         self._free = 0.0  # when the coordinator has done what it is doing
         self._inbox: deque[tuple[Event, int]] = deque()
         self._awake = False  # whether it is about to look there
@@ -224,11 +228,22 @@ class TimedJob:
                 self._send(effect)
 
     def _send(self, effect: Send | SendConfigure) -> None:
+        """Send as the server does; ranks get whole messages, which their engines make of the short ones."""
         message = effect.fallback if isinstance(effect, SendConfigure) else effect.message
-        size = len(encode(message))
-        self.root.frames_out += len(effect.peers)
-        self.root.bytes_out += size * len(effect.peers)
+        sizes: dict[int, tuple[int, int]] = {}  # by what a rank knows
+        if roster := type(message) in ROSTERS:
+            self._members.add(message)
         for peer in effect.peers:
+            me = self.ranks[peer]
+            known = me.members_told if roster else 0
+            if known not in sizes:
+                short, after = self._members.shorten(message, known) if roster else (message, 0)
+                sizes[known] = len(encode(short)), after
+            size, after = sizes[known]
+            if roster:
+                me.members_told = after
+            self.root.frames_out += 1
+            self.root.bytes_out += size
             self._free += self.network.message + size / self.network.bandwidth
             self._later(self._free + self.network.latency, peer, message, size)
 

@@ -38,7 +38,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
     reason = reason or _too_late(state, rank, hello)
-    members = [living.member for living in membership.ranks.values()]
+    members = (living.member for living in membership.ranks.values())
     reason = reason or encryption.refusal(state.options.require_encryption, rank, hello, members)
     if reason:
         outbox.log(f"refused: {reason}")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.watchers import Watcher
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
+EVERYTHING = -1
+"""For :attr:`Connection.members_told`: each message says all."""
 
 
 class Connection:
@@ -34,11 +36,13 @@ class Connection:
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the receiving side will tell.
         watcher: How it keeps up with the events, if it gets any.
+        members_told: Which descriptions of members it has been sent, as numbered by
+            :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "name", "observer", "peer", "phase", "pid", "sock", "tls",
-        "tracked", "watcher", "writing",
+        "broken", "client", "deadline", "endpoint", "heard", "members_told", "name", "observer", "peer", "phase", "pid", "sock",
+        "tls", "tracked", "watcher", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
@@ -53,6 +57,7 @@ class Connection:
         self.writing = False
         self.broken = False
         self.watcher: Watcher | None = None
+        self.members_told = EVERYTHING
         self.pid = 0 if self.tls else _peer_pid(sock)
         self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hvdlab.collectives.coordinator import watchers
-from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, SHAKING, Connection
+from hvdlab.collectives.coordinator.connection import CLOSING, EVERYTHING, OPEN, SHAKING, Connection
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -37,7 +37,8 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Pong, RankEvents, Refused
+from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Message, Pong, RankEvents, Refused
+from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 from hvdlab.collectives.visible import visible
 
 LONGEST_LINE = 4000
@@ -91,6 +92,7 @@ class Server:
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
+        self._members = SentMembers()
         self._tuning_log = options.tuning_log
         self._tuning_begun = False
         self._due = NEVER  # of the state
@@ -288,6 +290,11 @@ class Server:
         by_peer = connections.open
         for effect in effects:
             if type(effect) is Send:
+                if type(effect.message) in ROSTERS:
+                    self._send_roster(
+                        effect.message, [by_peer[peer] for peer in effect.peers if peer in by_peer]
+                    )
+                    continue
                 try:
                     frame = encode(effect.message)
                 except ProtocolError as error:
@@ -311,6 +318,24 @@ class Server:
                 (self._log if effect.warning else self._note)(effect.text)
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
+
+    def _send_roster(self, message: Message, told: Iterable[Connection], descriptor: int = -1) -> None:
+        """Send a message with lists of ranks, as short as it may be for each of these connections."""
+        self._members.add(message)
+        frames: dict[int, tuple[bytes, int]] = {}  # by what a connection knows
+        for connection in told:
+            known = connection.members_told
+            if known not in frames:
+                short, after = (
+                    (message, known) if known == EVERYTHING else self._members.shorten(message, known)
+                )
+                try:
+                    frames[known] = encode(short), after
+                except ProtocolError as error:
+                    self._log(str(error))
+                    return
+            frame, connection.members_told = frames[known]
+            self.connections.write(connection, frame, descriptor)
 
     def _pass_events_on(self, message: RankEvents, frame: bytes, peers: Iterable[int]) -> None:
         for peer in peers:
@@ -346,9 +371,7 @@ class Server:
             self._log(f"process set {message.process_set} goes without shared memory: {error}")
             message = effect.fallback
         try:
-            frame = encode(message)
-            for connection in told:
-                self.connections.write(connection, frame, descriptor)
+            self._send_roster(message, told, descriptor)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)

@@ -40,6 +40,7 @@ from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
+from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
 
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before its thread is abandoned."""
@@ -68,6 +69,7 @@ class Dispatcher:
         self._hooks = hooks
         self._address = address
         self._tickets = Tickets()
+        self._members = KnownMembers()  # of this connection
         self.lacking = Lacking(self.send, self._call_later)
         self.awaits = Awaits(self.send)
         self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
@@ -89,7 +91,9 @@ class Dispatcher:
     def receive(self) -> None:
         """Read and handle what has arrived."""
         for payload in self._endpoint.receive():
-            message = decode_to_peer(payload)
+            message: m.Message = decode_to_peer(payload)
+            if type(message) in ROSTERS:
+                message = self._members.restore(message)
             handler = self._handlers.get(type(message))
             if handler is not None:
                 handler(message)
@@ -287,6 +291,7 @@ class Dispatcher:
         control = self.control
         assert control is not None
         with control.reading:  # no other thread is to read meanwhile
+            self._members = KnownMembers()
             self._guarded.resume(endpoint, self.world.alive)
         control.renewed()
         self.awaits.reconnected()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -470,6 +470,9 @@ class Configure(Message, frozen=True):
 
     ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class that all
     members offer one for. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
+
+    ``listed`` is how it travels to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): which ranks the members are; ``members``
+    then describes those that were not described on this connection before.
     """
 
     process_set: int
@@ -479,6 +482,7 @@ class Configure(Message, frozen=True):
     options: dict[str, str]
     has_memory: bool = False
     device_planes: dict[str, str] = {}
+    listed: tuple[int, ...] = ()
 
 
 class Dissolve(Message, frozen=True):
@@ -565,7 +569,10 @@ class Decline(Message, frozen=True):
 
 
 class AbortedCollective(Record, frozen=True):
-    """One pending collective of an ended epoch: who had submitted it (with sites), who was waited for, who had joined."""
+    """One pending collective of an ended epoch: who had submitted it (with sites), who was waited for, who had joined.
+
+    ``repeats`` is how it travels to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): how often each of the ``sites`` is there in a row.
+    """
 
     kind: int
     name: str
@@ -573,6 +580,7 @@ class AbortedCollective(Record, frozen=True):
     missing: tuple[int, ...]
     sites: tuple[str, ...] = ()
     joined: tuple[int, ...] = ()
+    repeats: tuple[int, ...] = ()
 
 
 class Cancelled(Message, frozen=True):
@@ -644,6 +652,8 @@ class World(Message, frozen=True):
     """Ranks in the world that are let go where elastic training lets it change."""
     formed: tuple[int, ...] = ()
     """Ranks that this epoch of the world is made of; empty until it has begun."""
+    listed: tuple[int, ...] = ()
+    """As that of :class:`Configure`."""
 
 
 class Regrouped(Message, frozen=True):

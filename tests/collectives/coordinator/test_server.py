@@ -236,6 +236,26 @@ def test_an_observer_learns_who_dies_and_may_ask_for_nothing(start: Start) -> No
     observer.endpoint.close()
 
 
+def test_a_rank_is_told_of_each_member_once_and_an_observer_whole_messages(start: Start) -> None:
+    running = start()
+    observer = observe(running)
+    peers = [join(running, rank) for rank in (0, 1)]
+    first = peers[1].wait_for(m.Configure)
+    assert ([member.rank for member in first.members], first.listed) == ([0, 1], (0, -1))
+    peers[0].wait_for(m.Configure)
+    peers[1].endpoint.close()
+    while not (world := peers[0].wait_for(m.World)).deaths:
+        pass
+    assert (world.members, world.listed) == ((), (0,))
+    renewed = peers[0].wait_for(m.Configure)
+    assert (renewed.members, renewed.listed) == ((), (0,))
+    while not (whole := observer.wait_for(m.World)).deaths:
+        pass
+    assert ([member.rank for member in whole.members], whole.listed) == ([0], ())
+    for peer in (peers[0], observer):
+        peer.endpoint.close()
+
+
 def test_nobody_stays_for_an_observer(start: Start) -> None:
     running = start()
     observer = observe(running)

@@ -1,0 +1,176 @@
+"""Lists of ranks and members, made short for the wire: what a connection has been told is not told again.
+
+A member's description takes some 70 bytes. A death in a world of 16,384 ranks concerns all of them, and each would be sent a megabyte twice, in
+:class:`~hvdlab.collectives.protocol.messages.Configure` and :class:`~hvdlab.collectives.protocol.messages.World`, to learn that one
+is gone: 34 GB in all. So each description goes over a connection once. After that a message names the rank, and
+neighbouring ranks as one run; call sites that follow upon each other and are equal are one. The coordinator's server shortens (:class:`SentMembers`), the rank's engine restores (:class:`KnownMembers`);
+the state machines on both sides see whole messages. Clients and observers get those as well: there are few of them.
+
+Both sides see the messages of a connection in one order, so that what the one has sent is what the other knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.messages import Abort, AbortedCollective, Configure, Member, Message, World
+
+ROSTERS = frozenset({Abort, Configure, World})
+"""Messages that are shortened."""
+
+Ranks = tuple[int, ...]
+
+
+def pack(ranks: Iterable[int]) -> Ranks:
+    """The same ranks, in order, with what follows upon each other as its first rank and the negative of its last one."""
+    packed: list[int] = []
+    first = last = -1
+    for rank in ranks:
+        if rank == last + 1 and last >= 0:
+            last = rank
+            continue
+        _close_run(packed, first, last)
+        packed.append(rank)
+        first = last = rank
+    _close_run(packed, first, last)
+    return tuple(packed)
+
+
+def _close_run(packed: list[int], first: int, last: int) -> None:
+    if last > first:
+        packed.append(-last)
+
+
+def unpack(packed: Ranks) -> Ranks:
+    """What :func:`pack` was given. Raises ``ProtocolError`` for what it does not return."""
+    if not packed or min(packed) >= 0:
+        return packed
+    if packed[0] < 0:
+        raise ProtocolError("a run of ranks without its first one")
+    ranks: list[int] = []
+    for number in packed:
+        if number >= 0:
+            ranks.append(number)
+        else:
+            ranks.extend(range(ranks[-1] + 1, 1 - number))
+    return tuple(ranks)
+
+
+class SentMembers:
+    """The coordinator's side: the newest description of each rank, numbered in the order in which they came up.
+
+    Attributes:
+        newest: The highest number. A connection that has been sent everything up to a number is sent what is above it
+            with the next message that is shortened.
+    """
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self._by_number: dict[int, Member] = {}  # in order
+        self._numbers: dict[int, int] = {}  # of ranks
+
+    def add(self, message: Message) -> None:
+        """Number what is new in a message, before it is shortened for any connection."""
+        if isinstance(message, Configure | World):
+            for member in message.members:
+                number = self._numbers.get(member.rank, 0)
+                if not number or self._by_number[number] != member:
+                    self._by_number.pop(number, None)
+                    self.newest += 1
+                    self._numbers[member.rank] = self.newest
+                    self._by_number[self.newest] = member
+
+    def shorten(self, message: Message, told: int) -> tuple[Message, int]:
+        """The message for a connection that has been sent everything up to this number, and up to which it has been then.
+
+        Args:
+            message: One of :data:`ROSTERS` that was given to :meth:`add`.
+            told: 0 for a new connection.
+        """
+        if isinstance(message, Configure | World) and message.members:
+            new = tuple(self._since(told))
+            listed = pack(member.rank for member in message.members)
+            message, told = msgspec.structs.replace(message, members=new, listed=listed), self.newest
+        return _each_list(message, pack, _pack_sites), told
+
+    def _since(self, told: int) -> Iterable[Member]:
+        found: list[Member] = []
+        for number, member in reversed(self._by_number.items()):
+            if number <= told:
+                break
+            found.append(member)
+        return reversed(found)
+
+
+class KnownMembers:
+    """The rank's side, of one connection."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Member] = {}
+
+    def restore(self, message: Message) -> Message:
+        """The message as it was before it was shortened; one that was not is returned as it is.
+
+        Raises:
+            ProtocolError: It names a rank of which this connection has not been told.
+        """
+        message = _each_list(message, unpack, _unpack_sites)
+        if isinstance(message, Configure | World) and message.listed:
+            self._known |= {member.rank: member for member in message.members}
+            known = self._known
+            try:
+                members = tuple([known[rank] for rank in unpack(message.listed)])
+            except KeyError as error:
+                raise ProtocolError(
+                    f"a {type(message).__name__} with rank {error}, of which nothing was said"
+                ) from error
+            message = msgspec.structs.replace(message, members=members, listed=())
+        return message
+
+
+def _pack_sites(collective: AbortedCollective) -> AbortedCollective:
+    runs = [(site, len(list(same))) for site, same in itertools.groupby(collective.sites)]
+    return msgspec.structs.replace(
+        collective, sites=tuple([site for site, _ in runs]), repeats=tuple([count for _, count in runs])
+    )
+
+
+def _unpack_sites(collective: AbortedCollective) -> AbortedCollective:
+    if not collective.repeats:
+        return collective
+    runs = zip(collective.sites, collective.repeats, strict=False)
+    sites = tuple(itertools.chain.from_iterable(itertools.repeat(site, count) for site, count in runs))
+    return msgspec.structs.replace(collective, sites=sites, repeats=())
+
+
+def _each_list(
+    message: Message,
+    ranks: Callable[[Ranks], Ranks],
+    sites: Callable[[AbortedCollective], AbortedCollective],
+) -> Message:
+    """The message with its lists of ranks changed, and with them the call sites of these."""
+    if isinstance(message, World):
+        return msgspec.structs.replace(
+            message,
+            expected=ranks(message.expected),
+            waiting=ranks(message.waiting),
+            leaving=ranks(message.leaving),
+            formed=ranks(message.formed),
+        )
+    if isinstance(message, Abort):
+        pending = tuple([_each_list_of(sites(collective), ranks) for collective in message.pending])
+        return msgspec.structs.replace(message, ranks=ranks(message.ranks), pending=pending)
+    return message
+
+
+def _each_list_of(collective: AbortedCollective, ranks: Callable[[Ranks], Ranks]) -> AbortedCollective:
+    return msgspec.structs.replace(
+        collective,
+        waited=ranks(collective.waited),
+        missing=ranks(collective.missing),
+        joined=ranks(collective.joined),
+    )

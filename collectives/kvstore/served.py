@@ -8,10 +8,8 @@ import secrets
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +32,10 @@ from hvdlab.collectives.kvstore.arrays import (
 from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
 from hvdlab.collectives.kvstore.keys import Key, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
+from hvdlab.collectives.kvstore.parts import Part, Parts
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, ServerLostError, Ticket
+from hvdlab.collectives.kvstore.servers.link import Answer, ServerLostError, Ticket
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
@@ -49,44 +48,10 @@ _WAITED_SECONDS = 0.01
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
 
-@dataclass(slots=True)
-class _Part:
-    """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
-
-    Attributes:
-        server: Its number.
-        link: The connection to it.
-        start, stop: Which elements, or rows.
-        shape: Of this part.
-        seen: Version of the value that was pulled last, and this worker's pushes since.
-        pushed: Pushes whose answer was not looked at.
-        copies: The same on servers of other hosts: they get the same pushes, and take over when the server is lost.
-        name: The key under which it is there: a copy's own, since a server may have another part of the same key.
-        version: The latest that the server is known to have had.
-        expected: Where a copy has taken over, the version that it has if it lacks nothing; else -1.
-    """
-
-    server: int
-    link: ServerLink
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    seen: int
-    pushed: deque[Ticket]
-    name: Key
-    copies: list[_Part] = field(default_factory=list)
-    version: int = 0
-    expected: int = -1
-
-    def kept(self) -> list[_Part]:
-        """This and its copies, of those whose servers are there; this alone if there are none."""
-        return [one for one in (self, *self.copies) if not one.link.lost] or [self]
-
-
 class _Pulled(NamedTuple):
     """A pull on its way."""
 
-    part: _Part
+    part: Part
     ticket: Ticket
 
 
@@ -118,13 +83,19 @@ class ServerStore(KVStore):
         self._number = number
         bound = engine.settings.kv_staleness
         self._staleness = -1 if synchronous or bound is None else bound
-        self._replicas = self._count_replicas(engine.settings.kv_replicas)
         self._multi_precision = False
-        self._begin(engine)
+        replicas = engine.settings.kv_replicas
+        self._begin(engine, replicas)
+        if replicas > self._places.replicas and self._workers.rank == 0:
+            LOG.warning(
+                "HVDLAB_KV_REPLICAS=%d needs as many further hosts with workers: there are %d",
+                replicas,
+                self._places.replicas,
+            )
         self._open(self._staleness, first=True)
         self.barrier()
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: Engine, replicas: int) -> None:
         """What is this process's own."""
         #: What records pushes and pulls.
         self._spans = None
@@ -132,18 +103,18 @@ class ServerStore(KVStore):
             workers = len(self._hosts) if self._synchronous else 1
             # Stores of several process sets may have the same number.
             self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links), workers)
-        self._parts: dict[Key, list[_Part]] = {}
+        self._places = Parts(self._links, engine.settings.kv_bigarray_bound, replicas)
+        self._parts = self._places.by_key
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
         self._epoch = self._given_up = 0
         self._cells = engine.cells_begun
-        self._bound = engine.settings.kv_bigarray_bound
         self._record = engine.metric if engine.settings.record else None
 
     def _open(self, staleness: int, *, first: bool) -> None:
         """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
         rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
         opened = []
-        for link in self._living_links():
+        for link in self._places.links():
             makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
             message = functools.partial(
                 m.Open, store=self._id, workers=ranks, synchronous=self._synchronous, staleness=staleness
@@ -158,10 +129,10 @@ class ServerStore(KVStore):
         """For a worker that was started anew: values are on the servers, where it takes part from then on.
 
         Raises:
-            KVStoreError: A push of this worker is on its way.
+            KVStoreError: A push of this worker is on its way, or a server is lost.
         """
         with self._unused():
-            for link in self._living_links():
+            for link in self._links:
                 link.take_answers()
             waiting = (
                 key
@@ -172,15 +143,6 @@ class ServerStore(KVStore):
             )
             for key in waiting:
                 raise KVStoreError(f"a push of key {key!r} is on its way: pull it first", key)
-            links = self._living_links()
-            places = {id(link): number for number, link in enumerate(links)}
-            parts = {
-                key: [
-                    [(places[id(one.link)], one.start, one.stop, one.shape, one.name) for one in part.kept()]
-                    for part in found
-                ]
-                for key, found in self._parts.items()
-            }
             kinds = {
                 key: (value.dtype.str, tuple(value.shape), isinstance(value, RowSparse))
                 for key, value in self._values.items()
@@ -193,11 +155,11 @@ class ServerStore(KVStore):
                 "hosts": self._hosts,
                 "multi_precision": self._multi_precision,
                 "staleness": self._staleness,
-                "replicas": self._replicas,
+                "replicas": self._places.replicas,
                 "kinds": kinds,
-                "parts": parts,
+                "parts": self._places.places(),
                 # Places have secrets, which the data plane must not carry; the coordinator may.
-                "left": servers_of(context.engine("kvstore")).leave_places(links),
+                "left": servers_of(context.engine("kvstore")).leave_places(self._links),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,40 +186,21 @@ class ServerStore(KVStore):
         self._take_settings(state["settings"])
         self._workers, self._synchronous = state["workers"], state["synchronous"]
         self._id, self._number = state["numbers"]
-        self._hosts, self._replicas = state["hosts"], state["replicas"]
+        self._hosts = state["hosts"]
         self._multi_precision, self._staleness = state["multi_precision"], state["staleness"]
         servers = servers_of(engine)
         servers.stores = max(servers.stores, self._number + 1)
         self._links = servers.find_left(state["left"])
-        self._begin(engine)
+        self._begin(engine, state["replicas"])
+        self._places.put(state["parts"])
         self._open(self._staleness, first=False)
         for key, (dtype, shape, sparse) in state["kinds"].items():
             self._values[key] = _nothing(np.dtype(dtype), shape, sparse=sparse)
-            found = []
-            for kept in state["parts"][key]:
-                part, *part_copies = [
-                    _Part(number, self._links[number], start, stop, tuple(part_shape), 0, deque(), name)
-                    for number, start, stop, part_shape, name in kept
-                ]
-                part.copies = part_copies
-                found.append(part)
-            self._parts[key] = found
-            for part in self._kept_parts([key]):
+            for part in self._places.kept([key]):
                 part.link.has(
                     self._id, key, np.dtype(dtype).itemsize * int(np.prod(part.shape, dtype=np.int64))
                 )
         self._ask_epoch()
-
-    def _count_replicas(self, wanted: int) -> int:
-        others = len({link.place.host for link in self._links}) - 1
-        if wanted > others and self.rank == 0:
-            LOG.warning(
-                "HVDLAB_KV_REPLICAS=%d needs as many further hosts with workers, and there are %d: values have %d",
-                wanted,
-                others,
-                others,
-            )
-        return min(wanted, others)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -292,76 +235,24 @@ class ServerStore(KVStore):
             tickets = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
-                self._parts[one] = self._parts_of(one, array, by_rows=sparse)
+                self._places.add(one, array.shape, by_rows=sparse)
                 if self._workers.rank == 0:
                     tickets += [
                         (one, part.link, self._first(one, part, array, sparse))
-                        for part in self._kept_parts([one])
+                        for part in self._places.kept([one])
                     ]
                 nothing = _nothing(array.dtype, array.shape, sparse=sparse)
                 new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
             for one, link, ticket in tickets:
                 self._done(one, link.wait(ticket), "init")
             for one, array in own.items():
-                for part in self._kept_parts([one]):
+                for part in self._places.kept([one]):
                     nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
                     part.link.has(self._id, one, nbytes)
             self._add(new)
             self.barrier()
 
-    def _parts_of(self, key: Key, array: Array, *, by_rows: bool) -> list[_Part]:
-        parts = self._first_parts_of(key, array, by_rows=by_rows)
-        hosts = list(dict.fromkeys(link.place.host for link in self._links))
-        for place, part in enumerate(parts):
-            at = hosts.index(part.link.place.host)
-            for host in [hosts[(at + step) % len(hosts)] for step in range(1, self._replicas + 1)]:
-                there = [number for number, link in enumerate(self._links) if link.place.host == host]
-                number = there[part.link.place.index % len(there)]
-                name = f"copy of part {place} of {key!r}"
-                copy = replace(
-                    part, server=number, link=self._links[number], pushed=deque(), name=name, copies=[]
-                )
-                part.copies.append(copy)
-        return parts
-
-    def _kept_parts(self, keys: Iterable[Key]) -> list[_Part]:
-        """All parts of keys with their copies, of those whose servers are there."""
-        return [one for key in keys for part in self._parts.get(key, ()) for one in part.kept()]
-
-    def _living_links(self) -> list[ServerLink]:
-        """All links; without those to lost servers where copies take over."""
-        return [link for link in self._links if not (self._replicas and link.lost)]
-
-    def _fail_over(self) -> bool:
-        """Let copies take over from parts whose servers are lost; whether there were any."""
-        moved: dict[str, list[Key]] = {}
-        for key, parts in self._parts.items():
-            for place, part in enumerate(parts):
-                found = [copy for copy in part.copies if not copy.link.lost]
-                if part.link.lost and found:
-                    found[0].copies, found[0].expected = found[1:], part.version
-                    parts[place] = found[0]
-                    moved.setdefault(found[0].link.place.host.partition("#")[0], []).append(key)
-        for host, keys in moved.items():
-            LOG.warning("copies on %s take over the values of %s", host, ", ".join(map(repr, keys)))
-        return bool(moved)
-
-    def _first_parts_of(self, key: Key, array: Array, *, by_rows: bool) -> list[_Part]:
-        """Where MXNet has a key: on one server, or in equal parts on all if it is large."""
-        n = len(self._links)
-        if array.size < self._bound or n == 1 or not array.shape:
-            number = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
-            stop = len(array) if by_rows else array.size
-            return [_Part(number, self._links[number], 0, stop, array.shape, 0, deque(), key)]
-        whole = len(array) if by_rows else array.size
-        ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
-        rest = array.shape[1:] if by_rows else ()
-        return [
-            _Part(server, link, start, stop, (stop - start, *rest), 0, deque(), key)
-            for server, (link, start, stop) in enumerate(zip(self._links, ends, ends[1:], strict=False))
-        ]
-
-    def _first(self, key: Key, part: _Part, array: Array, by_rows: bool) -> Ticket:
+    def _first(self, key: Key, part: Part, array: Array, by_rows: bool) -> Ticket:
         given = array[part.start : part.stop] if by_rows else array.reshape(-1)[part.start : part.stop]
         region = part.link.allocate(given.nbytes)
         np.copyto(part.link.array(region, given.dtype, given.shape), given)
@@ -406,19 +297,19 @@ class ServerStore(KVStore):
                 text = "what was pushed in a cell that did not end well is dropped"
                 self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
             self._epoch = self._given_up = given_up
-            for part in self._kept_parts(self._parts):
+            for part in self._places.kept(self._parts):
                 for ticket in part.pushed:
                     part.link.wait(ticket)
                 part.pushed.clear()
         self._cells = begun
 
     def _in_flight(self) -> Iterator[Ticket]:
-        for part in self._kept_parts(self._parts):
+        for part in self._places.kept(self._parts):
             yield from part.pushed
 
     def _ask_epoch(self) -> None:
         asked = [
-            (link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._living_links()
+            (link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._places.links()
         ]
         for link, ticket in asked:
             answer = self._done(None, link.wait(ticket), "push")
@@ -427,7 +318,7 @@ class ServerStore(KVStore):
             self._given_up = max(self._given_up, answer.given_up)
 
     def _tell_all(self, message: m.EndRounds) -> None:
-        for link in self._living_links():
+        for link in self._places.links():
             link.tell(message)
 
     def _push(self, found: list[tuple[Key, Any]]) -> None:
@@ -448,7 +339,7 @@ class ServerStore(KVStore):
             for part in self._parts[key]:
                 self._send_to_all(key, part, total)
 
-    def _send_to_all(self, key: Key, part: _Part, total: Value) -> None:
+    def _send_to_all(self, key: Key, part: Part, total: Value) -> None:
         """A push to the server of a part and to those of its copies; one that is found to be lost meanwhile is left out."""
         lost: ServerLostError | None = None
         kept = part.kept()
@@ -465,7 +356,7 @@ class ServerStore(KVStore):
     def _refuse_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
         """Push what servers refuse, so that the others' round of these keys fails and does not wait for this worker."""
         for key in dict.fromkeys(key for key, _ in found):
-            for part in self._kept_parts([key]):
+            for part in self._places.kept([key]):
                 part.link.request(
                     functools.partial(
                         m.Push, store=self._id, key=part.name, dtype="", offset=0, epoch=self._epoch
@@ -473,11 +364,11 @@ class ServerStore(KVStore):
                 )
 
     def _span(
-        self, kind: OpKind, key: Key, part: _Part, dtype: np.dtype[Any], nbytes: int
+        self, kind: OpKind, key: Key, part: Part, dtype: np.dtype[Any], nbytes: int
     ) -> RequestSpan | None:
         return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
 
-    def _send(self, key: Key, part: _Part, total: Value) -> None:
+    def _send(self, key: Key, part: Part, total: Value) -> None:
         self._look_at_pushes(key, part)
         if isinstance(total, RowSparse):
             inside = (total.indices >= part.start) & (total.indices < part.stop)
@@ -503,7 +394,7 @@ class ServerStore(KVStore):
         part.pushed.append(ticket)
         part.seen += 1
 
-    def _look_at_pushes(self, key: Key, part: _Part) -> None:
+    def _look_at_pushes(self, key: Key, part: Part) -> None:
         """Record the staleness of pushes that were answered; one that failed stays, for the next pull to raise."""
         pushed = part.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.Done):
@@ -548,7 +439,7 @@ class ServerStore(KVStore):
             try:
                 return self._pull_dense(wanted)
             except ServerLostError:
-                if not self._fail_over():
+                if not self._places.fail_over():
                     raise
 
     def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
@@ -564,7 +455,7 @@ class ServerStore(KVStore):
                 for part, ticket in waiting:
                     self._free(part, ticket)
 
-    def _ask(self, key: Key, part: _Part) -> _Pulled:
+    def _ask(self, key: Key, part: Part) -> _Pulled:
         dtype = self._values[key].dtype
         nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
         span = self._span(OpKind.PULL, key, part, dtype, nbytes)
@@ -578,7 +469,7 @@ class ServerStore(KVStore):
         )
         return _Pulled(part, ticket)
 
-    def _pulled_part(self, key: Key, part: _Part, ticket: Ticket) -> None:
+    def _pulled_part(self, key: Key, part: Part, ticket: Ticket) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
         begun = time.monotonic()
         answer = part.link.wait(ticket)
@@ -621,7 +512,7 @@ class ServerStore(KVStore):
             write(target, value)
 
     @staticmethod
-    def _free(part: _Part, ticket: Ticket) -> None:
+    def _free(part: Part, ticket: Ticket) -> None:
         # One that was not answered, since this wait was interrupted, is written to later: the answer frees it then.
         if ticket.answer is None:
             ticket.keeps = False
@@ -651,7 +542,7 @@ class ServerStore(KVStore):
             try:
                 return self._pull_rows(key, rows)
             except ServerLostError:
-                if not self._fail_over():
+                if not self._places.fail_over():
                     raise
 
     def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
@@ -707,7 +598,7 @@ class ServerStore(KVStore):
                     self._refuse_elsewhere(found)
                 raise
             with contextlib.ExitStack() as links:
-                for link in self._living_links():
+                for link in self._places.links():
                     links.enter_context(link.together())
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
@@ -743,7 +634,7 @@ class ServerStore(KVStore):
                         link,
                         link.request(functools.partial(m.SetOptimizer, store=self._id, optimizer=spec)),
                     )
-                    for link in self._living_links()
+                    for link in self._places.links()
                 ]
                 for link, ticket in tickets:
                     self._done(None, link.wait(ticket), "set_optimizer")
@@ -767,7 +658,7 @@ class ServerStore(KVStore):
             self._epoch = max(self._epoch, answer.epoch)
             if answer.given_up > self._given_up:
                 self._given_up = answer.given_up
-                for link in self._living_links():  # the one that has given rounds up knows already
+                for link in self._places.links():  # the one that has given rounds up knows already
                     link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
             cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
             raise AbortedError(

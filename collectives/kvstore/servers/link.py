@@ -45,8 +45,8 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
-RECOVER_WITHIN = 30.0
-"""Seconds that a server which is gone may take to come back."""
+RECOVER_WITHIN = 120.0
+"""Seconds that a server which is gone may take to come back, as long as somebody lives who can start it: what it kept is not lost."""
 _LOOK_MILLISECONDS = 1000
 _TRY_AGAIN_SECONDS = 0.1
 SILENT_SECONDS = 2.0
@@ -588,6 +588,7 @@ class ServerLink:
     def _recover(self) -> None:
         """Connect, start the server first if it is gone, and repeat what was not answered."""
         deadline = Deadline(RECOVER_WITHIN)
+        began = said = time.monotonic()
         self._give_up()
         while True:
             self._require_usable()
@@ -613,6 +614,9 @@ class ServerLink:
             except BaseException:
                 self._give_up()
                 raise
+            if time.monotonic() >= said + STALL_SECONDS:
+                said = time.monotonic()
+                LOG.warning("%s has been gone for %.0f s", self._name(), said - began)
             time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
 
     def _may_come_back(self) -> bool:

@@ -21,6 +21,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers.launch import Launch, Place
+from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.tls import new_certificate
 from hvdlab.collectives.settings import Settings
@@ -28,6 +29,7 @@ from hvdlab.collectives.settings import Settings
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
 _BACKLOG = 1024
 _PORT_AGAIN_SECONDS = 0.05
+_SAY_AFTER_SECONDS = 10.0
 
 
 class Starter:
@@ -152,9 +154,13 @@ def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadli
         ) from error
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    left = deadline.remaining()
-    if not poll.poll(None if left is None else left * 1000):
-        raise StartError(f"The parameter server did not start within {deadline.seconds:g} s.")
+    while True:
+        left = deadline.remaining()
+        if poll.poll(1000 * (_SAY_AFTER_SECONDS if left is None else min(left, _SAY_AFTER_SECONDS))):
+            break
+        if deadline.expired:
+            raise StartError(f"The parameter server did not start within {deadline.seconds:g} s.")
+        LOG.warning("a parameter server has been starting for more than %.0f s", _SAY_AFTER_SECONDS)
     if os.read(process.stdout.fileno(), 16) != b"ready\n":
         raise StartError("The parameter server ended before it was up; its output on stderr says why.")
 

@@ -53,15 +53,19 @@ def begin(name: str, on_own_hosts: bool) -> list[int]:
     _kv.init(list(KEYS), [np.zeros(shape) for shape in KEYS.values()])
     for _ in range(3):
         push_all()
+    settle("begun")
     pull_all()
-    _kv.barrier()
-    pull_all()
-    _kv.barrier()
     return [server.pid for server in _kv.servers()]
 
 
 def push_all() -> None:
     _kv.push(list(KEYS), [np.ones(shape) for shape in KEYS.values()])
+
+
+def settle(name: str) -> None:
+    """All that was pushed before on any worker has been applied, on copies as well."""
+    _kv.pull(list(KEYS), out=[np.zeros(shape) for shape in KEYS.values()])
+    _kv._workers.largest([0], name)
 
 
 def pull_all() -> list[float]:
@@ -82,14 +86,14 @@ def learn_of_the_death(rank: int) -> None:
             assert error.cause.ranks == (rank,)  # noqa: PT017  (others do not, once it is known)
 
 
-def go_on(workers: int) -> tuple[list[float], list[str]]:
+def go_on() -> tuple[list[float], list[str]]:
     """Two more rounds; how much values have grown by them, and what was said."""
+    settle("taken over")
     before = pull_all()
-    _kv._workers.largest([0], "known")  # by all before the first pushes again
+    settle("known")  # by all before the first pushes again
     for _ in range(2):
         push_all()
-    pull_all()
-    _kv._workers.largest([0], "pulled")
+    settle("pushed")
     return [after - old for old, after in zip(before, pull_all(), strict=True)], _said.texts
 
 
@@ -144,8 +148,8 @@ def test_a_copy_on_another_host_takes_over_from_a_lost_one(hosts: Ranks, name: s
     pids = hosts.run(begin, name, True, timeout=100)[0]
     lose_host(hosts, 1, pids)
     if name == "dist_sync":
-        hosts.run(learn_of_the_death, 1, ranks=[0, 2])
-    for grown, said in hosts.run(go_on, 2, ranks=[0, 2]):
+        hosts.run(learn_of_the_death, 1, ranks=[0, 2], timeout=60)
+    for grown, said in hosts.run(go_on, ranks=[0, 2], timeout=60):
         assert grown == [2 * 2] * len(KEYS)
         assert any("host1" in text and "is lost, which kept the values of" in text for text in said), said
         assert any("copies on host2 take over the values of 1, 4" in text for text in said), said
@@ -156,7 +160,7 @@ def test_keys_of_a_lost_host_are_named() -> None:
     with Ranks(3, env=SETTINGS) as ranks:
         pids = ranks.run(begin, "dist_async", True, timeout=100)[0]
         lose_host(ranks, 1, pids)
-        for texts in ranks.run(name_what_is_lost, ranks=[0, 2]):
+        for texts in ranks.run(name_what_is_lost, ranks=[0, 2], timeout=60):
             assert [text.partition(":")[0] for text in texts] == ["1", "4"]
             assert all("of host1" in text and "which kept the values of 1, 4" in text for text in texts)
 
@@ -164,9 +168,10 @@ def test_keys_of_a_lost_host_are_named() -> None:
 def test_a_stopped_server_is_named_and_goes_on() -> None:
     with Ranks(1, env=SETTINGS) as ranks:
         ((pid,),) = ranks.run(begin, "dist_async", False, timeout=100)
-        (said,) = ranks.run(pull_while_it_is_stopped, pid)
-    assert f"(process {pid}) has not answered" in said[0]
-    assert f"it is stopped (kill -CONT {pid} lets it go on)" in said[0]
+        (said,) = ranks.run(pull_while_it_is_stopped, pid, timeout=60)
+    (named,) = (text for text in said if "it is stopped" in text)
+    assert f"(process {pid}) has not answered" in named
+    assert f"(kill -CONT {pid} lets it go on)" in named
     assert said[-1].endswith("answers again")
 
 

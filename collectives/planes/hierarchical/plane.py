@@ -21,10 +21,10 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.parts import Parts
 from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.parts import Parts
 from hvdlab.collectives.planes.shm.chunks import slice_bounds
 from hvdlab.collectives.planes.staging import Scratch, narrow, widen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -427,6 +428,39 @@ def test_abort_gives_up_messages_as_well(world: Ranks) -> None:
     world.run(dist.barrier, timeout=60)
 
 
+def _skips() -> str:
+    """Rank 1 skips a call that is like the one after it; the next ones go on, and meet the wrong ones."""
+    rank = dist.get_rank()
+    _meet()
+    works = []
+    for step in range(4):
+        works.append(dist.all_reduce(torch.ones(2), async_op=True))
+        if rank != 1 or step != 1:
+            works.append(dist.all_reduce(torch.ones(2), async_op=True))
+    if rank == 1:
+        for work in works:
+            work.wait()
+        dist.monitored_barrier(_GROUPS["gloo"])
+        return ""
+    for work in works[:-1]:
+        work.wait()
+    with pytest.raises(AbortedError) as caught:
+        works[-1].wait(timedelta(seconds=0.2))
+    dist.monitored_barrier(_GROUPS["gloo"])
+    return str(caught.value)
+
+
+def test_a_skipped_call_that_is_like_the_next_is_found(world: Ranks) -> None:
+    texts = world.run(_skips, timeout=60)
+    world.catch_up()
+    for rank in {*range(world.size)} - {1}:
+        assert re.search(
+            rf"rank 1 skipped a call: where rank {rank} called all_reduce #\d+ \(test_c10d.py:\d+\), it called all_reduce #\d+ "
+            r"\(test_c10d.py:\d+\), and the calls behind that met the wrong ones",
+            texts[rank],
+        ), texts[rank]
+
+
 def _late_message() -> None:
     """A receive that takes too long is given up by itself: what else is in flight in the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -529,6 +563,19 @@ def _beyond_gloo() -> None:
             dist.all_reduce(tensor)
     manager.wait()
     assert [t.tolist() for t in several] == [sum(values(e, n) for e in ranks).tolist() for n in (2, 3)]
+    # With a device the manager collects whatever is called, also messages.
+    ring, mixed = torch.zeros(3), values(rank, 2)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.isend(values(rank, 3), (rank + 1) % size)
+        dist.irecv(ring, (rank - 1) % size)
+        dist.broadcast(mixed, 0)
+    (work,) = manager.works
+    assert len(work.get_future().wait()) == 3
+    work.wait()
+    assert work.is_completed()
+    assert work.exception() is None
+    assert torch.equal(ring, values((rank - 1) % size, 3))
+    assert torch.equal(mixed, values(0, 2))
 
 
 def _functional() -> None:
@@ -539,6 +586,84 @@ def _functional() -> None:
     assert torch.equal(functional.all_reduce(values(rank, size), "sum", dist.group.WORLD) + 0, whole)
     shard = functional.reduce_scatter_tensor(values(rank, size), "sum", 0, dist.group.WORLD)
     assert torch.equal(functional.all_gather_tensor(shard, 0, dist.group.WORLD) + 0, whole)
+
+
+WRONG_CALLS: dict[str, Callable[[Group, int, int], object]] = {
+    # What torch's own backends look for, in their words: called by those who hold a group, and by dist.* on the default one.
+    "invalid root rank: ": lambda group, rank, size: group.broadcast([torch.ones(1)], _root_options(size)),
+    "invalid root tensor: ": lambda group, rank, size: group.broadcast([torch.ones(1)], _root_options(0, 1)),
+    "requires a single-element tensor list": lambda group, rank, size: group.broadcast(
+        [torch.ones(1)] * 2, _root_options(0)
+    ),
+    "only supports dense tensors": lambda group, rank, size: dist.broadcast(torch.eye(2).to_sparse(), 0),
+    "Cannot use ReduceOp.BXOR with non-integral dtype": lambda group, rank, size: dist.all_reduce(
+        torch.ones(1), op=OPS.BXOR
+    ),
+    "requires a single-element input tensor list": lambda group, rank, size: group.allgather(
+        [[torch.zeros(1)] * size] * 2, [torch.ones(1)] * 2
+    ),
+    "invalid output tensor list at index 0": lambda group, rank, size: dist.all_gather(
+        [torch.zeros(1)] * (size + 1), torch.ones(1)
+    ),
+    "invalid tensor type at index 0": lambda group, rank, size: group.allgather(
+        [[torch.zeros(1, dtype=torch.int32)] * size], [torch.ones(1)]
+    ),
+    "invalid tensor size at index": lambda group, rank, size: dist.all_gather(
+        [torch.zeros(2)] * size, torch.ones(1)
+    ),
+    "requires non-empty tensor list": lambda group, rank, size: group.allgather_coalesced([], []),
+    "requires empty output on non-root": lambda group, rank, size: group.gather(
+        [[torch.zeros(1)] * size], [torch.ones(1)], _root_options((rank + 1) % size, of=dist.GatherOptions)
+    ),
+    "Incorrect output list size": lambda group, rank, size: group.gather(
+        [[torch.zeros(1)] * (size + 1)], [torch.ones(1)], _root_options(rank, of=dist.GatherOptions)
+    ),
+    "requires empty input on non-root": lambda group, rank, size: group.scatter(
+        [torch.ones(1)], [[torch.zeros(1)] * size], _root_options((rank + 1) % size, of=dist.ScatterOptions)
+    ),
+    "Incorrect input list size": lambda group, rank, size: group.scatter(
+        [torch.ones(1)], [[torch.zeros(1)] * (size + 1)], _root_options(rank, of=dist.ScatterOptions)
+    ),
+    "Tensor's dim 0 does not divide equally across group size": lambda group, rank, size: (
+        dist.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))
+    ),
+    "Number of tensor splits not equal to group size": lambda group, rank, size: dist.all_to_all_single(
+        torch.zeros(size), torch.zeros(size), [1] * (size + 1)
+    ),
+    "Split sizes doesn't match total dim 0 size": lambda group, rank, size: dist.all_to_all_single(
+        torch.zeros(size), torch.zeros(size), [2] * size
+    ),
+    "invalid rank: ": lambda group, rank, size: dist.send(torch.ones(1), size),
+    "Tag must be nonnegative": lambda group, rank, size: dist.recv(torch.ones(1), (rank + 1) % size, tag=-1),
+}
+
+
+def _root_options(root: int, tensor: int = 0, of: Any = dist.BroadcastOptions) -> Any:
+    options = of()
+    options.rootRank = root
+    if tensor:
+        options.rootTensor = tensor
+    return options
+
+
+def _told_otherwise() -> list[str]:
+    """The words that a wrong call does not raise. Nothing is sent, so the group goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for words, call in WRONG_CALLS.items():
+        try:
+            call(dist.group.WORLD, rank, size)
+        except InvalidRequestError as error:
+            if words not in str(error):
+                found.append(f"{words}: {error}")
+        else:
+            found.append(f"{words}: nothing")
+    dist.barrier()
+    return found
+
+
+def test_wrong_calls_are_told_in_the_words_of_torchs_backends(world: Ranks) -> None:
+    assert world.run(_told_otherwise, timeout=60) == [[]] * world.size
 
 
 def test_what_gloo_has_not_and_functional_collectives(world: Ranks) -> None:

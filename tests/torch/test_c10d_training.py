@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,12 @@ def _begin() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Ranks]:
-    imports = ["hvdlab.torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    imports = [
+        "hvdlab.torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.pipelining",
+    ]
     with Ranks(SIZE, init=False, imports=imports) as ranks:
         ranks.run(_begin, timeout=60)
         yield ranks
@@ -207,6 +213,65 @@ def _saved(path: str) -> None:
         after.append(_full(model))
     for one, other in zip(*after, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def _piped() -> None:
+    """A layer per rank, whose micro-batches follow each other: the activations and gradients are messages."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, device = dist.get_rank(), torch.device("cpu")
+    torch.manual_seed(4)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(SIZE)]
+    alone = nn.Sequential(*(copy.deepcopy(layer) for layer in layers))
+    inputs, targets = torch.randn(8, 8), torch.randn(8, 8)
+    own = layers[rank]
+    schedule = ScheduleGPipe(
+        PipelineStage(own, rank, SIZE, device), n_microbatches=4, loss_fn=nn.functional.mse_loss
+    )
+    losses: list[torch.Tensor] = []
+    for _ in range(2):
+        own.zero_grad()
+        if rank == 0:
+            schedule.step(inputs)
+        elif rank == SIZE - 1:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step()
+    nn.functional.mse_loss(alone(inputs), targets).backward()
+    for one, other in zip(alone[rank].parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+
+
+def _skips_a_layer() -> list[str]:
+    """Rank 1 ends where the others gather the last layer: what they read. Then the root is gathered by all."""
+    from hvdlab.collectives.errors import MismatchError
+
+    model, _ = _sharded(SIZE)()
+    model(torch.zeros(2, 8))
+    told = []
+    try:
+        if dist.get_rank() == 1:
+            dist.broadcast(torch.zeros(3), 0)
+        else:
+            model[2](torch.zeros(2, 16))  # type: ignore[index]
+    except MismatchError as error:
+        told.append(str(error).split(":")[0])
+    dist.barrier()
+    return told
+
+
+def test_errors_name_the_module_whose_shards_are_gathered(world: Ranks) -> None:
+    told = world.run(_skips_a_layer, timeout=60)
+    for rank, (text,) in enumerate(told):
+        if rank == 1:
+            assert text.startswith("`broadcast #")
+        else:
+            assert text.startswith("`all_gather #")
+            assert text.endswith(" for 2`")
+
+
+def test_a_pipeline_of_layers_is_one_process(world: Ranks) -> None:
+    world.run(_piped, timeout=60)
 
 
 def test_uneven_batches_tensors_and_checkpoints(world: Ranks, tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_shares_of_a_training_sum_to_one() -> None:
         (OpKind.REDUCESCATTER, 1, 3 / 4),
         (OpKind.ALLTOALL, 1, 3 / 4),
         (OpKind.BROADCAST, 1, 1),
+        (OpKind.SENDRECV, 1, 1),
     ],
 )
 def test_bandwidth_is_that_of_nccl_tests(kind: OpKind, algorithm: float, bus: float) -> None:

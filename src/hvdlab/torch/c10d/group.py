@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import (
+    AbortedError,
     CauseKind,
     Disagreement,
+    HvdlabError,
     InvalidRequestError,
     MismatchError,
     UnsupportedError,
@@ -31,8 +34,19 @@ from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.sites import call_site
 from hvdlab.torch.adapter import ADAPTER, DTYPES
 from hvdlab.torch.c10d.any_source import AnySourceWork
-from hvdlab.torch.c10d.naming import label_in_recordings, name_of_group
-from hvdlab.torch.c10d.work import Deliver, HvdlabWork
+from hvdlab.torch.c10d.arguments import (
+    listed,
+    parts_of_root,
+    require_dense,
+    require_member,
+    require_outputs,
+    require_tag,
+    single,
+    split_rows,
+)
+from hvdlab.torch.c10d.history import Call
+from hvdlab.torch.c10d.naming import label_in_recordings, name_of_group, sharded_module
+from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
 
 _Types: Any = dist.ReduceOp.RedOpType
@@ -44,13 +58,17 @@ _OPERATORS = (
     (_Types.PRODUCT, "PRODUCT", ReduceOp.PRODUCT),
     (_Types.PREMUL_SUM, "PREMUL_SUM", ReduceOp.SUM),
 )
-_BITWISE: tuple[tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
-    (_Types.BAND, torch.bitwise_and),
-    (_Types.BOR, torch.bitwise_or),
-    (_Types.BXOR, torch.bitwise_xor),
+_BITWISE: tuple[tuple[Any, str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
+    (_Types.BAND, "BAND", torch.bitwise_and),
+    (_Types.BOR, "BOR", torch.bitwise_or),
+    (_Types.BXOR, "BXOR", torch.bitwise_xor),
 )
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 """Of truth values a sum is *any* and a product *all*, as NCCL has it."""
+_MAY_BE_SHIFTED = (
+    CauseKind.CELL_ENDED, CauseKind.CELL_FAILED, CauseKind.DEADLOCK, CauseKind.TIMEOUT, CauseKind.WITHDRAWN,
+)  # fmt: skip
+"""Why an operation may have ended if a rank had skipped an earlier one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 _T = TypeVar("_T")
@@ -112,7 +130,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._seconds = timeout.total_seconds()
         self._sequence, self._closed = 0, False
         #: What recordings call operations.
-        self._labels: dict[str, str] = {}
+        self._labels: dict[tuple[str, str], str] = {}
         #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
         self._order = sorted(range(size), key=lambda member: members[member])
         if self._order == list(range(size)):
@@ -126,6 +144,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
         world.with_futures.add(self)
+        #: For each thread ``works``: what it has submitted since it began to coalesce, or ``None``.
+        self._coalescing = threading.local()
 
     # -- what torch asks about it -------------------------------------------------------------------------------------
 
@@ -177,6 +197,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Take no more operations. The process set stays, for groups of the same ranks."""
         self._closed = True
+        self._world.histories.forget(self._counted_as)
 
     def interrupted(self) -> None:
         """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
@@ -218,10 +239,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         show, if that is not the outputs.
         """
         self._require_usable(operation)
+        module = sharded_module()
         work = HvdlabWork(
             self._engine,
             self._set,
-            self._label(operation),
+            self._label(operation, module),
             outputs,
             submission.deliver(),
             self._seconds,
@@ -230,17 +252,45 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         at_once = not getattr(opts, "asyncOp", True)
         for request in submission.requests:
-            request.label = self._labelled(operation)
+            request.label = self._labelled(operation, module)
         work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
-        self._submit(work, submission, name or self._name_in_core, call_site(2), at_once=at_once)
+        coalesced = getattr(self._coalescing, "works", None)
+        if coalesced is not None:
+            coalesced.append(work)
+            at_once = False
+        site = call_site(2)
+        self._submit(work, submission, name or self._name_in_core, site, at_once=at_once)
+        if name is None and work.handles:  # what all members call, in one order
+            epoch = work.handles[0].epoch
+            self._world.histories.add(self._counted_as, epoch, Call(self._sequence, operation, site))
+            work.explain = functools.partial(self._explain, epoch)
         return work
 
-    def _labelled(self, operation: str) -> str:
+    def _explain(self, epoch: int, error: HvdlabError) -> str:
+        """Whether a rank has skipped an earlier call, if that may be why an operation could not complete."""
+        if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
+            asked = error.pending.missing
+        elif isinstance(error, MismatchError):
+            asked = self._members
+        else:
+            return ""
+        return self._world.histories.explain(self._counted_as, epoch, asked)
+
+    def _start_coalescing(self, device: object = None) -> None:
+        """From now on to :meth:`_end_coalescing` this thread's operations of the group make one work. Torch's manager calls both."""
+        self._coalescing.works = []
+
+    def _end_coalescing(self, device: object = None) -> CoalescedWork:
+        """The operations since :meth:`_start_coalescing`, as one work."""
+        works, self._coalescing.works = self._coalescing.works, None
+        return CoalescedWork(works)
+
+    def _labelled(self, operation: str, module: str = "") -> str:
         """What recordings call an operation."""
-        label = self._labels.get(operation)
+        label = self._labels.get((operation, module))
         if label is None:
-            label = label_in_recordings(operation, self._name, self._description, self._members)
-            self._labels[operation] = label
+            label = label_in_recordings(operation, self._name, self._description, self._members, module)
+            self._labels[operation, module] = label
         return label
 
     def _require_usable(self, operation: str) -> None:
@@ -252,19 +302,17 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
             )
 
-    def _root(self, opts: Any) -> int:
+    def _root(self, operation: str, opts: Any) -> int:
         """The root's number in the group: torch gives it in an object of options, or as a number."""
         root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
-        if not 0 <= root < self.size():
-            raise InvalidRequestError(f"There is no root {root} in a group of {self.size()} ranks.")
-        return root
+        require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
+        return require_member(operation, root, self.size(), "root rank")
 
-    def _label(self, operation: str) -> str:
+    def _label(self, operation: str, module: str = "") -> str:
         """What errors call the next operation."""
         self._sequence += 1
-        return (
-            f"{operation} #{self._sequence} of {name_of_group(self._name, self._description, self._members)}"
-        )
+        group = name_of_group(self._name, self._description, self._members)
+        return f"{operation} #{self._sequence} of {group}" + (f" for {module}" if module else "")
 
     def _submit(
         self,
@@ -284,7 +332,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> HvdlabWork:
-        given = _listed(tensors)
+        return self.allreduce_coalesced([single("all_reduce", tensors)], opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
+        given = listed(tensors)
         operator = _operator(opts)
         submission = _Submission()
         for tensor in given:
@@ -294,23 +345,18 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, tensor, operator)
         return self._go("all_reduce", given, submission, opts=opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
-        return self.allreduce(tensors, opts)
-
     def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
-        given, submission, operator = _listed(tensors), _Submission(), _operator(opts)
-        for tensor in given:
-            if self._root(opts) == self.rank():
-                self._add_allreduce(submission, tensor, operator)
-            else:  # only the root's tensor changes
-                self._add_allreduce(submission, tensor.detach().clone(), operator)
-        return self._go("reduce", given, submission, opts=opts)
+        tensor, submission, operator = single("reduce", tensors), _Submission(), _operator(opts)
+        is_root = self._root("reduce", opts) == self.rank()
+        # Only the root's tensor changes.
+        self._add_allreduce(submission, tensor if is_root else tensor.detach().clone(), operator)
+        return self._go("reduce", [tensor], submission, opts=opts)
 
     def _add_allreduce(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
-        _require_dense(tensor, "all_reduce")
-        for number, fold in _BITWISE:
+        require_dense(tensor, "all_reduce")
+        for number, name, fold in _BITWISE:
             if operator == number:
-                self._add_folded(submission, tensor, fold)
+                self._add_folded(submission, tensor, name, fold)
                 return
         array, copy = _writable(_real(tensor), reducing=True)
         request = Request(OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(_real(tensor)))
@@ -361,11 +407,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self,
         submission: _Submission,
         tensor: torch.Tensor,
+        name: str,
         fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
         """No plane has the bitwise operators: gather, and fold here."""
         if tensor.is_floating_point() or tensor.is_complex():
-            raise UnsupportedError(f"Bitwise reductions take integers and bool, not {tensor.dtype}.")
+            raise UnsupportedError(
+                f"Cannot use ReduceOp.{name} with non-integral dtype {tensor.dtype}: it takes integers and bool."
+            )
         own = tensor.detach().contiguous().reshape(1, -1)
         gathered = torch.empty((self.size(), tensor.numel()), dtype=tensor.dtype)
         request = Request(OpKind.ALLGATHER, input=_array(own), output=_array(gathered), dtype=_dtype(own))
@@ -385,14 +434,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _add_reduce_scatter(
         self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
     ) -> None:
-        _require_dense(given, "reduce_scatter")
+        require_dense(given, "reduce_scatter")
         size = self.size()
         if given.numel() != output.numel() * size or given.dtype != output.dtype:
             raise InvalidRequestError(
                 f"reduce_scatter: the input ({given.dtype}, {given.numel()} elements) must have {size} times the elements of "
                 f"the output ({output.dtype}, {output.numel()} elements)."
             )
-        if any(operator == number for number, _ in _BITWISE):
+        if any(operator == number for number, _, _ in _BITWISE):
             whole = given.detach().clone().contiguous()
             self._add_allreduce(submission, whole, operator)
             self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
@@ -430,7 +479,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, lists: Any, opts: Any = None) -> HvdlabWork:
         operator = _operator(opts)
         submission = _Submission()
-        for output, parts in zip(_listed(outputs), lists, strict=True):
+        for output, parts in zip(listed(outputs), lists, strict=True):
             counts = [part.numel() for part in parts]
             if len(counts) != self.size() or counts[self.rank()] != output.numel():
                 raise InvalidRequestError(
@@ -450,14 +499,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- what only moves data -----------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
-        given, submission = _listed(tensors), _Submission()
-        root = self._members[self._root(opts)]
-        for tensor in given:
-            _require_dense(tensor, "broadcast")
-            array, copy = _writable(tensor)
-            request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
-            submission.add(request, None if root == self._engine.rank else copy)
-        return self._go("broadcast", given, submission, opts=opts)
+        tensor, submission = single("broadcast", tensors), _Submission()
+        root = self._members[self._root("broadcast", opts)]
+        require_dense(tensor, "broadcast")
+        array, copy = _writable(tensor)
+        request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+        submission.add(request, None if root == self._engine.rank else copy)
+        return self._go("broadcast", [tensor], submission, opts=opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         submission = _Submission()
@@ -494,7 +542,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _add_all_gather(
         submission: _Submission, given: torch.Tensor, into: npt.NDArray[Any], copy: Copy | None
     ) -> None:
-        _require_dense(given, "all_gather")
+        require_dense(given, "all_gather")
         # As one row, so that ranks with tensors of other sizes disagree.
         source = _array(_plain(given)).reshape(1, -1)
         submission.add(
@@ -510,14 +558,17 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def allgather(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        lists = lists if lists and isinstance(lists[0], (list, tuple)) else [lists]
+        given = single("all_gather", inputs, "input")
+        if len(lists) != 1:
+            raise InvalidRequestError("all_gather: requires a single-element output tensor list.")
+        return self._gather_lists(lists, [given], opts)
+
+    def _gather_lists(self, lists: Any, inputs: list[torch.Tensor], opts: Any) -> HvdlabWork:
         submission = _Submission()
-        lists = lists if isinstance(lists[0], (list, tuple)) else [lists]
-        for outputs, given in zip(lists, _listed(inputs), strict=True):
+        for outputs, given in zip(lists, inputs, strict=True):
+            require_outputs("all_gather", outputs, given, self.rank(), self.size())
             counts = [output.numel() for output in outputs]
-            if len(counts) != self.size() or {output.dtype for output in outputs} != {given.dtype}:
-                raise InvalidRequestError(
-                    f"all_gather: there must be {self.size()} outputs of dtype {given.dtype}, one for each rank."
-                )
             if len(set(counts)) == 1 and counts[0] == given.numel():
                 gathered = torch.empty(sum(counts), dtype=given.dtype)
                 copy = functools.partial(_scatter_into, self._ordered(outputs), gathered)
@@ -527,7 +578,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._go("all_gather", list(lists), submission, opts=opts, inputs=inputs)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
-        return self.allgather([[each[i] for each in lists] for i in range(len(inputs))], inputs, opts)
+        given = listed(inputs)
+        if not given or any(len(each) != len(given) for each in lists):
+            raise InvalidRequestError(
+                "all_gather: requires non-empty tensor lists, each as long as that of the inputs."
+            )
+        return self._gather_lists([[each[i] for each in lists] for i in range(len(given))], given, opts)
 
     def _add_exchange(
         self,
@@ -546,7 +602,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if len(dtypes) > 1:
             raise InvalidRequestError(f"All tensors of one operation must have one dtype, not {dtypes}.")
         for tensor in tensors:
-            _require_dense(tensor, "all_to_all")
+            require_dense(tensor, "all_to_all")
         dtype = tensors[0].dtype
         known = dtype in DTYPES
         width = 1 if known else tensors[0].element_size()
@@ -602,33 +658,23 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
         """Elements for each member, from rows of dimension 0."""
-        rows, size = (tensor.shape or (1,))[0], self.size()
-        if not splits and rows % size:
-            raise InvalidRequestError(
-                f"all_to_all_single: the {which} has {rows} rows, which {size} ranks can't share evenly; give the splits."
-            )
-        counts = [int(count) for count in splits] if splits else [rows // size] * size
-        if len(counts) != size or sum(counts) != rows or min(counts) < 0:
-            raise InvalidRequestError(
-                f"all_to_all_single: the {which} splits {counts} must be {size} numbers with the sum {rows}."
-            )
-        return [count * math.prod(tensor.shape[1:]) for count in counts]
+        return [
+            count * math.prod(tensor.shape[1:]) for count in split_rows(tensor, splits, which, self.size())
+        ]
 
     def gather(self, lists: Any, inputs: Any, opts: Any) -> HvdlabWork:
-        given, root = _listed(inputs)[0], self._root(opts)
-        outputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
-        if root == self.rank() and len(outputs) != self.size():
-            raise InvalidRequestError(f"gather: the root needs {self.size()} outputs, not {len(outputs)}.")
+        given, root = single("gather", inputs, "input"), self._root("gather", opts)
+        is_root = root == self.rank()
+        outputs = parts_of_root("gather", lists, given, self.size(), is_root=is_root, which="output")
         submission = _Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
         return self._go("gather", [outputs], submission, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
-        root, output = self._root(opts), _listed(outputs)[0]
-        inputs = (lists[0] if isinstance(lists[0], (list, tuple)) else lists) if lists else []
-        if root == self.rank() and len(inputs) != self.size():
-            raise InvalidRequestError(f"scatter: the root needs {self.size()} inputs, not {len(inputs)}.")
+        output, root = single("scatter", outputs, "output"), self._root("scatter", opts)
+        is_root = root == self.rank()
+        inputs = parts_of_root("scatter", lists, output, self.size(), is_root=is_root, which="input")
         submission = _Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
@@ -656,25 +702,26 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
-        self._require_other("send", target)
-        work = self._message("send", _listed(tensors), self.rank(), target, tag)
+        self._require_other("send", target, tag)
+        work = self._message("send", [single("send", tensors)], self.rank(), target, tag)
         self._count(self._world.any_source.sends, work, target, tag)
         return work
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
-        self._require_other("recv", source)
+        self._require_other("recv", source, tag)
+        given = [single("recv", tensors)]
         # Counted first: what is submitted from now on takes the message after this one.
         self._world.any_source.receives(self._counted_as, self._members[source], tag)
-        work = self._message("recv", _listed(tensors), source, self.rank(), tag)
+        work = self._message("recv", given, source, self.rank(), tag)
         self._count(self._world.any_source.receives, work, source, tag, counted=True)
         return work
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
         """Receive the next message with this tag of any rank; ``source_rank`` says of which, once it is there."""
         self._require_usable("recv")
-        given, site, counts = _listed(tensors), call_site(1), self._world.any_source
-        for tensor in given:
-            _require_dense(tensor, "recv")
+        require_tag("recv", tag)
+        given, site, counts = [single("recv", tensors)], call_site(1), self._world.any_source
+        require_dense(given[0], "recv")
 
         def submit(work: AnySourceWork, rank: int) -> None:
             source = self._members.index(rank)
@@ -705,7 +752,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         counts.add(self._counted_as, members, tag, work)
         return work
 
-    def _require_other(self, operation: str, other: int) -> None:
+    def _require_other(self, operation: str, other: int, tag: int) -> None:
+        require_member(operation, other, self.size())
+        require_tag(operation, tag)
         if other == self.rank():
             raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
 
@@ -739,7 +788,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission, ranks = _Submission(), (self._members[source], self._members[target])
         sends = source == self.rank()
         for tensor in tensors:
-            _require_dense(tensor, "send" if sends else "recv")
+            require_dense(tensor, "send" if sends else "recv")
             array, copy = (_array(tensor), None) if sends else _writable(tensor)
             request = Request(
                 OpKind.SENDRECV,
@@ -773,17 +822,6 @@ def _operator(opts: Any) -> Any:
     """The reduction operator, which comes in the same ways."""
     found = getattr(opts, "reduceOp", opts)
     return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _require_dense(tensor: torch.Tensor, operation: str) -> None:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise UnsupportedError(
-            f"{operation} takes dense tensors with data, not {tensor.layout} on {tensor.device}."
-        )
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from hvdlab.collectives.errors import AbortedError, MismatchError, compact_ranks
 
 _UNNAMED = ("", "undefined")
+_PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_PARAM_GROUP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
+_FRAMES = 20
+"""So many frames lie between a collective of ``fully_shard`` and the object that knows the module, at most."""
 _HASH = re.compile("[0-9a-f]{40}")
 
 
@@ -33,28 +40,57 @@ def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
     return f"group of ranks {compact_ranks(members)}" if is_local(name) else f"group {name}"
 
 
-def label_in_recordings(operation: str, name: str, description: str, members: Sequence[int]) -> str:
-    """What timelines and traces call an operation: ``default_pg.all_reduce``, ``ranks 0-1.all_gather``.
+def label_in_recordings(
+    operation: str, name: str, description: str, members: Sequence[int], module: str = ""
+) -> str:
+    """What timelines and traces call an operation: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
 
     Args:
         operation: Its name in torch.
         name, description, members: Of the group, as for :func:`name_of_group`.
+        module: Whose shards it is about, if it is known.
     """
     group = name_of_group(name, description, members).removeprefix("group ").removeprefix("of ")
-    return f"{group}.{operation}"
+    return f"{group}.{operation} {module}".rstrip()
 
 
-def renamed(error: Exception, operation: str) -> Exception:
+def sharded_module() -> str:
+    """The module whose parameters ``fully_shard`` gathers, or whose gradients it reduces, in this call.
+
+    Returns:
+        Its name in the model, such as ``layers.3``, ``the root`` for the model itself, and an empty text for other calls.
+    """
+    if _PARAM_GROUP not in sys.modules:
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.endswith(_PARAM_GROUP_FILE):
+            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            return "" if name is None else str(name) or "the root"
+        frame = frame.f_back
+    return ""
+
+
+def renamed(error: Exception, operation: str, why: str = "") -> Exception:
     """An error of the core, with c10d's name of the operation in place of the core's.
 
     Args:
         error: As a handle raised it. Errors that name no collective are returned as they are.
         operation: Such as ``all_reduce #17 of group dp``. The number is that of the rank that the error is raised on.
+        why: What else is known of it, in a sentence.
     """
     if type(error) is AbortedError:
         # A name of this form is not shown beside the kind.
         pending = dataclasses.replace(error.pending, collective=operation, name=f"{operation}.noname")
-        return AbortedError(pending, error.cause, error.process_set, error.epoch)
+        cause = error.cause
+        if why:
+            cause = dataclasses.replace(cause, text=f"{cause.text}; {why}")
+        return AbortedError(pending, cause, error.process_set, error.epoch)
     if type(error) is MismatchError:
-        return MismatchError(operation, error.process_set, error.groups)
+        mismatch = MismatchError(operation, error.process_set, error.groups)
+        if why:
+            mismatch.add_note(why)
+        return mismatch
     return error

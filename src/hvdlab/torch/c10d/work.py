@@ -71,6 +71,8 @@ class HvdlabWork(dist.Work):
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
+        #: What is known beyond an error of the core, for its text; asks other ranks.
+        self.explain: Callable[[HvdlabError], str] | None = None
         #: Called once if it failed, for one who counts operations.
         self.on_failure: Callable[[], None] | None = None
         #: The profiler's event, which ends with the operation.
@@ -119,7 +121,9 @@ class HvdlabWork(dist.Work):
                 try:
                     results.append(handle.wait() if limit is None else handle.wait_or_withdraw(limit))
                 except HvdlabError as error:
-                    self._error = self._error or renamed(error, self.operation)
+                    if self._error is None:
+                        why = "" if self.explain is None else self.explain(error)
+                        self._error = renamed(error, self.operation, why)
             with self._lock:
                 if not self._over and self._error is None and self._deliver is not None:
                     try:
@@ -214,3 +218,50 @@ class HvdlabWork(dist.Work):
             root, self._root = self._root, None
         if root is not None:
             root.set_result(None)
+
+
+class CoalescedWork(dist.Work):
+    """Several operations in flight as one: it has ended when all of them have.
+
+    Args:
+        works: The operations, in the order in which they were submitted.
+    """
+
+    def __init__(self, works: Sequence[HvdlabWork]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all; if some fail, raises what the first of these failed with, once none is in flight."""
+        first: BaseException | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except HvdlabError as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next(filter(None, [work.exception() for work in self._works]), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return [work.result() for work in self._works]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future whose value is a list with the outputs of each operation."""
+        whole = torch.futures.collect_all([work.get_future() for work in self._works])
+        return whole.then(lambda ended: [each.value() for each in ended.value()])

@@ -22,6 +22,7 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d.any_source import AnySource
+from hvdlab.torch.c10d.history import Histories
 from hvdlab.torch.c10d.naming import is_local
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
 
@@ -65,6 +66,7 @@ class World:
         link: By which this rank asks for values of a store, and gives those that it keeps.
         store: The default group's, if that is not one of torch's. C++ does not keep it alive.
         any_source: Which messages there are for receives from any source.
+        histories: The last calls of each group.
         with_futures: The groups that are told when the notebook interrupts this rank.
     """
 
@@ -74,6 +76,7 @@ class World:
         self.link = StoreLink(engine)
         self.store: HvdlabStore | None = None
         self.any_source = AnySource(engine)
+        self.histories = Histories(engine)
         self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         engine.on_interrupt(self._on_interrupt)
         self._registering = threading.Lock()

@@ -1,0 +1,195 @@
+"""The last calls of each group: when one can't complete, whether a rank has skipped a call that is like the next one.
+
+The coordinator compares what ranks ask for, and calls of one kind, shape and dtype are alike: a rank that skips one meets the
+others' calls with its later ones, and is found out only when it makes no more. So each rank remembers the lines of its last calls.
+A rank whose call can't complete asks the ranks that are missing for theirs, and compares.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.visible import visible
+
+KEPT = 64
+"""Calls of each group that a rank remembers."""
+MOST_SKIPPED = 8
+"""Calls that a rank may have skipped, to be found."""
+LEAST_ALIKE = 2
+"""Calls that have to be alike behind the skipped ones: fewer prove nothing."""
+PATIENCE = 0.5
+"""Seconds that others have to answer."""
+
+_TOPIC = "c10d.history"
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call: its number in the rank's errors, its name and the user's line."""
+
+    number: int
+    operation: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number} ({visible(self.site)})"
+
+    def is_like(self, other: Call) -> bool:
+        return (self.operation, self.site) == (other.operation, other.site)
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank remembers of a group in one epoch; or, if it ``asks``, what it wants to know.
+
+    ``first`` is how many calls of this epoch came before ``calls``.
+    """
+
+    group: str
+    epoch: int
+    first: int = 0
+    calls: tuple[Call, ...] = ()
+    asks: bool = False
+
+
+class Shift(msgspec.Struct, frozen=True):
+    """Since when two ranks' calls are not the same.
+
+    Attributes:
+        own, other: Where they differ first, on each side.
+        skipped: How many calls the other rank has skipped; negative if this one has.
+    """
+
+    own: Call
+    other: Call
+    skipped: int
+
+    def told(self, rank: int, own: int) -> str:
+        """In words. ``rank`` is the other one, ``own`` the one that compares."""
+        count = abs(self.skipped)
+        calls = "a call" if count == 1 else f"{count} calls"
+        who, missed, instead, whom = (
+            (rank, self.own, self.other, own) if self.skipped > 0 else (own, self.other, self.own, rank)
+        )
+        return (
+            f"rank {who} skipped {calls}: where rank {whom} called {missed}, it called {instead}, and the calls behind that met "
+            "the wrong ones"
+        )
+
+
+def find_shift(own: Said, other: Said) -> Shift | None:
+    """Whether one rank has skipped calls, as far as both remember: from some call on, its calls are those that the other makes later.
+
+    Lines that differ for another reason, such as those of a root and of other ranks, are no shift.
+    """
+    first = max(own.first, other.first)
+    ours, theirs = own.calls[first - own.first :], other.calls[first - other.first :]
+    at = next(
+        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if not pair[0].is_like(pair[1])), 0
+    )
+    if not at:
+        return None
+    # Where one side's extra calls look like the other's lack of some, what makes more calls alike is what has happened.
+    best, skipped = LEAST_ALIKE - 1, 0
+    for count in range(1, MOST_SKIPPED + 1):
+        for of_other, alike in (
+            (count, _alike(ours[at + count :], theirs[at:])),
+            (-count, _alike(ours[at:], theirs[at + count :])),
+        ):
+            if alike > best:
+                best, skipped = alike, of_other
+    return Shift(ours[at], theirs[at], skipped) if skipped else None
+
+
+def _alike(some: Sequence[Call], others: Sequence[Call]) -> int:
+    """How many calls are alike, if all are that there are on both sides."""
+    pairs = list(zip(some, others, strict=False))
+    return len(pairs) if all(one.is_like(other) for one, other in pairs) else 0
+
+
+class _Record:
+    """Calls of one group in its present epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.count = epoch, 0
+        self.calls: deque[Call] = deque(maxlen=KEPT)
+
+
+class Histories:
+    """The last calls of all groups of this rank. One for each engine.
+
+    Args:
+        engine: The rank's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._records: dict[str, _Record] = {}
+        #: What others have answered, by group, epoch and rank, as long as somebody waits for it.
+        self._answers: dict[tuple[str, int], dict[int, Said]] = {}
+        engine.on_mail(_TOPIC, self._on_mail)
+
+    def add(self, group: str, epoch: int, call: Call) -> None:
+        """A call was submitted in this epoch of the group's process set."""
+        with self._changed:
+            record = self._records.get(group)
+            if record is None or record.epoch != epoch:
+                record = self._records[group] = _Record(epoch)
+            record.count += 1
+            record.calls.append(call)
+
+    def forget(self, group: str) -> None:
+        """The group is gone."""
+        with self._changed:
+            self._records.pop(group, None)
+
+    def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
+        """Ask ranks for what they remember of an epoch; which of them has skipped calls, or this one has, in a sentence.
+
+        Empty if none has, as far as they answer within :data:`PATIENCE`.
+        """
+        own = self._said(group, epoch)
+        others = [rank for rank in missing if rank != self._engine.rank and rank in self._engine.living]
+        if not own.calls or not others:
+            return ""
+        for rank, said in sorted(self._ask(group, epoch, others).items()):
+            shift = find_shift(own, said)
+            if shift is not None:
+                return shift.told(rank, self._engine.rank)
+        return ""
+
+    def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, Said]:
+        key, deadline = (group, epoch), Deadline(PATIENCE)
+        with self._changed:
+            answers = self._answers.setdefault(key, {})
+            question = Said(group, epoch, asks=True)
+            self._engine.post(_TOPIC, msgspec.msgpack.encode(question), others)
+            while not answers.keys() >= set(others) and not deadline.expired:
+                self._changed.wait(deadline.remaining())
+            self._answers.pop(key, None)
+            return dict(answers)
+
+    def _said(self, group: str, epoch: int) -> Said:
+        with self._changed:
+            record = self._records.get(group)
+            if record is None or record.epoch != epoch:
+                return Said(group, epoch)
+            return Said(group, epoch, record.count - len(record.calls), tuple(record.calls))
+
+    def _on_mail(self, sender: int, body: bytes) -> None:
+        """Control thread."""
+        said = msgspec.msgpack.decode(body, type=Said)
+        if said.asks:
+            answer = self._said(said.group, said.epoch)
+            self._engine.post(_TOPIC, msgspec.msgpack.encode(answer), [sender])
+            return
+        with self._changed:
+            answers = self._answers.get((said.group, said.epoch))
+            if answers is not None:
+                answers[sender] = said
+                self._changed.notify_all()

@@ -1,0 +1,72 @@
+"""Which rank has skipped a call, by the lines of the last calls of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hvdlab.torch.c10d.history import KEPT, Call, Said, Shift, find_shift
+
+
+def said(lines: Sequence[str], first: int = 0) -> Said:
+    """Calls from these lines, numbered from 1 on in the epoch."""
+    return Said(
+        "group", 3, first, tuple(Call(first + i + 1, "all_reduce", line) for i, line in enumerate(lines))
+    )
+
+
+def found(own: str, other: str, *, first: int = 0) -> tuple[int, str, str] | None:
+    """How many calls were skipped, and the lines where the two differ first."""
+    shift = find_shift(said(own.split()), said(other.split()[first:], first))
+    return None if shift is None else (shift.skipped, shift.own.site, shift.other.site)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ("a b a b a b a b", "a b a a b a b", (1, "b", "a")),
+        ("a b c a b c a b c", "a b c a c a b c", (1, "b", "c")),
+        ("a a b a a b a a b", "a a b a b a a b", (1, "a", "b")),
+        ("a b c a b c a b c a b c", "a b c a b c c a b c", (2, "a", "c")),
+        ("a b a a b a b", "a b a b a b a b", (-1, "a", "b")),
+    ],
+)
+def test_the_rank_that_skipped_calls_is_found(own: str, other: str, expected: tuple[int, str, str]) -> None:
+    assert found(own, other) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ("a b a b", "a b a"),  # it has only not come yet
+        ("a b a b", "a b a b"),
+        ("r x r x r x", "o x o x o x"),  # a root and another rank, at lines of their own
+        ("x r x r x r", "x o x o x o"),
+        ("a b a b", "a b b"),  # one call behind it proves nothing
+        ("", ""),
+    ],
+)
+def test_nothing_is_said_of_what_is_no_shift(own: str, other: str) -> None:
+    assert found(own, other) is None
+
+
+def test_only_what_both_remember_is_compared() -> None:
+    lines = ["a" if i % 2 else "b" for i in range(40)]
+    other = [*lines[:30], *lines[31:]]
+    shift = find_shift(said(lines), said(other[20:], 20))
+    assert shift is not None
+    assert (shift.skipped, shift.own.number, shift.other.number) == (1, 31, 31)
+    assert find_shift(said(lines), said(other[32:], 32)) is None, "when it began is not known any more"
+    assert KEPT >= 32
+
+
+def test_it_is_told_by_both_sides_alike() -> None:
+    one, other = Call(4, "all_reduce", "a.py:3"), Call(5, "all_reduce", "a.py:9")
+    told = Shift(one, other, 1).told(1, 0)
+    assert told == (
+        "rank 1 skipped a call: where rank 0 called all_reduce #4 (a.py:3), it called all_reduce #5 (a.py:9), and the calls "
+        "behind that met the wrong ones"
+    )
+    assert Shift(other, one, -1).told(0, 1) == told
+    assert "skipped 3 calls" in Shift(one, other, 3).told(1, 0)

@@ -94,7 +94,9 @@ def test_ranks_join_and_leave_with_their_hosts(elastic) -> None:
         assert line in said, ran.err
     assert ran.of(0)[0] == "begins as 0 a"
     assert ran.of(0)[-1] == "done 0 1"
-    assert [line for line in ran.of(1) if "begins" in line] == ["begins as 1 b", "begins as 2 b"]
+    begun, again = [line for line in ran.of(1) if "begins" in line]
+    assert begun in ("begins as 1 b", "begins as 2 b")  # c may have been let in before
+    assert again == "begins as 2 b"  # behind those that were there
     assert not [line for line in said if "anew" in line or "failed" in line]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives import encryption
+from hvdlab.collectives import encryption, versions
 from hvdlab.collectives.coordinator import elastic, pauses
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
@@ -40,8 +40,12 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     reason = reason or _too_late(state, rank, hello)
     members = (living.member for living in membership.ranks.values())
     reason = reason or encryption.refusal(state.options.require_encryption, rank, hello, members)
+    others = [(living.rank, living.versions) for living in membership.ranks.values()]
+    reason = reason or versions.refusal(rank, hello.versions, others)
     if reason:
-        outbox.log(f"refused: {reason}")
+        if reason not in state.refused:  # one that is started again and again is told of once
+            state.refused.append(reason)
+            outbox.log(f"refused: {reason}")
         outbox.send((peer,), m.Refused(reason))
         outbox.effects.append(CloseConnection(peer))
         return

@@ -50,6 +50,7 @@ class RankPeer:
         tracked: Whether its collectives belong to cells.
         leaving: Whether it was told to leave.
         admitted: Whether it has been in a world.
+        versions: Versions that all ranks must have alike, by name, as far as it has said them.
         definitions: What its local ids stand for.
         wait: What its user is blocked in that is not decided, or ``None``.
         executing: What its user is blocked in that is executed, or ``None``.
@@ -57,7 +58,7 @@ class RankPeer:
     """
 
     __slots__ = (
-        "admitted", "awaits", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "wait",
+        "admitted", "awaits", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions", "wait",
     )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
@@ -68,6 +69,7 @@ class RankPeer:
             rank, hello.host, hello.pid, hello.address, tuple(hello.planes), hello.plane, started
         )
         self.tracked = hello.cells_tracked
+        self.versions = hello.versions
         self.leaving = False
         self.admitted = False
         self.definitions: dict[int, Defined] = {}

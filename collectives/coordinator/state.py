@@ -7,6 +7,7 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,6 +84,8 @@ class CoordinatorState:
         self.elastic = Elastic()
         self.history = History(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
+        #: Why peers were refused, the last few reasons.
+        self.refused: deque[str] = deque(maxlen=32)
         self.touched: dict[ProcessSet, None] = {}
         # Sent last: they say that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []

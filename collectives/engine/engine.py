@@ -44,6 +44,7 @@ from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.versions import own_versions
 
 _monotonic_ns = time.monotonic_ns
 
@@ -482,6 +483,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         ),
         settings.plane,
         settings.cells_tracked,
+        versions=own_versions(),
     )
 
 

@@ -108,6 +108,8 @@ class Hello(Message, frozen=True):
 
     ``generation`` is that of the coordinator that the peer has lost, or -1: one that comes back says in its next
     message (:class:`Resume`, :class:`Recall`) what a successor has to know.
+
+    ``versions`` are those that all ranks must have alike, by name.
     """
 
     version: int
@@ -122,6 +124,7 @@ class Hello(Message, frozen=True):
     cells_tracked: bool = False
     events: bool = False
     generation: int = -1
+    versions: dict[str, str] = {}
 
 
 class Ping(Message, frozen=True):

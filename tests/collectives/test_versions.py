@@ -1,0 +1,48 @@
+"""Ranks of other versions are refused, in one sentence, and the others go on without them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import hvdlab
+from coordinator_simulation import Simulation
+from hvdlab.collectives import versions
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.protocol import messages as m
+
+OURS = {"Python": "3.11", "hvdlab": "0.1.0", "torch": "2.9.1"}
+
+
+def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.9.1+cpu"))  # type: ignore[arg-type]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert versions.own_versions() == {"Python": python, "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
+    monkeypatch.delitem(sys.modules, "torch")
+    assert "torch" not in versions.own_versions()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_newcomer_with_another_version_is_refused_and_told_of_once(name: str) -> None:
+    sim = Simulation(CoordinatorOptions(size=2))
+    sim.connect_client()
+    first = sim.connect(0, versions=OURS)
+    sim.connect(1, versions={"Python": "3.11"})  # what it has not loaded it can't differ in
+    sim.drain()
+    assert first.sets[0].ranks == (0, 1)
+    sim.client_says(m.Expect((0, 1, 2)))
+    for _ in range(3):
+        refused = sim.connect(2, versions={**OURS, name: "9.9"})
+        sim.drain()
+    reason = (
+        f"rank 2 has {name} 9.9, but rank 0 has {name} {OURS[name]}; all ranks need the same, so install {name} {OURS[name]} "
+        "where rank 2 runs"
+    )
+    assert list(refused.incoming) == [m.Refused(reason)]
+    assert [line for line in sim.logged if "refused" in line] == [f"refused: {reason}"]
+    assert first.sets[0].ranks == (0, 1)
+    sim.connect(2, versions=OURS)
+    sim.drain()
+    assert first.sets[0].ranks == (0, 1, 2)

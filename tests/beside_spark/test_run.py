@@ -16,6 +16,7 @@ import pytest
 import hvdlab.spark
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner.calling import RankFailedError
+from hvdlab.spark.task import get_available_devices
 
 
 def summed(factor: int, *, more: int = 0) -> tuple[int, int, int, float]:
@@ -183,6 +184,10 @@ def test_spark_connect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
     with pytest.raises(StartError, match="a session of Spark Connect has none"):
         hvdlab.spark.run(lambda: 0, num_proc=1)
+
+
+def test_the_gpus_of_a_task_are_none_outside_of_one() -> None:
+    assert get_available_devices() == []
 
 
 @pytest.mark.parametrize("local_mode", [False, True])

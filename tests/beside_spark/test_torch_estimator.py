@@ -6,26 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from beside_spark.parquet import WEIGHTS, NotToBeUsed, write
 from hvdlab.runner.calling import RankFailedError
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore
 from hvdlab.spark.torch import TorchEstimator, TorchModel
-
-WEIGHTS = np.array([2.0, -1.0, 0.5])
-
-
-def write(tmp_path: Path, rows: int = 64, name: str = "intermediate_train_data", **more: Any) -> LocalStore:
-    x = np.random.default_rng(0).normal(size=(rows, 3))
-    place = tmp_path / name
-    place.mkdir()
-    table = pa.table({"x": list(x), "y": x @ WEIGHTS, **more})
-    pq.write_table(table, place / "part-0.parquet", row_group_size=10)
-    return LocalStore(str(tmp_path))
 
 
 def estimator(store: LocalStore, **more: Any) -> TorchEstimator:
@@ -148,10 +137,6 @@ def test_weights_callbacks_own_minibatches_and_transformation(tmp_path: Path) ->
 
 
 def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    class NotToBeUsed(LocalBackend):
-        def run(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("started")
-
     store = write(tmp_path, 5)
     file = tmp_path / "file"
     file.touch()

@@ -206,10 +206,10 @@ def test_uninstall(python: Run, real_horovod: str) -> None:
 def test_modules_that_are_not_there_say_what_to_use(python: Run) -> None:
     code = (
         "import importlib.util, hvdlab\nhvdlab.install_as_horovod()\n"
-        "for name in 'spark.keras spark.lightning'.split():\n"
+        "for name in 'runner.driver runner.elastic.driver'.split():\n"
         "    for how in ('import horovod.{}', 'from horovod.{} import x'):\n"
         "        try:\n            exec(how.format(name))\n"
-        "        except ImportError as error:\n            assert 'not part of hvdlab yet' in str(error), error\n"
+        "        except ImportError as error:\n            assert 'Use `hvdlab run' in str(error), error\n"
         "        else:\n            raise AssertionError(name)\n"
         "try:\n    import horovod.nonsense\n"
         "except ModuleNotFoundError as error:\n    assert str(error) == \"No module named 'horovod.nonsense'\"\n"

@@ -23,12 +23,9 @@ STANDS_FOR = {
 """Modules that are elsewhere in hvdlab, together with what is in them."""
 
 _INSTEAD = "Use horovod.torch (which is hvdlab.torch), or Horovod itself with HVDLAB_AS_HOROVOD=0."
-_NOT_YET = "is not part of hvdlab yet"
 _DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher. Use `hvdlab run --host-discovery-script`."
 
 ABSENT = {
-    "horovod.spark.keras": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
-    "horovod.spark.lightning": f"{_NOT_YET}. hvdlab.spark.run() runs a training function.",
     "horovod.runner.elastic.driver": _DRIVER,
     "horovod.runner.elastic.registration": _DRIVER,
     "horovod.runner.elastic.rendezvous": _DRIVER,

@@ -112,6 +112,15 @@ class RankTask:
             return end
 
 
+def get_available_devices() -> list[str]:
+    """The addresses of the GPUs that Spark gave to this task; none outside of a task."""
+    from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
+
+    context = TaskContext.get()
+    found = context.resources().get("gpu") if context is not None else None
+    return list(found.addresses) if found is not None else []
+
+
 def _host() -> str:
     """A YARN container counts as a host of its own, as for Horovod."""
     container = os.environ.get("CONTAINER_ID", "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import uuid
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
 from pyspark.ml import Estimator, Model  # pyright: ignore[reportMissingImports]
 from pyspark.ml.util import (  # pyright: ignore[reportMissingImports]
     DefaultParamsReader,
@@ -19,8 +21,17 @@ from pyspark.ml.util import (  # pyright: ignore[reportMissingImports]
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.spark.common.backend import Backend, SparkBackend
+from hvdlab.spark.common.datamodule import ParquetDataModule
 from hvdlab.spark.common.params import EstimatorParams, ModelParams
-from hvdlab.spark.common.util import check_validation, get_simple_meta_from_parquet, prepare_data
+from hvdlab.spark.common.prediction import Network, Predict
+from hvdlab.spark.common.util import (
+    check_columns,
+    check_validation,
+    get_output_cols,
+    get_simple_meta_from_parquet,
+    prepare_data,
+    to_list,
+)
 
 
 class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not there where types are checked
@@ -33,6 +44,17 @@ class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not th
     def read(cls) -> Any:
         return _Reader(cls)
 
+    def _pack(self, given: dict[str, Any]) -> bytes:
+        """Parameters as bytes, all together: an optimizer's parameters stay its model's."""
+        packed: bytes = cloudpickle.dumps(given)
+        return packed
+
+    @classmethod
+    def _unpack(cls, data: bytes) -> dict[str, Any]:
+        """What :meth:`_pack` was given."""
+        given: dict[str, Any] = cloudpickle.loads(data)
+        return given
+
 
 class _Writer(MLWriter):  # type: ignore[misc]
     def __init__(self, instance: Any) -> None:
@@ -42,8 +64,7 @@ class _Writer(MLWriter):  # type: ignore[misc]
     def saveImpl(self, path: str) -> None:
         instance = self._instance
         given = {param.name: value for param, value in instance._paramMap.items()}
-        # All together: an optimizer's parameters stay its model's.
-        packed = base64.b64encode(cloudpickle.dumps(given)).decode()
+        packed = base64.b64encode(instance._pack(given)).decode()
         DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, {"pickled": packed}, {})
 
 
@@ -56,13 +77,24 @@ class _Reader(MLReader):  # type: ignore[misc]
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         instance = self._cls()
         instance._resetUid(metadata["uid"])
-        for name, value in cloudpickle.loads(base64.b64decode(metadata["pickled"])).items():
+        for name, value in instance._unpack(base64.b64decode(metadata["pickled"])).items():
             instance.set(instance.getParam(name), value)
         return instance
 
 
 class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc]
     """Trains a model on ranks, on the rows of a data frame or of Parquet that is in the store already."""
+
+    OWN_DEFAULTS: ClassVar[dict[str, Any]] = {}
+    """Of the parameters that a framework's estimator has beside the common ones."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self._setDefault(**self.OWN_DEFAULTS)
+        for name in kwargs:
+            if not self.hasParam(name):
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}.")
+        self._set_given(kwargs)
 
     def fit_on_parquet(self, params: dict[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet in the store, at ``get_train_data_path(dataset_idx)`` and its like for validation.
@@ -137,6 +169,95 @@ class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc
     def _train_on(self, backend: Backend, index: int | None, rows: int, val_rows: int, metadata: Any) -> Any:
         """Train on a data set of the store and return the model."""
 
+    def _plan(
+        self, run_id: str, index: int | None, rows: int, val_rows: int, metadata: Any
+    ) -> dict[str, Any]:
+        """The arguments of a :class:`~hvdlab.spark.common.plan.TrainingPlan`."""
+        labels, store = self.getLabelCols(), self.getStore()
+        return {
+            "features": self.getFeatureCols(),
+            "labels": labels,
+            "weight": self.getSampleWeightCol(),
+            "label_shapes": self.getLabelShapes(),
+            "loss_weights": to_list(self.getLossWeights(), len(labels)) or [1 / len(labels)] * len(labels),
+            "metadata": metadata,
+            "rows": rows,
+            "val_rows": val_rows,
+            "batch_size": self.getBatchSize(),
+            "val_batch_size": self.getValBatchSize() or self.getBatchSize(),
+            "epochs": self.getEpochs(),
+            "train_steps": self.getTrainStepsPerEpoch(),
+            "val_steps": self.getValidationStepsPerEpoch(),
+            "passes_per_step": self.getBackwardPassesPerStep(),
+            "compression": self.getGradientCompression(),
+            "callbacks": self.getCallbacks(),
+            "store": store,
+            "remote": store.to_remote(run_id, index),
+            "data_module": self.getDataModule() or ParquetDataModule,
+            "data_options": {
+                "shuffle": self.getShuffle(),
+                "transform_fn": self.getTransformationFn(),
+                "inmemory_cache_all": self.getInmemoryCacheAll(),
+                "random_seed": self.getRandomSeed(),
+                "storage_options": getattr(store, "storage_options", None),
+            },
+            "seed": self.getRandomSeed(),
+            "use_gpu": self.getUseGpu(),
+            "verbose": self.getVerbose(),
+        }
+
 
 class HorovodModel(Model, ModelParams, _Saved):  # type: ignore[misc]
-    """What an estimator has trained: adds columns to data frames."""
+    """What an estimator has trained: adds columns to data frames.
+
+    An output of one number is a double; one of several is a vector.
+    """
+
+    @abstractmethod
+    def _network(self) -> Network:
+        """The model as a function of arrays."""
+
+    def _transform(self, dataset: Any) -> Any:
+        from pyspark.ml.linalg import VectorUDT  # pyright: ignore[reportMissingImports]
+        from pyspark.sql.types import DoubleType, StructField, StructType  # pyright: ignore[reportMissingImports]
+
+        features = self.getFeatureColumns()
+        check_columns(dataset.columns, features, "data frame")
+        names = get_output_cols(self.getLabelColumns(), self.getOutputCols())
+        if taken := [name for name in names if name in dataset.columns]:
+            raise InvalidRequestError(
+                f"The data frame has columns {taken} already; choose others by setOutputCols."
+            )
+        network = self._network()
+        sizes = self._output_sizes(dataset, Predict(network, features, dataset.columns))
+        if len(sizes) != len(names):
+            raise InvalidRequestError(f"The model has {len(sizes)} outputs for the columns {names}.")
+        added = [
+            StructField(name, DoubleType() if size == 1 else VectorUDT())
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        schema = StructType([*dataset.schema.fields, *added])
+        predict = Predict(network, features, dataset.columns, tuple(sizes))
+        return dataset.sparkSession.createDataFrame(dataset.rdd.mapPartitions(predict), schema)
+
+    def _output_sizes(self, dataset: Any, predict: Predict) -> list[int]:
+        known = [
+            (self.getMetadata() or {}).get(label, {}).get("output_shape") for label in self.getLabelColumns()
+        ]
+        if None not in known:
+            return [int(np.prod(shape)) for shape in known]
+        outputs = predict.outputs(dataset.head(1))
+        return [int(np.prod(output.shape[1:])) for output in outputs]
+
+
+def new_run() -> str:
+    """A name for a run that was given none."""
+    return f"run_{uuid.uuid4().hex[:12]}"
+
+
+def with_output_shapes(metadata: Any, labels: Any, shapes: Any) -> dict[str, dict[str, Any]]:
+    """Metadata of a model: those of the data with the shape of a row's output for each label."""
+    known: dict[str, dict[str, Any]] = {name: dict(about) for name, about in metadata.items()}
+    for label, shape in zip(labels, shapes, strict=False):
+        known[label]["output_shape"] = tuple(shape)
+    return known

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
+import numpy.typing as npt
 import torch
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.spark.common.backend import Backend
-from hvdlab.spark.common.datamodule import ParquetDataModule
-from hvdlab.spark.common.estimator import HorovodEstimator, HorovodModel
+from hvdlab.spark.common.estimator import HorovodEstimator, HorovodModel, new_run, with_output_shapes
 from hvdlab.spark.common.params import declared
-from hvdlab.spark.common.util import check_columns, check_shape_compatibility, get_output_cols, to_list
-from hvdlab.spark.torch.training import Trained, Training, dtype_of, tensor_of
-
-_ROWS = 1024
-"""Rows that a model is given at once by ``transform``."""
+from hvdlab.spark.common.prediction import Network
+from hvdlab.spark.common.util import check_shape_compatibility, to_list
+from hvdlab.spark.torch.objective import dtype_of, tensor_of
+from hvdlab.spark.torch.training import Trained, Training
 
 
 class TorchEstimator(HorovodEstimator):
@@ -61,13 +57,11 @@ class TorchEstimator(HorovodEstimator):
     loss_constructors = declared("loss_constructors", "functions that make the losses, on each rank")
     train_minibatch_fn = declared("train_minibatch_fn", "does one batch instead of the usual way")
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
-        self._setDefault(input_shapes=None, loss_constructors=None, train_minibatch_fn=None)
-        for name in kwargs:
-            if not self.hasParam(name):
-                raise TypeError(f"TorchEstimator has no parameter {name!r}.")
-        self._set_given(kwargs)
+    OWN_DEFAULTS: ClassVar[dict[str, Any]] = {
+        "input_shapes": None,
+        "loss_constructors": None,
+        "train_minibatch_fn": None,
+    }
 
     def _checked(self, dataset: Any) -> Backend:
         if not self.getOptimizer():
@@ -77,51 +71,26 @@ class TorchEstimator(HorovodEstimator):
         return super()._checked(dataset)
 
     def _train_on(self, backend: Backend, index: int | None, rows: int, val_rows: int, metadata: Any) -> Any:
-        features, labels, run_id = self.getFeatureCols(), self.getLabelCols(), self.getRunId() or _new_run()
+        labels, run_id = self.getLabelCols(), self.getRunId() or new_run()
         # A transformation may change them.
         shapes = {} if self.getTransformationFn() else metadata
         if shapes:
             check_shape_compatibility(
-                metadata, features, labels, self.getInputShapes(), label_shapes=self.getLabelShapes()
+                metadata,
+                self.getFeatureCols(),
+                labels,
+                self.getInputShapes(),
+                label_shapes=self.getLabelShapes(),
             )
-        store = self.getStore()
         training = Training(
+            **self._plan(run_id, index, rows, val_rows, shapes),
             model=self.getModel(),
             optimizer=self.getOptimizer(),
             losses=to_list(self.getLoss(), len(labels))
             or [make() for make in to_list(self.getLossConstructors(), len(labels)) or ()],
-            loss_weights=to_list(self.getLossWeights(), len(labels)) or [1 / len(labels)] * len(labels),
-            metrics=_for_each_label(self.getMetrics(), len(labels)),
-            features=features,
-            labels=labels,
-            weight=self.getSampleWeightCol(),
+            metrics=for_each_label(self.getMetrics(), len(labels)),
             input_shapes=self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-            metadata=shapes,
-            rows=rows,
-            val_rows=val_rows,
-            batch_size=self.getBatchSize(),
-            val_batch_size=self.getValBatchSize() or self.getBatchSize(),
-            epochs=self.getEpochs(),
-            steps=self.getTrainStepsPerEpoch(),
-            val_steps=self.getValidationStepsPerEpoch(),
-            passes_per_step=self.getBackwardPassesPerStep(),
-            compression=self.getGradientCompression(),
-            callbacks=self.getCallbacks(),
             minibatch=self.getTrainMinibatchFn(),
-            store=store,
-            remote=store.to_remote(run_id, index),
-            data_module=self.getDataModule() or ParquetDataModule,
-            data_options={
-                "shuffle": self.getShuffle(),
-                "transform_fn": self.getTransformationFn(),
-                "inmemory_cache_all": self.getInmemoryCacheAll(),
-                "random_seed": self.getRandomSeed(),
-                "storage_options": getattr(store, "storage_options", None),
-            },
-            seed=self.getRandomSeed(),
-            use_gpu=self.getUseGpu(),
-            verbose=self.getVerbose(),
         )
         trained = next(each for each in backend.run(training) if each is not None)
         return self._model(trained, run_id, metadata)
@@ -132,9 +101,6 @@ class TorchEstimator(HorovodEstimator):
         model.load_state_dict(trained.model)
         optimizer.load_state_dict(trained.optimizer)
         labels = self.getLabelCols()
-        known = {name: dict(about) for name, about in metadata.items()}
-        for label, shape in zip(labels, trained.output_shapes, strict=False):
-            known[label]["output_shape"] = shape
         return TorchModel(
             model=model,
             optimizer=optimizer,
@@ -145,7 +111,7 @@ class TorchEstimator(HorovodEstimator):
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
             run_id=run_id,
-            metadata=known,
+            metadata=with_output_shapes(metadata, labels, trained.output_shapes),
         )
 
 
@@ -169,93 +135,33 @@ class TorchModel(HorovodModel):
         self._setDefault(optimizer=None, input_shapes=None, loss=None, loss_constructors=None)
         self._set_given(kwargs)
 
-    def _transform(self, dataset: Any) -> Any:
-        from pyspark.ml.linalg import VectorUDT  # pyright: ignore[reportMissingImports]
-        from pyspark.sql.types import DoubleType, StructField, StructType  # pyright: ignore[reportMissingImports]
-
-        features = self.getFeatureColumns()
-        check_columns(dataset.columns, features, "data frame")
-        names = get_output_cols(self.getLabelColumns(), self.getOutputCols())
-        if taken := [name for name in names if name in dataset.columns]:
-            raise InvalidRequestError(
-                f"The data frame has columns {taken} already; choose others by setOutputCols."
-            )
-        predict = Predict(self.getModel(), features, self.getInputShapes(), dataset.columns, ())
-        sizes = self._output_sizes(dataset, predict)
-        if len(sizes) != len(names):
-            raise InvalidRequestError(f"The model has {len(sizes)} outputs for the columns {names}.")
-        added = [
-            StructField(name, DoubleType() if size == 1 else VectorUDT())
-            for name, size in zip(names, sizes, strict=True)
-        ]
-        schema = StructType([*dataset.schema.fields, *added])
-        predict = Predict(predict.model, features, predict.shapes, dataset.columns, tuple(sizes))
-        return dataset.sparkSession.createDataFrame(dataset.rdd.mapPartitions(predict), schema)
-
-    def _output_sizes(self, dataset: Any, predict: Predict) -> list[int]:
-        known = [
-            (self.getMetadata() or {}).get(label, {}).get("output_shape") for label in self.getLabelColumns()
-        ]
-        if None not in known:
-            return [int(np.prod(shape)) for shape in known]
-        outputs = predict.outputs(dataset.head(1))
-        return [int(np.prod(output.shape[1:])) for output in outputs]
+    def _network(self) -> Network:
+        return TorchNetwork(self.getModel(), self.getInputShapes())
 
 
 @dataclass(frozen=True)
-class Predict:
-    """A function for ``mapPartitions``: rows with the model's outputs behind them.
+class TorchNetwork:
+    """A module as a function of arrays, on the CPU.
 
     Attributes:
-        sizes: Numbers in each output; one that has one number is a double, others are vectors.
+        shapes: For each feature the shape of a batch, with -1 for its rows.
     """
 
     model: Any
-    features: Sequence[str]
     shapes: Sequence[Sequence[int]] | None
-    columns: Sequence[str]
-    sizes: tuple[int, ...]
 
-    def __call__(self, rows: Iterable[Any]) -> Iterator[Any]:
-        from pyspark.ml.linalg import DenseVector  # pyright: ignore[reportMissingImports]
-
-        left = iter(rows)
-        while found := list(islice(left, _ROWS)):
-            columns: list[Any] = []
-            for output, size in zip(self.outputs(found), self.sizes, strict=True):
-                values = output.reshape(len(found), -1).double().numpy()
-                if values.shape[1] != size:
-                    raise InvalidRequestError(
-                        f"The model gave {values.shape[1]} numbers for a row, not {size}."
-                    )
-                columns.append(values[:, 0].tolist() if size == 1 else list(map(DenseVector, values)))
-            for row, *added in zip(found, *columns, strict=True):
-                yield (*row, *added)
-
-    def outputs(self, rows: Sequence[Any]) -> list[torch.Tensor]:
-        """The model's outputs for rows, on the CPU."""
-        if not rows:
-            return []
+    def __call__(self, arrays: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
         model = self.model.cpu().eval()
-        inputs = []
-        for number, name in enumerate(self.features):
-            place = list(self.columns).index(name)
-            values = [row[place] for row in rows]
-            if any(value is None for value in values):
-                raise InvalidRequestError(f"Column {name!r} has nulls; fill or drop them.")
-            array = np.asarray([value.toArray() if hasattr(value, "toArray") else value for value in values])
-            tensor = tensor_of(array, dtype_of(model))
-            inputs.append(tensor.reshape(tuple(self.shapes[number])) if self.shapes else tensor)
+        inputs = [tensor_of(array, dtype_of(model)) for array in arrays]
+        if self.shapes:
+            inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, self.shapes, strict=True)]
         with torch.no_grad():
             found = model(*inputs)
-        return list(found) if isinstance(found, list | tuple) else [found]
+        return [output.double().numpy() for output in (found if isinstance(found, list | tuple) else [found])]
 
 
-def _for_each_label(metrics: Sequence[Any], labels: int) -> list[list[Any]]:
+def for_each_label(metrics: Sequence[Any], labels: int) -> list[list[Any]]:
+    """Metrics by label: one list is for each of them."""
     if metrics and isinstance(metrics[0], list | tuple):
         return [list(each) for each in to_list(metrics, labels) or ()]
     return [list(metrics) for _ in range(labels)]
-
-
-def _new_run() -> str:
-    return f"run_{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,303 @@
+"""What each rank of a :class:`LightningEstimator` does: read its share, have Lightning's trainer train, keep checkpoints. Needs no pyspark."""
+
+from __future__ import annotations
+
+import io
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvdlab.torch as hvd
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.spark.common.datamodule import Batch
+from hvdlab.spark.common.plan import TrainingPlan
+from hvdlab.spark.lightning.installed import lightning, package_of
+from hvdlab.spark.lightning.strategy import strategy_class
+from hvdlab.spark.torch.objective import Objective, name_of
+from hvdlab.spark.torch.training import on_cpu
+
+Logs = dict[str, Any]
+
+_VALIDATION = "val"
+"""What names of metrics begin with that are computed from rows for validation."""
+
+
+@dataclass(frozen=True)
+class LightningTrained:
+    """What rank 0 returns.
+
+    Attributes:
+        model: The module's state, on the CPU.
+        optimizers: The states of its optimizers.
+        history: For each epoch ``epoch``, ``train`` and, with validation, ``validation``.
+    """
+
+    model: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    history: list[Logs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningTraining(TrainingPlan):
+    """A function for ranks.
+
+    Attributes:
+        model: A LightningModule, or a module of torch, which gets ``optimizer`` and ``losses``.
+        logger, profiler: Lightning's.
+        trainer_args: Further arguments of the trainer, or others.
+    """
+
+    model: Any
+    optimizer: Any
+    losses: Sequence[Any]
+    metrics: Sequence[Sequence[Any]]
+    input_shapes: Sequence[Sequence[int]] | None
+    num_gpus: int | None
+    logger: Any
+    log_every_n_steps: int
+    terminate_on_nan: bool
+    profiler: Any
+    trainer_args: dict[str, Any]
+
+    def __call__(self) -> LightningTrained | None:
+        """Train; only rank 0 returns something."""
+        hvd.init()
+        try:
+            return _Trainer(self).train()
+        finally:
+            hvd.shutdown()
+
+
+class _Trainer:
+    def __init__(self, job: LightningTraining) -> None:
+        self.job = job
+        self.package = lightning(package_of(job.model))
+        if job.seed is not None:
+            self.package.seed_everything(job.seed + hvd.rank())
+        cuda = job.use_gpu and torch.cuda.is_available() and job.num_gpus != 0
+        self.device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+        self.objective = Objective(job, job.model, job.losses, job.input_shapes, self.device)
+        self.module = job.model if package_of(job.model) else _module(self.package, job, self.objective)
+        self.history: list[Logs] = []
+
+    def train(self) -> LightningTrained | None:
+        job = self.job
+        with job.remote.get_local_output_dir() as place, tempfile.TemporaryDirectory() as files:
+            self.files = Path(files)
+            resumed, first = self._resumed()
+            self.last = job.epochs_until(first)
+            with job.open_data(hvd.rank(), hvd.size()) as data:
+                trainer = self._trainer(place)
+                if hasattr(data, "train_dataloader"):  # a LightningDataModule of the user's
+                    trainer.fit(self.module, datamodule=data, ckpt_path=resumed, weights_only=True)
+                else:
+                    self._fit(trainer, data, resumed)
+        if hvd.rank():
+            return None
+        optimizers = [on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers]
+        module = self.module if package_of(job.model) else job.model
+        return LightningTrained(on_cpu(module.state_dict()), optimizers, self.history)
+
+    def _fit(self, trainer: Any, data: Any, resumed: str | None) -> None:
+        batches = iter(data.train_data())
+        try:
+            trainer.fit(
+                self.module,
+                train_dataloaders=_Loader(
+                    lambda: batches, self.job.steps_per_epoch(hvd.size()), self.objective.tensors
+                ),
+                val_dataloaders=_Loader(
+                    lambda: iter(data.val_data()), self._val_steps(), self.objective.tensors
+                )
+                if self.job.val_rows
+                else None,
+                ckpt_path=resumed,
+                weights_only=True,
+            )
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+
+    def _val_steps(self) -> int:
+        """As many as the rank with the fewest rows has: the module may call collectives in each."""
+        fewest = self.job.val_rows // hvd.size()
+        if not fewest:
+            raise InvalidRequestError(
+                f"There are {self.job.val_rows} rows for validation, for {hvd.size()} ranks."
+            )
+        steps = -(-fewest // self.job.val_batch_size)
+        return min(steps, self.job.val_steps or steps)
+
+    def _trainer(self, place: str) -> Any:
+        job, package = self.job, self.package
+        given = dict(job.trainer_args)
+        passes = int(given.pop("accumulate_grad_batches", job.passes_per_step))
+        if job.steps_per_epoch(hvd.size()) % passes:
+            raise InvalidRequestError(
+                f"accumulate_grad_batches={passes} does not divide the {job.steps_per_epoch(hvd.size())} batches of an epoch; give "
+                "backward_passes_per_step to the estimator instead, which rounds them up."
+            )
+        logger: Any = job.logger
+        if logger is None:
+            logger = package.loggers.CSVLogger(place, name=job.remote.logs_subdir, version="")
+        # Behind the user's, which may log.
+        own = [_keeper(package, self, place)]
+        if job.terminate_on_nan:
+            own.append(_nan_guard(package))
+        callbacks = [*job.callbacks, *given.pop("callbacks", ()), *own]
+        settings: dict[str, Any] = {
+            "max_epochs": self.last,
+            "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
+            "devices": [self.device.index] if self.device.type == "cuda" else 1,
+            "strategy": strategy_class(package)(self.device, job.compression, passes),
+            "accumulate_grad_batches": passes,
+            "logger": logger,
+            "log_every_n_steps": job.log_every_n_steps,
+            "profiler": job.profiler,
+            "default_root_dir": place,
+            # The run's checkpoints are in the store.
+            "enable_checkpointing": any(isinstance(each, package.callbacks.Checkpoint) for each in callbacks),
+            "enable_progress_bar": False,
+            "enable_model_summary": job.verbose > 1,
+            "num_sanity_val_steps": 0,
+            # Data modules are told their share.
+            "use_distributed_sampler": False,
+            "callbacks": callbacks,
+        }
+        return package.Trainer(**{**settings, **given})
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _resumed(self) -> tuple[str | None, int]:
+        """A file with the run's checkpoint, which rank 0 reads for all, and the epoch to go on with."""
+        data = self.job.read_checkpoint() if hvd.rank() == 0 else None
+        data = hvd.broadcast_object(data, 0, name="hvdlab.spark.checkpoint")
+        if data is None:
+            return None, 0
+        # Tensors and numbers only: a checkpoint that comes from elsewhere runs nothing.
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        file = self.files / "resumed.ckpt"
+        file.write_bytes(data)
+        return str(file), int(found["epoch"]) + 1
+
+    def ended(self, trainer: Any, place: str) -> None:
+        """Keep what is known after an epoch."""
+        values = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.endswith("_step")
+        }
+        known = {name.removesuffix("_epoch"): value for name, value in values.items()}
+        logs: Logs = {"epoch": trainer.current_epoch, "train": {}}
+        if self.job.val_rows:
+            logs["validation"] = {}
+        for name, value in known.items():
+            logs["validation" if name.startswith(_VALIDATION) and self.job.val_rows else "train"][name] = (
+                value
+            )
+        self.history.append(logs)
+        job = self.job
+        if job.checkpoint is not None:
+            file = self.files / "kept.ckpt"
+            trainer.save_checkpoint(file)
+            if trainer.is_global_zero:
+                job.write_checkpoint(file.read_bytes())
+                job.remote.sync(place)  # the logs
+        if job.verbose and trainer.is_global_zero:
+            words = [f"{name} {value:.4g}" for name, value in known.items()]
+            print(f"epoch {trainer.current_epoch + 1}/{self.last}: {', '.join(words)}", flush=True)
+
+
+class _Loader:
+    """Batches of an epoch, as many on each pass."""
+
+    def __init__(
+        self, batches: Callable[[], Iterator[Batch]], steps: int, convert: Callable[[Batch], Any]
+    ) -> None:
+        self._batches, self._steps, self._convert = batches, steps, convert
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._convert, islice(self._batches(), self._steps))
+
+
+def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
+    """A LightningModule around a module of torch, its losses, metrics and optimizer."""
+
+    class Wrapped(package.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def forward(self, *inputs: Any) -> Any:
+            return self.model(*inputs)
+
+        def configure_optimizers(self) -> Any:
+            return job.optimizer
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self._step(batch, "train")
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self._step(batch, _VALIDATION)
+
+        def _step(self, batch: Any, what: str) -> Any:
+            inputs, labels, weights = objective.parts(batch)
+            outputs, labels = objective.aligned(self(*inputs), labels)
+            loss = objective.loss(outputs, labels, weights)
+            values = {"loss": loss.detach()}
+            with torch.no_grad():
+                for label, metrics, output, wanted in zip(
+                    job.labels, job.metrics, outputs, labels, strict=True
+                ):
+                    head = f"{label}_" if len(job.labels) > 1 else ""
+                    values |= {f"{head}{name_of(metric)}": metric(output, wanted) for metric in metrics}
+            self.log_dict(
+                {f"{what}_{name}": value for name, value in values.items()},
+                on_step=False,
+                on_epoch=True,
+                sync_dist=True,
+                batch_size=len(labels[0]),
+            )
+            return loss
+
+    return Wrapped()
+
+
+def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
+    """A callback that tells of the end of each epoch; what it knows is in checkpoints."""
+
+    class Keeper(package.Callback):  # type: ignore[misc]
+        state_key = "hvdlab.spark"
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            owner.ended(trainer, place)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"history": owner.history}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            owner.history = list(state["history"])
+
+    return Keeper()
+
+
+def _nan_guard(package: Any) -> Any:
+    class NanGuard(package.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            if loss is not None and not math.isfinite(float(loss)):
+                raise ValueError(
+                    f"The loss of batch {index} of epoch {trainer.current_epoch} is {float(loss)}."
+                )
+
+    return NanGuard()

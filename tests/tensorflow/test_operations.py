@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -452,3 +453,35 @@ def not_found() -> None:
 
 def test_what_the_library_lacks(two: Ranks) -> None:
     two.run(not_found, ranks=[0])
+
+
+# -- graphs from files ------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path) -> None:
+    tf, hvd = _modules()
+
+    class Reducing(tf.Module):  # type: ignore[misc,name-defined]
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)  # type: ignore[untyped-decorator]
+        def reduced(self, x: Any) -> Any:
+            return hvd.allreduce(x, op=hvd.Sum, name="saved")
+
+    tf.saved_model.save(Reducing(), str(folder / str(hvd.rank())))
+
+
+def loaded(folder: Path, rank: int) -> None:
+    """In a process that has made no collective, and is no rank yet."""
+    tf, hvd = _modules()
+    model = tf.saved_model.load(str(folder / str(rank)))
+    with pytest.raises(ValueError, match=r"before hvd\.init\(\)"):
+        model.reduced(tf.ones(2))
+    hvd.init()
+    assert model.reduced(tf.ones(2)).numpy().tolist() == [hvd.size()] * 2
+    with pytest.raises(hvd.HorovodInternalError, match="`saved`: the ranks disagree"):
+        model.reduced(tf.ones(1 + hvd.rank()))
+
+
+def test_a_graph_that_was_saved_is_loaded_elsewhere(two: Ranks, tmp_path: Path) -> None:
+    two.run(saved, tmp_path, timeout=60)
+    with Ranks(2, init=False, imports=["hvdlab.tensorflow"]) as ranks:
+        ranks.run(loaded, per_rank=[(tmp_path, 0), (tmp_path, 1)], timeout=60)

@@ -164,6 +164,7 @@ def _gradient(op: Any, *gradients: Any) -> list[Any]:
     return gradients_of(call, inputs, found, gradients)
 
 
+kernels.registered()  # now, since a graph that was saved with them may be loaded before any is made here
 for _kind, _name in kernels.OPS.items():
     if _kind is not OpKind.JOIN:
         tf.RegisterGradient(_name)(_gradient)

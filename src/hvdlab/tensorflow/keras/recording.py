@@ -153,15 +153,16 @@ class KerasRecord(StepRecord):
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def _attach(self, model: Any) -> None:
-        _replace(model, "train_step", self._recorded_step(model.train_step))
+        _replace(model, "train_step", self._recorded_step(model))
         _replace(model, "compute_loss", self._recorded_loss(model.compute_loss))
         _replace(model, _ATTRIBUTE, self)
         model.train_function = None  # it is to be traced anew
 
-    def _recorded_step(self, original: Any) -> Any:
+    def _recorded_step(self, model: Any) -> Any:
+        original = model.train_step
+
         @functools.wraps(original)
         def train_step(data: Any) -> Any:
-            model = self._model
             if getattr(model, "jit_compile", None) is True:
                 raise UnsupportedError(_COMPILED)
             begun: list[Any] = []
@@ -174,7 +175,7 @@ class KerasRecord(StepRecord):
                 begun = graph.get_operations()[before:]
             self._in_step = True
             try:
-                with tf.control_dependencies(begun), self._observed(reducer_of(model.optimizer)):
+                with tf.control_dependencies(begun), self._observed(model.optimizer):
                     return _as_rewritten(original)(data)
             finally:
                 self._in_step = False
@@ -191,14 +192,13 @@ class KerasRecord(StepRecord):
 
         return _not_rewritten(compute_loss)
 
-    def _observed(self, reducer: GradientReducer | None) -> AbstractContextManager[None]:
+    def _observed(self, optimizer: Any) -> AbstractContextManager[None]:
         """Have the norm of this rank's own gradients recorded where they are reduced."""
-        optimizer = self._model.optimizer
 
         def observe(gradients: Sequence[Any]) -> None:
             self.gradients(gradients, _loss_scale(optimizer))
 
-        return _observing(reducer, observe)
+        return _observing(reducer_of(optimizer), observe)
 
     def close(self) -> None:
         """End it and forget what was recorded. Idempotent."""

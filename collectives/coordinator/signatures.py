@@ -32,11 +32,14 @@ class Interned:
         self.signature = signature
         self.name = signature.name
         self.kind = signature.kind
-        self.group = f"{signature.group_size}:{signature.group}" if signature.group_size > 0 else ""
+        two = signature.kind == OpKind.SENDRECV and len({*signature.ranks}) == len(signature.ranks) == 2
+        self.between = signature.ranks if two else ()
+        # Ranks don't put a message into a group; a peer that says so all the same must not have others wait for the rest of it.
+        grouped = signature.group_size > 0 and not self.between
+        self.group = f"{signature.group_size}:{signature.group}" if grouped else ""
         self.group_size = signature.group_size
         self.references = 0
         self.nbytes = _nbytes(signature)
-        self.between = signature.ranks if signature.kind == OpKind.SENDRECV else ()
         self.fuse_key: FuseKey | None = None
         if signature.kind == OpKind.ALLREDUCE:
             self.fuse_key = (
@@ -140,7 +143,7 @@ def describe(signature: Signature, *, device: bool = False) -> str:
             words.append(f"postscale {signature.postscale:g}")
     if kind == OpKind.BROADCAST:
         words.append(f"from rank {signature.root}")
-    if kind == OpKind.SENDRECV:
+    if kind == OpKind.SENDRECV and len(signature.ranks) == 2:
         words.append("from rank {} to rank {}".format(*signature.ranks))
     if signature.splits:
         words.append("with splits")

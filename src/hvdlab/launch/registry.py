@@ -18,6 +18,7 @@ OURS = {
     "mpi": "hvdlab.launch.mpi:MpiLauncher",
     "slurm": "hvdlab.launch.slurm.launcher:SlurmLauncher",
     "ray": "hvdlab.ray.launcher:RayLauncher",
+    "spark": "hvdlab.spark.launcher:SparkLauncher",
 }
 
 

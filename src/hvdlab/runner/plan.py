@@ -33,7 +33,7 @@ class Job:
         plane: Data plane.
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
-        launcher: Name of what starts the ranks.
+        launcher: Name of what starts the ranks, or that itself.
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
         slots: Where each rank runs; empty with a ``source``.
@@ -56,7 +56,7 @@ class Job:
     plane: str = "auto"
     interfaces: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ("ssh",)
-    launcher: str = "local"
+    launcher: str | Launcher = "local"
     launcher_options: Mapping[str, str] = field(default_factory=dict)
     stdin: bool = False
     start_timeout: float = 30.0
@@ -118,7 +118,7 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
         InvalidRequestError: There is none of this name, it can't start programs, or does not know an option.
         StartError: It can't be imported, or lacks something.
     """
-    found = registry.find(job.launcher)
+    found = registry.find(job.launcher) if isinstance(job.launcher, str) else job.launcher
     if found is None:
         known = ", ".join(registry.names())
         raise InvalidRequestError(f"there is no launcher {job.launcher!r}; choose one of {known}.")

@@ -6,6 +6,7 @@ It needs pyspark (``pip install hvdlab[spark]``), which is imported when ranks a
 from __future__ import annotations
 
 from hvdlab.spark.distributor import TorchDistributor
+from hvdlab.spark.elastic import run_elastic
 from hvdlab.spark.runner import run
 
-__all__ = ["TorchDistributor", "run"]
+__all__ = ["TorchDistributor", "run", "run_elastic"]

@@ -117,9 +117,10 @@ def run_tasks(
     size = context.defaultParallelism if num_proc is None else num_proc
     if size < 1:
         raise InvalidRequestError(f"num_proc={size}: there must be at least one rank.")
-    timeout = float(start_timeout or os.environ.get("HOROVOD_SPARK_START_TIMEOUT") or START_TIMEOUT)
-    job = Job(context, size, time.monotonic() + timeout, timeout)
-    job.wait_for_slots()
+    timeout = chosen_timeout(start_timeout)
+    deadline = time.monotonic() + timeout
+    wait_for_slots(context, size, deadline, timeout)
+    job = Job(context, size, deadline, timeout)
     say = _speaker(verbose)
     with contextlib.ExitStack() as cleanup:
         address = _driver_address(context, nics)
@@ -158,18 +159,6 @@ class Job:
         self._error: Exception | None = None
         #: Ranks that failed, in the order in which the coordinator learnt it, with the reasons.
         self._failed: dict[int, str] = {}
-
-    def wait_for_slots(self) -> None:
-        """Wait until Spark has room for all tasks at once. Raises if it has not, or can't have."""
-        while (slots := self._slots()) < self._size:
-            left = self._deadline - time.monotonic()
-            if _is_local(self._context) or left <= 0:
-                raise StartError(_late(f"it has {slots} task slots for {self._size} ranks", self._timeout))
-            self._news.wait(min(left, _LOOKS))
-
-    def _slots(self) -> int:
-        scala = self._context._jsc.sc()
-        return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
     def on_membership(self, membership: Membership) -> None:
         """The coordinator's word of who has failed. On its client's thread."""
@@ -249,7 +238,38 @@ class Job:
         return done
 
 
+def chosen_timeout(start_timeout: float | None) -> float:
+    """Seconds that Spark has to start the tasks."""
+    return float(start_timeout or os.environ.get("HOROVOD_SPARK_START_TIMEOUT") or START_TIMEOUT)
+
+
+def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> None:
+    """Wait until Spark has room for so many tasks at once.
+
+    Args:
+        context: The SparkContext.
+        size: Number of tasks.
+        deadline: Until when, by the monotonic clock.
+        timeout: The seconds that were given, for the message.
+
+    Raises:
+        StartError: It has not, or can't have.
+    """
+    while (there := slots(context)) < size:
+        left = deadline - time.monotonic()
+        if is_local(context) or left <= 0:
+            raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
+        threading.Event().wait(min(left, _LOOKS))  # Spark tells of new executors only when asked
+
+
+def slots(context: Any) -> int:
+    """How many tasks of one processor Spark can run at once, free or not."""
+    scala = context._jsc.sc()
+    return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+
+
 def active_context() -> Any:
+    """The SparkContext of this process. Raises ``StartError`` without one."""
     try:
         from pyspark import SparkContext  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -269,12 +289,12 @@ def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | N
     """Where executors reach the coordinator; ``None`` if all of them are this process's."""
     if nics:
         return addresses.of_interfaces([nics] if isinstance(nics, str) else sorted(nics))
-    if _is_local(context):
+    if is_local(context):
         return None
     return addresses.chosen(os.environ) or addresses.outward([context.getConf().get("spark.driver.host", "")])
 
 
-def _is_local(context: Any) -> bool:
+def is_local(context: Any) -> bool:
     """Whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
     return bool(context.master == "local" or context.master.startswith("local["))
 

@@ -1,4 +1,4 @@
-"""What each task of the barrier job runs on an executor: the parent of one rank, which is a process of its own.
+"""What tasks run on executors: each is the parent of one rank, which is a process of its own.
 
 A rank needs the main thread, its standard streams and a fresh interpreter, and Spark uses one Python worker for many tasks.
 """
@@ -26,6 +26,9 @@ from hvdlab.runner.lines import LineAssembler, prefix
 KEPT = 4 << 20
 """Bytes of a rank's output that are kept for the driver's streams: the last ones."""
 
+
+LOST = "its task was lost, with its executor or by Spark's word"
+"""How a rank has ended whose task Spark starts again."""
 
 _NO_WORLD = World("", "")
 """Until there is a coordinator."""
@@ -88,8 +91,7 @@ class RankTask:
         environment |= thread_counts({**os.environ, **environment}, where.local_size)
         environment |= own_environment(world, rank, size, where)
         if self.gpus:
-            found = context.resources().get("gpu")
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(found.addresses if found else ())
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(get_available_devices())
         yield self._run(rank, environment)
 
     def _run(self, rank: int, environment: dict[str, str]) -> RankEnd:
@@ -98,18 +100,57 @@ class RankTask:
         with Client.connect(
             self.world.coordinator, self.client_token, certificate=self.world.certificate
         ) as client:
-            try:
-                child = spawn(start, wire.RankSpec(rank, environment), -1)
-            except SpawnError as error:
-                client.rank_lost(rank, 0, str(error))
-                return RankEnd(rank, Outcome(error.code, 0, str(error)))
-            output = drain(child, captured=self.captured)
-            code, signal = child.reap()
-            end = RankEnd(rank, Outcome(code, signal), b"".join(child.result()), output)
+            end, pid = _hold(start, wire.RankSpec(rank, environment), captured=self.captured)
             if not end.outcome.ok:
                 # The others would wait for a rank that did not come to hvd.init().
-                client.rank_lost(rank, child.pid, _reason(end))
+                client.rank_lost(rank, pid, _reason(end))
             return end
+
+
+@dataclass(frozen=True)
+class SingleRankTask:
+    """A function for ``RDD.mapPartitions`` of one partition: one rank of a job whose ranks come and go.
+
+    Attributes:
+        command: What the rank runs; an empty program stands for the task's interpreter.
+        call: A pickled call of the user's function, or empty.
+        rank: Its number.
+        environment: Its variables.
+        captured: As of :class:`RankTask`.
+    """
+
+    command: tuple[str, ...]
+    call: bytes
+    rank: int
+    environment: Mapping[str, str]
+    captured: bool
+
+    def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
+        """Run the rank to its end. Once: a task that Spark starts again, since its executor was lost, only says so."""
+        from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
+
+        context = TaskContext.get()
+        if context.attemptNumber():
+            yield RankEnd(self.rank, Outcome(0, 0, LOST))
+            return
+        environment = {**thread_counts({**os.environ, **self.environment}, 1), **self.environment}
+        if gpus := get_available_devices():
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        program, *arguments = self.command
+        command = (program or sys.executable, *arguments)
+        start = wire.Start(tuple(map(os.fsencode, command)), b"", {}, function=self.call)
+        yield _hold(start, wire.RankSpec(self.rank, environment), captured=self.captured)[0]
+
+
+def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[RankEnd, int]:
+    """Start a rank and wait for its end. Also returns its process, or 0 if it could not be started."""
+    try:
+        child = spawn(start, spec, -1)
+    except SpawnError as error:
+        return RankEnd(spec.rank, Outcome(error.code, 0, str(error))), 0
+    output = drain(child, captured=captured)
+    code, signal = child.reap()
+    return RankEnd(spec.rank, Outcome(code, signal), b"".join(child.result()), output), child.pid
 
 
 def get_available_devices() -> list[str]:

@@ -1,0 +1,296 @@
+"""The launcher ``spark``: each rank is a process of a task, and each task a Spark job of its own.
+
+::
+
+    launcher ── a job of one task ──▶ Spark ──▶ task ── spawns ──▶ rank ── hvdlab's own channel ──▶ coordinator
+
+Tasks of one job share its fate: Spark starts all of them or none, and all anew when one is lost. So ranks that come and go
+by themselves are jobs by themselves. What ends a rank's job, such as the loss of its executor, ends no other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdlab.collectives.client import Membership
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.environment import own_environment
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.launch.environment import default_python, exported
+from hvdlab.launch.exits import describe_exit
+from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.options import Option
+from hvdlab.launch.starter import Capabilities, Capability, Ended, LaunchRequest, RankObserver, Started
+from hvdlab.spark.runner import active_context, is_local, slots
+from hvdlab.spark.task import RankEnd, SingleRankTask
+
+_CANCELLED_WITHIN = 5.0
+"""Seconds that Spark is given to end the tasks of jobs that were cancelled; it gives a worker two before it kills it."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+_NOT_THEIRS = ("SPARK_", "PYSPARK_", "PYTHON_WORKER", "JAVA_", "CUDA_VISIBLE")
+"""Beginnings of variables of the driver that mean something else on an executor."""
+
+
+class SparkLauncher:
+    """Starts ranks in tasks of the SparkContext of this process.
+
+    Args:
+        captured: Whether what ranks write is brought to the driver, when they have ended; else it goes to the executors' logs.
+        most: How many ranks there are at most.
+    """
+
+    name = "spark"
+    capabilities = Capabilities.all_but(
+        {
+            Capability.KEEP: "their tasks belong to the notebook's SparkContext",
+            Capability.SIGNALS: "Spark can end a task, and passes nothing else on to it",
+        }
+    )
+    forks = False
+
+    def __init__(self, *, captured: bool = False, most: int | None = None) -> None:
+        self._captured, self._most = captured, most
+        self._starter: SparkStarter | None = None
+
+    def options(self) -> Sequence[Option]:
+        """Which interpreter ranks run in."""
+        return (Option("python", "the ranks' interpreter on the executors (default: that of Spark's tasks)"),)
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Raises ``InvalidRequestError`` if hosts are named or tasks are too few, ``StartError`` without a SparkContext."""
+        if hosts:
+            raise InvalidRequestError(
+                "the launcher `spark` has Spark choose the executors: name no hosts; Spark's own settings say where its tasks run."
+            )
+        context = active_context()
+        if is_local(context) and slots(context) < size:
+            raise InvalidRequestError(
+                f"Spark has {slots(context)} task slots for {size} ranks; start it as `local[{size}]`, or ask for fewer ranks."
+            )
+
+    def is_far(self, hosts: str) -> bool:
+        """Unless Spark's tasks run in this process's own host."""
+        return not is_local(active_context())
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> SparkStarter:
+        """What starts the ranks of a job. Raises ``StartError`` without a SparkContext."""
+        self._starter = SparkStarter(request, ranks, active_context(), captured=self._captured)
+        return self._starter
+
+    def source(self) -> HostSource:
+        """The task slots as hosts of an elastic job, of which each takes one rank."""
+        return _Slots(self)
+
+    def free_and_taken(self) -> dict[str, int]:
+        """The slots of living ranks under the names that they have, and as many others as Spark has room for."""
+        taken = self._starter.taken() if self._starter is not None else set()
+        room = slots(active_context())
+        room = room if self._most is None else min(room, self._most)
+        names = (
+            name for name in (f"slot-{number}" for number in range(room + len(taken))) if name not in taken
+        )
+        # A rank that lives keeps its slot when another's executor is lost.
+        return dict.fromkeys(
+            [*sorted(taken), *[name for name, _ in zip(names, range(room - len(taken)), strict=False)]], 1
+        )
+
+
+class _Slots(HostSource):
+    """Asks a launcher."""
+
+    def __init__(self, launcher: SparkLauncher) -> None:
+        self._launcher = launcher
+
+    def find(self) -> Mapping[str, int]:
+        return self._launcher.free_and_taken()
+
+
+class _Seat:
+    """A rank's job, as the starter knows it; guarded by the starter's lock."""
+
+    def __init__(self, rank: int, host: str, group: str) -> None:
+        self.rank, self.host, self.group = rank, host, group
+        self.pid = 0
+        #: Why it was cancelled, or empty.
+        self.given_up = ""
+
+
+class SparkStarter:
+    """A :class:`~hvdlab.launch.starter.PlacingStarter` of tasks. A thread for each rank waits for the end of its job.
+
+    Args:
+        request: What for.
+        ranks: Takes what happens to ranks.
+        context: The SparkContext.
+        captured: Whether what ranks write is brought here.
+    """
+
+    def __init__(
+        self, request: LaunchRequest, ranks: RankObserver, context: Any, *, captured: bool = False
+    ) -> None:
+        self._request, self._ranks, self._context, self._captured = request, ranks, context, captured
+        self._name = f"hvdlab.spark.{uuid.uuid4().hex[:8]}"
+        self._changed = threading.Condition()
+        #: Rank to its job, from the order to start it to its end. With the following, guarded by the condition.
+        self._seats: dict[int, _Seat] = {}
+        self._begun = 0
+        #: Rank to the last process of it that has ended: the coordinator may still count it as a member for a moment.
+        self._ended: dict[int, int] = {}
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+        request.client.on_membership(self._on_membership)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have them started as soon as Spark runs their tasks.
+
+        Raises:
+            InvalidRequestError: This was closed.
+        """
+        self._begin({rank: f"slot-{rank}" for rank in ranks}, size)
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """As :meth:`start`, under the name of a slot; Spark chooses the executor.
+
+        Raises:
+            InvalidRequestError: This was closed.
+        """
+        self._begin(dict.fromkeys(ranks, host), size)
+
+    def _begin(self, ranks: Mapping[int, str], size: int) -> None:
+        from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
+
+        with self._changed:
+            if self._closing:
+                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            for rank, host in ranks.items():
+                seat = _Seat(rank, host, f"{self._name}.{self._begun}")
+                self._begun += 1
+                self._seats[rank] = seat
+                thread = InheritableThread(target=self._follow, args=(seat, size), name=seat.group)
+                thread.daemon = True
+                self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+                thread.start()
+
+    def taken(self) -> set[str]:
+        """The names of slots whose ranks have not ended."""
+        with self._changed:
+            return {seat.host for seat in self._seats.values()}
+
+    def give_up(self, host: str) -> None:
+        """Cancel the job of a slot; its rank is reported."""
+        with self._changed:
+            seats = [seat for seat in self._seats.values() if seat.host == host]
+        for seat in seats:
+            self._cancel(seat, f"{host} was given up")
+
+    def signal(self, rank: int, number: int) -> None:
+        """End a rank, by cancelling its job; Spark can pass on no other signal."""
+        with self._changed:
+            seat = self._seats.get(rank)
+        if seat is not None and number in _ENDING:
+            self._cancel(seat, f"it was ended by {signal.Signals(number).name}")
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """``None``: Spark places ranks."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Wait so long for ranks that were told to leave, then cancel the jobs of those that are left. Idempotent."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._seats, timeout)
+            self._closing = True
+            left, threads = list(self._seats.values()), list(self._threads)
+        for seat in left:
+            self._cancel(seat, "it was ended with its job")
+        for thread in threads:
+            thread.join(_CANCELLED_WITHIN)
+
+    def _cancel(self, seat: _Seat, reason: str) -> None:
+        with self._changed:
+            seat.given_up = seat.given_up or reason
+        # Also if it was not submitted yet.
+        self._context._jsc.sc().cancelJobGroupAndFutureJobs(seat.group)
+
+    # -- a rank's thread ----------------------------------------------------------------------------------------------
+
+    def _follow(self, seat: _Seat, size: int) -> None:
+        """Run a rank's job, and report its end."""
+        try:
+            self._context.setJobGroup(seat.group, f"hvdlab: rank {seat.rank}", interruptOnCancel=True)
+            tasks = self._context.parallelize([seat.rank], 1).mapPartitions(self._task(seat.rank, size))
+            (end,) = tasks.collect()
+        except Exception as error:  # noqa: BLE001  # whatever Spark raises for a job that failed or was cancelled
+            self._end(seat, seat.given_up or f"its Spark job failed: {_cause(error)}")
+            return
+        if end.outcome.text:
+            self._end(seat, end.outcome.text, end.outcome.exit_code or None)
+        else:
+            self._deliver(end)
+            code, number = end.outcome.code, end.outcome.signal
+            self._end(seat, describe_exit(code, number), None if number else code, number)
+
+    def _task(self, rank: int, size: int) -> SingleRankTask:
+        request = self._request
+        program = request.program
+        python = str(request.options.get("python", ""))
+        environment = {
+            name: value for name, value in exported(os.environ).items() if not name.startswith(_NOT_THEIRS)
+        }
+        if program is not None:
+            # Of a function's ranks the driver's variables are no business.
+            environment = {} if program.function else environment
+            environment |= program.environment
+        command = program.command if program else ("", "-m", request.module)
+        if command[0] in ("", default_python()):
+            command = (python, *command[1:])
+        return SingleRankTask(
+            command,
+            program.function if program else b"",
+            rank,
+            environment | own_environment(request.world, rank, size),
+            self._captured,
+        )
+
+    def _deliver(self, end: RankEnd) -> None:
+        program = self._request.program
+        if program is None:
+            return
+        for stream, data in end.output:
+            program.output.write(end.rank, stream, data)
+        if end.result:
+            program.output.returned(end.rank, end.result)
+
+    def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
+        self._ranks.handle(Ended(seat.rank, seat.pid, reason, "", "", code, number))
+        with self._changed:
+            if self._seats.get(seat.rank) is seat:
+                del self._seats[seat.rank]
+                self._ended[seat.rank] = seat.pid
+            self._changed.notify_all()
+
+    # -- the coordinator's client's thread ------------------------------------------------------------------------------
+
+    def _on_membership(self, membership: Membership) -> None:
+        """Ranks are known to run once they have connected."""
+        started = []
+        with self._changed:
+            for member in membership.members:
+                seat = self._seats.get(member.rank)
+                if seat is not None and member.pid not in (seat.pid, self._ended.get(member.rank)):
+                    seat.pid = member.pid
+                    started.append(Started(member.rank, member.pid, seat.host))
+        for event in started:
+            self._ranks.handle(event)
+
+
+def _cause(error: Exception) -> str:
+    """What Spark says, without what py4j says before it and the traces behind it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.removeprefix(": ") for line in lines if line.startswith(": ")), lines[0])

@@ -1,0 +1,131 @@
+"""run_elastic on a real Spark: ranks that are lost and come again, the launcher under a pool, and what has no room."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdlab.spark
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.pool import Pool
+from hvdlab.runner.calling import RankFailedError
+from patience import PATIENCE
+
+SETTINGS = {"start_timeout": 4 * PATIENCE, "elastic_timeout": 4 * PATIENCE}
+
+
+def until_sizes(wanted: list[int], killed: str, alone: str) -> tuple[list[int], int, int]:
+    """Train until the world has had these sizes; once, the last rank is killed in a step. It comes again when the other was alone."""
+    import time
+
+    import numpy as np
+
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
+
+    lone = os.open(alone, os.O_RDWR)  # a pipe with a name; opened so, it waits for no other end
+    if os.path.exists(killed):
+        os.read(lone, 1)
+    hvd.init()
+    state: Any = ObjectState(hvd.broadcast_object, hvd.rank, sizes=[], step=0)
+    entered = 0
+
+    def train(state: Any) -> None:
+        nonlocal entered
+        entered += 1
+        while state.sizes != wanted:
+            size = int(hvd.allreduce(np.ones(1), op=hvd.Sum, name="size")[0])
+            if size == wanted[len(state.sizes)]:
+                state.sizes = [*state.sizes, size]
+                if size == 1:
+                    os.write(lone, b"once for each time that it may come")
+            state.step += 1
+            state.commit()
+            if hvd.rank() == 1 and not os.path.exists(killed):
+                open(killed, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05)  # as long as a step: the new rank needs the processors to start
+
+    run_fn(train, lambda: None)(state)
+    print("trained", os.environ["GIVEN"])
+    return state.sizes, entered, os.getpid()
+
+
+def test_a_rank_that_is_killed_comes_again_and_the_other_keeps_its_memory(spark: Any, tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    os.mkfifo(tmp_path / "alone")
+    found = hvdlab.spark.run_elastic(
+        until_sizes,
+        ([2, 1, 2], str(tmp_path / "killed"), str(tmp_path / "alone")),
+        num_proc=2,
+        min_num_proc=1,
+        env={"GIVEN": "5"},
+        stdout=out,
+        stderr=err,
+        **SETTINGS,
+    )
+    assert [sizes for sizes, *_ in found] == [[2, 1, 2]] * 2
+    # The first has kept its process; it may have begun alone.
+    assert found[0][1] >= 3
+    assert found[1][1] == 1
+    assert sorted(out.getvalue().splitlines()) == ["[0]<stdout>:trained 5", "[1]<stdout>:trained 5"]
+    assert "SIGKILL" in err.getvalue()
+
+
+def test_what_a_rank_raises_comes_back(spark: Any) -> None:
+    def fails() -> None:
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column") as caught:
+        hvdlab.spark.run_elastic(fails, num_proc=1, reset_limit=0, verbose=0, **SETTINGS)
+    assert isinstance(caught.value, RankFailedError)
+
+
+def test_numbers_that_make_no_sense_and_too_few_slots(spark: Any) -> None:
+    for numbers in ({"num_proc": 1, "min_num_proc": 2}, {"num_proc": 2, "max_num_proc": 1}, {"num_proc": 0}):
+        with pytest.raises(InvalidRequestError, match="none of the numbers is below"):
+            hvdlab.spark.run_elastic(os.getpid, **numbers)
+    with pytest.raises(
+        Exception, match=r"^Timed out waiting for Spark tasks to start.*2 task slots for 3 ranks"
+    ):
+        hvdlab.spark.run_elastic(os.getpid, num_proc=3)
+    with (
+        pytest.warns(DeprecationWarning, match="min_np is called min_num_proc"),
+        pytest.raises(InvalidRequestError),
+    ):
+        hvdlab.spark.run_elastic(os.getpid, num_proc=1, min_np=2)
+    wanted = (
+        "fn args kwargs num_proc min_num_proc max_num_proc start_timeout elastic_timeout reset_limit env stdout stderr verbose nics "
+        "prefix_output_with_timestamp min_np max_np"
+    )
+    assert list(inspect.signature(hvdlab.spark.run_elastic).parameters) == wanted.split()
+
+
+def test_a_pool_of_a_notebook_grows_is_interrupted_and_repaired(spark: Any) -> None:
+    pool = Pool.start(1, launcher="spark", timeout=PATIENCE)
+    try:
+        pool.run("kept = 41")
+        pool.resize(2, timeout=PATIENCE)
+        found = pool.run(
+            "import numpy as np, os, hvdlab.numpy as hvd\nhvd.init()\n"
+            "(float(hvd.allreduce(np.ones(1), op=hvd.Sum, name='x')[0]), globals().get('kept'))"
+        )
+        assert list(found) == [(2.0, 41), (2.0, None)]
+        running = pool.start_run("import time; time.sleep(600)")
+        running.interrupt()
+        assert running.wait(PATIENCE).interrupted
+        dying = pool.start_run("os.kill(os.getpid(), 9)", ranks=[1]).wait(PATIENCE)
+        assert "SIGKILL" in dying.deaths[1].reason
+        assert pool.repair(timeout=PATIENCE) == (1,)
+        assert list(pool.run("globals().get('kept')")) == [41, None]
+        with pytest.raises(InvalidRequestError, match=r"2 task slots for 3 ranks"):
+            pool.resize(3)
+    finally:
+        pool.stop()
+    assert spark.parallelize(range(2), 2).sum() == 1

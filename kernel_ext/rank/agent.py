@@ -287,6 +287,7 @@ class RankAgent:
 
     def _on_interrupt(self) -> None:
         self._gate.request()
+        self._prompting.interrupted()
         self._debug.interrupted(self._gate.request)
 
     def _on_leave(self, reason: str) -> None:

@@ -27,6 +27,9 @@ _LOOKS_BACK = re.compile(
 
 _DEBUGGERS = frozenset({"bdb", "pdb", "IPython.core.debugger"})
 
+_REPLACED = "REPLACED BY KeyboardInterrupt"
+"""What pybind11 says, in a RuntimeError, where an interrupt comes while it makes an exception of an error of C++."""
+
 _plain_stop_here = bdb.Bdb.stop_here
 
 
@@ -75,7 +78,10 @@ def stop_tracing() -> None:
 
 
 def cut_debugger(error: BaseException) -> BaseException:
-    """The error that a cell has ended with, without a debugger's own frames if it comes out of one."""
+    """The error that a cell has ended with, without a debugger's own frames if it comes out of one.
+
+    An interrupt that became another error on its way is a KeyboardInterrupt again.
+    """
     if isinstance(error, bdb.BdbQuit) and not error.args:
         error.args = ("the debugger was left with quit, which ends the cell",)
     left = isinstance(error, LeftDebugger)
@@ -85,7 +91,7 @@ def cut_debugger(error: BaseException) -> BaseException:
             if link.tb_next.tb_frame.f_globals.get("__name__") in _DEBUGGERS:
                 link.tb_next = None
             link = link.tb_next
-    if left:
+    if left or (isinstance(error, RuntimeError) and _REPLACED in str(error)):
         return KeyboardInterrupt().with_traceback(error.__traceback__)
     return error
 

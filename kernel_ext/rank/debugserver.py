@@ -11,6 +11,7 @@ of each pair, and translates.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -111,7 +112,7 @@ class DebugServer:
         Args:
             again: Interrupts it once more.
         """
-        if self._main in self._stopped:
+        if self._stopped:
             insist = threading.Thread(
                 target=self._insist, args=(again,), name="hvdlab-debug-insist", daemon=True
             )
@@ -119,8 +120,13 @@ class DebugServer:
             insist.start()
 
     def _insist(self, again: Callable[[], object]) -> None:
-        while not self._over.wait(INSIST) and self._server is not None and self._server.waits():
-            again()
+        server = self._server
+        while server is not None:
+            server.interrupt_others()
+            if self._over.wait(INSIST) or not server.waiting():
+                return
+            if threading.main_thread() in server.waiting():
+                again()
 
     # -- own thread -----------------------------------------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class DebugServer:
     def _set_stopped(self, threads: set[int]) -> None:
         with self._lock:
             before, self._stopped = self._stopped, threads
-            (self._over.clear if self._main in threads else self._over.set)()
+            (self._over.clear if threads else self._over.set)()
             if bool(before) != bool(threads):
                 self._paused(bool(threads))
 
@@ -240,8 +246,8 @@ class DebugServer:
         if not self._session or self._server is None:
             return
         self._server.go_on()
-        if self._main in self._stopped:
-            body = {"threadId": self._main, "allThreadsContinued": False}
+        for thread in self._stopped & {self._main} if self._server.waiting() else self._stopped:
+            body = {"threadId": thread, "allThreadsContinued": False}
             self._take(json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode())
 
 
@@ -350,7 +356,7 @@ class _Server:
             AttributeError: Something is not, which is better told now than by the failure of a cell.
         """
         db = self._db
-        _ = self.waits(), db._main_lock, db.source_mapping._mappings_to_client, self._tracing.SetTrace
+        _ = self.waiting(), db._main_lock, db.source_mapping._mappings_to_client, self._tracing.SetTrace
         _ = self._api.SourceMappingEntry, self._api.set_source_mapping, self._api.request_resume_thread
         _ = db.enable_tracing, db.disable_tracing, db.set_tracing_for_untraced_contexts
 
@@ -406,9 +412,20 @@ class _Server:
             sys.breakpointhook = self._before
         self._db.disable_tracing()
 
-    def waits(self) -> bool:
-        """Whether the main thread has stopped and not left it, by whatever way."""
-        return bool(self._info_of(threading.main_thread()).is_in_wait_loop)
+    def waiting(self) -> list[threading.Thread]:
+        """Threads that have stopped and not left it, by whatever way."""
+        return [thread for thread in threading.enumerate() if self._info_of(thread).is_in_wait_loop]
+
+    def interrupt_others(self) -> None:
+        """Raise KeyboardInterrupt where threads have stopped that no signal reaches.
+
+        The main thread may be waiting for one of them: a framework that calls back from a thread of its own.
+        """
+        for thread in self.waiting():
+            if thread is not threading.main_thread():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                )
 
     def go_on(self) -> None:
         """Let the main thread run, wherever it was to stop next."""

@@ -33,6 +33,9 @@ from hvdlab.kernel_ext.prompts.prompter import NOBODY
 
 AT_A_PROMPT = "at a prompt"
 
+INTERRUPTED = "the cell was interrupted"
+"""What ends a question on another thread than the main one, which alone gets signals."""
+
 _WHAT = {INPUT: "input()", PASSWORD: "getpass()", DEBUGGER: "the debugger"}
 
 
@@ -51,6 +54,7 @@ class PausableEngine(Protocol):
 class _Waiting:
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
+        self.on_main = threading.current_thread() is threading.main_thread()
         self.reply: Reply | None = None
         self.ended = threading.Event()
 
@@ -84,6 +88,8 @@ class Prompting:
         self._pauses = 0  # which an interrupt may have kept from being ended
         self._nobody = False
         self._settled = ""  # a cell that nobody waits for any more
+        #: The cell that was interrupted last. Until the main thread has handled that, its other threads ask nothing.
+        self._interrupted_cell = ""
         self._cell = ""
         self._pid = os.getpid()
 
@@ -120,6 +126,10 @@ class Prompting:
         self._flush()
         ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[ask.number] = _Waiting(ask)
+        # After it was entered above: an interrupt that comes now is seen here, or finds it there.
+        if not waiting.on_main and self._interrupted_cell == ask.cell and not self._interrupted():
+            del self._waiting[ask.number]
+            raise KeyboardInterrupt
         try:
             self._pauses += 1
             self._engine.pause(AT_A_PROMPT)
@@ -127,12 +137,14 @@ class Prompting:
             waiting.ended.wait()
         finally:
             self._waiting.pop(ask.number, None)
-            if waiting.reply is None:
+            if waiting.reply is None or waiting.reply.error == INTERRUPTED:
                 self._post(Unask(ask.cell, ask.number))
             self._engine.resume(AT_A_PROMPT)
             self._pauses -= 1
         reply = waiting.reply
         assert reply is not None
+        if reply.error == INTERRUPTED:
+            raise KeyboardInterrupt
         if reply.error == AT_AN_END:
             raise EOFError("the user has ended the input")
         if reply.error:
@@ -147,13 +159,24 @@ class Prompting:
 
     def cell_ended(self) -> None:
         """Nobody answers any more, also if another thread of the cell asks."""
-        self._cell = ""
+        self._cell = self._interrupted_cell = ""
         self._end_all(NOBODY)
         while self._pauses > 0:
             self._pauses -= 1
             self._engine.resume(AT_A_PROMPT)
 
     # -- the control thread ---------------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """The cell is being interrupted. A signal ends what the main thread asks; this ends what other threads do.
+
+        The main thread may be waiting for one of them where no signal reaches it: a framework that calls back from a thread
+        of its own.
+        """
+        self._interrupted_cell = self._cell
+        for number, waiting in tuple(self._waiting.items()):
+            if not waiting.on_main:
+                waiting.end(Reply(number, "", INTERRUPTED))
 
     def answered(self, reply: Reply) -> None:
         """The pool has answered."""

@@ -49,7 +49,8 @@ def disagreement() -> None:
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             return session.run(run())
 
-    for call in (run, tf.function(run), tf.function(run, autograph=False), in_session):
+    called_back = tf.function(lambda: tf.py_function(run, [], tf.float32))
+    for call in (run, tf.function(run), tf.function(run, autograph=False), in_session, called_back):
         with pytest.raises(
             MismatchError, match=r"`loss`: the ranks disagree. rank 0 \(test_failures.py:"
         ) as caught:

@@ -8,9 +8,11 @@ in place of TensorFlow's own error with its many lines.
 
 from __future__ import annotations
 
+import bdb
 import functools
 import itertools
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -168,6 +170,33 @@ def install() -> None:
         execute.execute = wrapped
     execute.quick_execute = wrapped
     session._do_call = _passing_on(session._do_call)
+    called_back = internal("ops.script_ops").FuncRegistry
+    called_back.__call__ = _called_back(called_back.__call__)
+
+
+def _called_back(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what calls the Python functions of a graph (``tf.py_function``), on threads that C++ has made.
+
+    Of their errors C++ keeps the text only. Collectives' errors and a debugger that was left come out as themselves; others
+    are TensorFlow's, as ever. What traces all threads that Python makes traces these functions, too.
+    """
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trace = threading.gettrace() if sys.gettrace() is None else None
+        if trace is not None:
+            sys.settrace(trace)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, HvdlabError | bdb.BdbQuit):
+                raise
+            raise tf.errors.UnknownError(None, None, to_status(error)[1]) from None
+        finally:
+            if trace is not None:
+                sys.settrace(None)
+
+    return call
 
 
 def _translating(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

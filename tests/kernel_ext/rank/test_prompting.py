@@ -110,6 +110,55 @@ def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("Thread-")]
 
 
+CALLED_BACK = """
+import ctypes, threading
+libc, mutex, held, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event(), []
+def ask():
+    libc.pthread_mutex_lock(mutex)
+    held.set()
+    for question in range(2):
+        try: {ask}
+        except BaseException as error: said.append(type(error).__name__)
+    libc.pthread_mutex_unlock(mutex)
+thread = threading.Thread(target=ask)
+thread.start()
+held.wait()
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_unlock(mutex)
+thread.join()
+"""
+"""The main thread waits for another one where signals do not reach it, as it does in a framework's C++."""
+
+
+@pytest.mark.parametrize("ask", ["input('x')", "import pdb; pdb.Pdb().set_trace(); held.set()"])
+def test_an_interrupt_ends_what_another_thread_asks_while_the_main_thread_waits_for_it(
+    rank: Rank, ask: str
+) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start(CALLED_BACK.format(ask=ask))
+        pool.expect(Ask)
+        pool.engine.interrupt()
+        assert pool.finish(cell).error.ename == "KeyboardInterrupt"
+        pool.start("thread.join()\nsaid")
+        kind = "KeyboardInterrupt" if "input" in ask else "LeftDebugger"
+        assert pool.expect(CellDone).value_repr == str([kind] * 2)
+        # The next cell's threads ask as before.
+        pool.answers = ["yes"]
+        pool.run(
+            "thread = threading.Thread(target=lambda: said.append(input('y')))\nthread.start()\nthread.join()"
+        )
+        assert pool.run("said[2:]").done.value_repr == "['yes']"
+
+    rank.play(script)
+
+
+def test_an_interrupt_that_pybind11_made_another_error_of(rank: Rank) -> None:
+    ran = rank.run(
+        "raise RuntimeError('... ORIGINAL _NotOkStatusException REPLACED BY KeyboardInterrupt: ...')"
+    )
+    assert ran.error.ename == "KeyboardInterrupt"
+
+
 def test_a_long_prompt_is_cut(rank: Rank) -> None:
     _, asked = talk(rank, "input('x' * 10_000_000)", [""])
     assert len(asked[0].prompt) < 3000

@@ -20,19 +20,19 @@ def own_versions() -> dict[str, str]:
     return found
 
 
-def refusal(rank: int, versions: Mapping[str, str], others: Iterable[tuple[int, Mapping[str, str]]]) -> str:
+def refusal(rank: int, versions: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]) -> str:
     """Why a rank may not join these, or an empty text.
 
     Args:
         rank: Number of the newcomer.
         versions: Its versions, by name; what it does not say is not compared.
-        others: Number and versions of those that are there.
+        others: Name, such as ``rank 0``, and versions of those that are there.
     """
     for other, theirs in others:
         for name, version in versions.items():
             if theirs.get(name, version) != version:
                 return (
-                    f"rank {rank} has {name} {version}, but rank {other} has {name} {theirs[name]}; all ranks need the same, so "
+                    f"rank {rank} has {name} {version}, but {other} has {name} {theirs[name]}; all ranks need the same, so "
                     f"install {name} {theirs[name]} where rank {rank} runs"
                 )
     return ""

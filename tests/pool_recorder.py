@@ -46,6 +46,6 @@ class Recorder:
             self._changed.notify_all()
 
     def wait_for_note(self, text: str, timeout: float = 30) -> None:
-        """Wait for a note that begins so."""
+        """Wait for a note that has this in it."""
         with self._changed:
-            assert self._changed.wait_for(lambda: any(note.startswith(text) for note in self.notes), timeout)
+            assert self._changed.wait_for(lambda: any(text in note for note in self.notes), timeout)

@@ -13,7 +13,7 @@ from hvdlab.collectives import versions
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 
-OURS = {"Python": "3.11", "hvdlab": "0.1.0", "torch": "2.9.1"}
+OURS = {"Python": "3.11", "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
 
 
 def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +46,17 @@ def test_a_newcomer_with_another_version_is_refused_and_told_of_once(name: str) 
     sim.connect(2, versions=OURS)
     sim.drain()
     assert first.sets[0].ranks == (0, 1, 2)
+
+
+def test_the_first_one_to_come_is_not_right_because_of_that() -> None:
+    sim = Simulation(CoordinatorOptions(size=2))
+    sim.connect_client()
+    refused = sim.connect(1, versions={**OURS, "hvdlab": "9.9"})
+    sim.drain()
+    (message,) = refused.incoming
+    assert isinstance(message, m.Refused)
+    assert f"rank 1 has hvdlab 9.9, but the coordinator has hvdlab {hvdlab.__version__}" in message.reason
+    first = sim.connect(0, versions=OURS)
+    sim.connect(1, versions=OURS)
+    sim.drain()
+    assert first.sets[0].ranks == (0, 1)

@@ -40,9 +40,9 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     reason = reason or _too_late(state, rank, hello)
     members = (living.member for living in membership.ranks.values())
     reason = reason or encryption.refusal(state.options.require_encryption, rank, hello, members)
-    others = [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
-    # Where the job was started counts for hvdlab itself: of two ranks that differ, not the first one to come is right.
-    others.append(("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]}))
+    # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
+    others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
+    others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
     reason = reason or versions.refusal(rank, hello.versions, others)
     if reason:
         if reason not in state.refused:  # one that is started again and again is told of once

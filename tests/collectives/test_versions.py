@@ -36,8 +36,9 @@ def test_a_newcomer_with_another_version_is_refused_and_told_of_once(name: str) 
     for _ in range(3):
         refused = sim.connect(2, versions={**OURS, name: "9.9"})
         sim.drain()
+    other = "the coordinator" if name == "hvdlab" else "rank 0"
     reason = (
-        f"rank 2 has {name} 9.9, but rank 0 has {name} {OURS[name]}; all ranks need the same, so install {name} {OURS[name]} "
+        f"rank 2 has {name} 9.9, but {other} has {name} {OURS[name]}; all ranks need the same, so install {name} {OURS[name]} "
         "where rank 2 runs"
     )
     assert list(refused.incoming) == [m.Refused(reason)]

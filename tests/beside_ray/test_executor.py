@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -57,9 +58,11 @@ def executor(cluster: Any) -> Iterator[RayExecutor]:
 
 def everything_is_free(pids: list[int]) -> None:
     """No worker is there any more, and its room can be had by others."""
-    _, left = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=PATIENCE
-    )
+    living = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            living.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(living, timeout=PATIENCE)
     assert left == []
     # The shared executor has two CPUs of a node, or one of each.
     group, _ = create_placement_group({"CPU": 1, "GPU": 2}, 2, PATIENCE, "STRICT_SPREAD")

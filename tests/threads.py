@@ -27,9 +27,19 @@ def in_threads(works: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def asleep(thread_id: int) -> None:
-    """Return when the thread sleeps in the kernel."""
+def asleep(thread_id: int, lock: int | None = None) -> None:
+    """Return when the thread sleeps in the kernel.
+
+    Args:
+        lock: The address of the C lock that it is to wait for; without, it may sleep for any reason.
+    """
     while True:
+        if lock is not None:
+            with open(f"/proc/self/task/{thread_id}/syscall") as file:
+                if file.read().split()[1:2] == [hex(lock)]:
+                    return
+            os.sched_yield()
+            continue
         with open(f"/proc/self/task/{thread_id}/wchan") as file:
             where = file.read()
         if "futex" in where:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank import origin
@@ -68,6 +69,8 @@ class CellRunner:
         self._c_stdout = CStdout()
         self._run: _Run | None = None
         self._inside = False  # the user's own code is running
+        #: What frameworks' modes were before the cell, to which they go back where an interrupt has torn them.
+        self._modes: dict[str, Any] = {}
 
     @property
     def preparing(self) -> bool:
@@ -84,6 +87,7 @@ class CellRunner:
         self._capture.begin_cell(request.cell)
         origin.begin(request.cell)
         self._engine.begin_cell(request.cell)
+        self._modes = framework_hooks.modes()
         self._gate.begin()
         self._hook.plain, self._hook.remembers = "", request.store_history
         if not looks_back(request.source):
@@ -183,6 +187,8 @@ class CellRunner:
     def _failed(self, error: BaseException) -> None:
         run = self._run
         assert run is not None
+        if self._gate.interrupted:
+            framework_hooks.restore_modes(error, self._modes)
         if run.error is None:
             error = cut_debugger(error)
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside

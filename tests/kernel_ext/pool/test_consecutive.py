@@ -19,7 +19,9 @@ hvd.init()
 
 DIE = """
 import os, signal
-if hvd.rank() == 0:
+first = hvd.rank() == 0  # the next one is the first as soon as that one has died
+hvd.barrier()
+if first:
     os.kill(os.getpid(), signal.SIGKILL)
 hvd.barrier()
 """

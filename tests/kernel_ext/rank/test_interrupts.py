@@ -361,3 +361,64 @@ def test_a_storm_of_interrupts_loses_nothing(rank: Rank, seed: int) -> None:
     rank.play(script)
     ends = [name for name, _ in rank.engine.log]
     assert ends.count("begin") == ends.count("end") == ends.count("CellDone")
+
+
+TORN = """
+import signal, sys, torch
+calls = []
+def trace(frame, event, argument):
+    if frame.f_code.co_name == {name!r} and frame.f_code.co_filename.endswith({file!r}):
+        calls.append(frame.f_code)
+        if len(calls) == {call}:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+sys.settrace(trace)
+{block}
+"""
+"""An interrupt as a function of torch's is called for the ``call``-th time."""
+
+OPTIMIZER = "torch.optim.SGD([torch.zeros(1)], differentiable={enables}).step()"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "call", "block"),
+    [
+        pytest.param("__exit__", "grad_mode.py", 1, "with {switch}(): pass", id="with"),
+        pytest.param("__exit__", "grad_mode.py", 1, "@{switch}()\ndef f(): pass\nf()", id="decorator"),
+        pytest.param("graph_break", "decorators.py", 2, OPTIMIZER, id="optimizer"),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_are_as_before_when_torch_was_interrupted_while_it_switched_them(
+    rank: Rank, before: bool, name: str, file: str, call: int, block: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    rank.run(f"import torch; torch.set_grad_enabled({before})")
+    try:
+        block = block.format(switch="torch.no_grad" if before else "torch.enable_grad", enables=not before)
+        error = rank.run(TORN.format(name=name, file=file, call=call, block=block)).error
+        assert error.ename == "KeyboardInterrupt"
+        assert rank.run("torch.is_grad_enabled()").done.value_repr == str(before)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_autocast_is_off_when_it_was_interrupted_while_it_was_switched_off(rank: Rank) -> None:
+    torch = pytest.importorskip("torch")
+    block = "with torch.autocast('cpu'): pass"
+    try:
+        error = rank.run(TORN.format(name="__exit__", file="autocast_mode.py", call=1, block=block)).error
+        assert error.ename == "KeyboardInterrupt"
+        assert rank.run("torch.is_autocast_enabled('cpu')").done.value_repr == "False"
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_what_an_interrupted_cell_has_switched_itself_stays(rank: Rank) -> None:
+    torch = pytest.importorskip("torch")
+    try:
+        source = "import signal, torch\ntorch.set_grad_enabled(False)\nsignal.raise_signal(signal.SIGINT)"
+        assert rank.run(source).error.ename == "KeyboardInterrupt"
+        assert rank.run("torch.is_grad_enabled()").done.value_repr == "False"
+    finally:
+        torch.set_grad_enabled(True)

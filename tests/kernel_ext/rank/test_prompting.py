@@ -112,10 +112,12 @@ def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
 
 CALLED_BACK = """
 import ctypes, threading
+from tests.threads import asleep
 libc, mutex, held, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event(), []
 def ask():
     libc.pthread_mutex_lock(mutex)
     held.set()
+    asleep(threading.main_thread().native_id, ctypes.addressof(mutex))
     for question in range(2):
         try: {ask}
         except BaseException as error: said.append(type(error).__name__)

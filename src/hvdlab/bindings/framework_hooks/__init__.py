@@ -127,6 +127,19 @@ class FrameworkHooks:
     def reseed(self) -> None:
         """Give this process random numbers of its own; called in a forked rank, once."""
 
+    def modes(self) -> Any:
+        """The modes of the calling thread that this framework's context managers switch. Cheap: asked before each cell."""
+        return None
+
+    def restore_modes(self, interrupt: BaseException, modes: Any) -> None:
+        """Switch a mode back that a context manager of this framework could not, because it was interrupted in that.
+
+        Args:
+            interrupt: What has ended the cell, with its traceback. Where that does not pass through such a context
+                manager, the modes are as the cell's own code has set them, and stay.
+            modes: What :meth:`modes` has returned before the cell; None if the framework was imported by the cell.
+        """
+
 
 class NotOurs(Exception):
     """A value is not of the kind that was asked about."""
@@ -158,6 +171,18 @@ def set_environment() -> None:
     for name in names():
         for variable, value in hooks_of(name).environment.items():
             os.environ.setdefault(variable, value)
+
+
+def modes() -> dict[str, Any]:
+    """The calling thread's modes of each framework that this process has imported, by the framework's name."""
+    return {name: hooks_of(name).modes() for name in names() if sys.modules.get(name) is not None}
+
+
+def restore_modes(interrupt: BaseException, before: Mapping[str, Any]) -> None:
+    """Switch back what frameworks were interrupted in switching back; ``before`` is of :func:`modes`."""
+    for name in names():
+        if sys.modules.get(name) is not None:
+            hooks_of(name).restore_modes(interrupt, before.get(name))
 
 
 def devices_in_use() -> list[tuple[int, str]] | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,21 @@ _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Si
 # Attributes of a module whose contents are taken otherwise, or that only tell how it is called.
 _MODULE_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl", "_version"}
+)
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+# Where torch switches gradients and autocast off and on again around somebody's code. None of it holds off an interrupt
+# between two of its instructions, so a thread would go on without gradients.
+_SWITCHES = tuple(
+    os.path.join("torch", *path)
+    for path in (
+        ("autograd", "grad_mode.py"),
+        ("utils", "_contextlib.py"),
+        ("optim", "optimizer.py"),
+        ("amp", "autocast_mode.py"),
+    )
 )
 
 
@@ -158,6 +175,25 @@ class TorchHooks(FrameworkHooks):
 
     def set_threads(self, threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
+
+    def modes(self) -> Any:
+        torch: Any = sys.modules["torch"]
+        try:
+            return torch.is_grad_enabled(), [torch.is_autocast_enabled(device) for device in _AUTOCAST]
+        except AttributeError:  # half imported
+            return None
+
+    def restore_modes(self, interrupt: BaseException, modes: Any) -> None:
+        if not any(
+            frame.f_code.co_filename.endswith(_SWITCHES)
+            for frame, _ in traceback.walk_tb(interrupt.__traceback__)
+        ):
+            return
+        torch: Any = sys.modules["torch"]
+        gradients, autocast = modes or (True, [False] * len(_AUTOCAST))
+        torch.set_grad_enabled(gradients)
+        for device, enabled in zip(_AUTOCAST, autocast, strict=True):
+            torch.set_autocast_enabled(device, enabled)
 
 
 def _of_tensor(tensor: Any) -> ArraySource | None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import selectors
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.attendance import Attendance
 from hvdlab.kernel_ext.rank.fds import FdCapture, Piece, receive
+from hvdlab.kernel_ext.rank.origin import CELL, current, of_thread
 from hvdlab.kernel_ext.rank.sent import Post, Sent
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
@@ -63,7 +64,6 @@ class Capture:
         fds: Redirected descriptors, if there are any.
         ranks: How many ranks there are.
         unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
-        origin: The cell that the calling thread or task belongs to, which may have ended; empty for the last one.
 
     Attributes:
         widgets: Widgets that take output of a thread in the place of the cell.
@@ -77,9 +77,7 @@ class Capture:
         fds: FdCapture | None = None,
         ranks: Callable[[], int] = lambda: 1,
         unsent: Unsent | None = None,
-        origin: Callable[[], str] = lambda: "",
     ) -> None:
-        self._origin = origin
         self.widgets = WidgetOutputs()
         self._unsent = unsent
         self._ranks = ranks
@@ -211,16 +209,16 @@ class Capture:
         if self._fds is not None:
             # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
             # looking is only worth a system call when some has passed.
-            now = time.monotonic()
+            now = monotonic()
             if now - self._last_write > GAP:
                 self._drain_fds()
             self._last_write = now
-        cell = self._origin()
+        cell = CELL.get() or of_thread()  # not by a function: it would be a tenth of a short write
         if len(text) > PIECE:
             for start in range(0, len(text), PIECE):
-                self._put(_entry(name, text[start : start + PIECE]), cell=cell)
+                self._put(_entry(name, text[start : start + PIECE]), cell)
         else:
-            self._put((name, text, len(text)) if text.isascii() else _entry(name, text), cell=cell)
+            self._put((name, text, len(text)) if text.isascii() else _entry(name, text), cell)
 
     def put(self, chunk: Display | Clear) -> None:
         """Queue a display or a clear, in order with the text."""
@@ -235,9 +233,9 @@ class Capture:
             if isinstance(chunk, Display)
             else 16
         )
-        self._put((chunk, None, size), cell=self._origin())
+        self._put((chunk, None, size), current())
 
-    def _put(self, entry: _Entry, wait: bool = True, landed: Piece | None = None, cell: str = "") -> None:
+    def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: Piece | None = None) -> None:
         size = entry[2]
         with self._lock:
             if self._over or (cell and cell != self._cell):
@@ -247,16 +245,17 @@ class Capture:
                 self._await_room(size)
             if self._closed:
                 return
-            if self._unsent is not None:
-                head, text, _ = entry
-                if landed is not None:
-                    self._unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
-                elif not isinstance(head, str):
-                    self._unsent.show(head, size)
-                elif text is not None:
-                    self._unsent.write(head, text)
-            if landed is not None and not size:
-                return  # the beginning of a character, of which the rest has not come
+            unsent = self._unsent
+            if landed is not None:
+                if unsent is not None:
+                    unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                if not size:
+                    return  # the beginning of a character, of which the rest has not come
+            elif unsent is not None:
+                if entry[1] is None:
+                    unsent.show(entry[0], size)
+                else:
+                    unsent.write(entry[0], entry[1])
             self._entries.append(entry)
             self._queued += size
             self._total += size
@@ -363,7 +362,7 @@ class Capture:
             while True:
                 self._attend(selector)
                 watching = self._watch(selector, watching)
-                now = time.monotonic()
+                now = monotonic()
                 waiting = bool(self._entries or self._late)
                 if waiting and not queued:
                     due = max(due, now + LINGER)
@@ -371,7 +370,7 @@ class Capture:
                 if queued and (self._urgent or now >= due):
                     with self._sending:
                         self._send_queued()
-                    due, queued = time.monotonic() + INTERVAL, False
+                    due, queued = monotonic() + INTERVAL, False
                 for key, _ in selector.select(due - now if queued else None):
                     if key.fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)

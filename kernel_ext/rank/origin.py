@@ -7,18 +7,24 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-_CELL: ContextVar[str] = ContextVar("hvdlab_cell", default="")
+CELL: ContextVar[str] = ContextVar("hvdlab_cell", default="")
+"""The cell of the calling context; empty on threads that a cell has started, which do not inherit its context."""
 _ATTRIBUTE = "_hvdlab_cell"
 
 
 def begin(cell: str) -> None:
     """What the calling context does from now on, and starts, is of this cell. Tasks take their context from there."""
-    _CELL.set(cell)
+    CELL.set(cell)
 
 
 def current() -> str:
     """The cell of the calling thread or task; empty if it is of none."""
-    return _CELL.get() or getattr(threading.current_thread(), _ATTRIBUTE, "")
+    return CELL.get() or of_thread()
+
+
+def of_thread() -> str:
+    """The cell that has started the calling thread; empty if none has."""
+    return getattr(threading.current_thread(), _ATTRIBUTE, "")
 
 
 def follow_threads() -> Callable[[], None]:

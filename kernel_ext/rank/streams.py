@@ -41,10 +41,12 @@ class RankStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write text; returns its length. Blocks while the pool is a window behind."""
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if type(text) is not str:
+            if not isinstance(text, str):
+                raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+            text = str.__str__(text)
         if text:
-            self._put(self._name, text if type(text) is str else str.__str__(text))
+            self._put(self._name, text)
         return len(text)
 
     def writable(self) -> bool:

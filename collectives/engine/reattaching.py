@@ -63,7 +63,7 @@ class Memory:
             elif request.kind is OpKind.REMOVE_PROCESS_SET:
                 self._removing += (request.root,)
 
-    # -- what is told ---------------------------------------------------------------------------------------------
+    # -- what the successor gets ----------------------------------------------------------------------------------
 
     def tell(self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool) -> m.Resume:
         """The message with all that a successor has to know from this rank.

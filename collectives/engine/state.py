@@ -65,7 +65,7 @@ class RankState:
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
-            DuplicateNameError: Its name is in flight; the coordinator is told, if it knows of the first one.
+            DuplicateNameError: Its name is in flight; this rank tells the coordinator, if that knows of the first one.
             AbortedError: The coordinator is lost, or elastic training has to begin again.
         """
         request = entry.request

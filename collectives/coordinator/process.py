@@ -80,7 +80,7 @@ class CoordinatorProcess:
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
             keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose the coordinator then wait for a
-                successor (``HVDLAB_REATTACH`` seconds), else they leave at once.
+                successor (three times ``HVDLAB_REATTACH`` seconds), else they give up at once.
             timeout: Seconds that the start may take.
             environ: Mapping in which users' variables are looked up; by default this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as

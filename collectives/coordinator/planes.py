@@ -56,7 +56,7 @@ AUTOMATIC = Hierarchy()
 
 
 def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:
-    """Choose for these members (in order of rank).
+    """Choose for these members, by position.
 
     A plane that users ask for comes first. Otherwise, on one host: MPI if all members offer it, as those of an MPI launcher do; else
     ``local`` for one member, and shared memory for several (Gloo where that is not possible). Between hosts MPI or Gloo, with shared
